@@ -1,0 +1,39 @@
+# `make demo` and `make test` do all the set-up they need; .venv is made once and kept.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-all bench check binary clean
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -m 'not gpu'
+
+bench: $(STAMP)
+	for b in tests/benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+binary: dist/clusterd
+dist/clusterd: $(STAMP) pyproject.toml $(shell find clusterd plans profiling tui -name '*.py' 2>/dev/null)
+	@mkdir -p dist
+	$(BIN)/shiv --compressed -p '/usr/bin/env python3' -e clusterd.cli.main:main -o $@ '.[tui]'
+
+clean:
+	rm -rf dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache

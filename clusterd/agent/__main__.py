@@ -1,0 +1,28 @@
+"""``attach`` bridges to the agent and starts it where none lives; ``serve`` is it; ``spawner`` is a fork server."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one of the three; the exit code."""
+    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    if verb == "attach":
+        from clusterd.agent import attach
+
+        return attach.main()
+    if verb == "serve":
+        from clusterd.agent import server
+
+        return server.main()
+    if verb == "spawner":
+        from clusterd.agent import spawner
+
+        return spawner.main(rest)
+    print("usage: python3 -m clusterd.agent attach|serve|spawner", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,421 @@
+"""Attempts on this host: launched once per generation, adopted from disk, stopped until nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import shutil
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent import endings, environment, processes, programs, records, stopping
+from clusterd.agent.home import Home, read_json, write_json
+from clusterd.agent.records import Attempt, Rank, Refused, Report
+from clusterd.agent.spawners import SpawnFailed, Spawners
+
+STRAGGLER_GRACE_S = 1.0
+"""What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
+
+Emit = Callable[[dict[str, Any]], None]
+Ask = Callable[[Attempt, str, float], set[int]]
+
+
+class Attempts:
+    """All attempts on this host, and the ranks in them.
+
+    Args:
+        emit: sends an event to the daemon, if one listens.
+        ask: sends the stop message to the ranks of an attempt that are connected; returns their pids.
+        before_end: called before the end of a rank is told, to tell first what it had still written.
+    """
+
+    def __init__(
+        self, home: Home, agent_id: str, emit: Emit, ask: Ask, before_end: Callable[[Attempt], None], preload: str
+    ) -> None:
+        self._home = home
+        self._agent_id = agent_id
+        self._emit = emit
+        self._ask = ask
+        self._before_end = before_end
+        self._known: dict[str, Attempt] = {}
+        self._fences: dict[str, int] = {}
+        self._background: set[asyncio.Future[Any]] = set()
+        self.spawners = Spawners(home, self._on_exited, preload)
+
+    # ---- what there is -------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(list(self._known.values()))
+
+    def find(self, job: str, attempt: int) -> Attempt | None:
+        """None where this host has nothing of it."""
+        return self._known.get(self._home.attempt(job, attempt).name)
+
+    def get(self, job: str, attempt: int) -> Attempt:
+        """Raises `Refused` (``unknown``) where this host has nothing of it."""
+        found = self.find(job, attempt)
+        if found is None:
+            raise Refused("unknown", f"attempt {attempt} of {job} was never here, or is forgotten")
+        return found
+
+    def tag(self, name: str) -> str:
+        """What marks the processes of attempt `name`. The agent's id tells apart agents that share a machine."""
+        return f"{self._agent_id}/{name}"
+
+    @property
+    def running(self) -> list[str]:
+        """Names of attempts with a rank that runs, or a sweep under way."""
+        return [attempt.name for attempt in self if attempt.running]
+
+    def admit(self, job: str, attempt: int, generation: int, rank: int, token: str) -> Attempt:
+        """The attempt of a rank that says hello.
+
+        Raises:
+            Refused: no such rank, an older generation, or a wrong token.
+        """
+        found = self.get(job, attempt)
+        if not hmac.compare_digest(found.token.encode(), token.encode()):
+            raise Refused("token", f"rank {rank} of {found.name} shows a wrong token")
+        if generation != found.generation or rank not in found.ranks:
+            raise Refused(
+                "stale", f"rank {rank} of {found.name} is of generation {generation}, now is {found.generation}"
+            )
+        return found
+
+    # ---- adoption ------------------------------------------------------------------------------------------------
+
+    async def adopt(self) -> None:
+        """Take over what an earlier agent left: read first, then listen, then read again what may have ended between."""
+        for directory in sorted(self._home.attempts.iterdir()):
+            if attempt := records.load(directory):
+                self._known[attempt.name] = attempt
+        await self.spawners.adopt()
+        for attempt in self:
+            if not attempt.running:
+                continue
+            if attempt.stopped:  # the agent died while it stopped this one
+                attempt.stopping = asyncio.create_task(
+                    self._stop(attempt, float(attempt.launch.get("grace_s") or 0.0), "stopped")
+                )
+            else:
+                self._look(attempt)
+
+    def look_after(self) -> None:
+        """Once a second: find ranks that ended without anyone to tell, and fork servers that did."""
+        self.spawners.wait_for_ended()
+        for attempt in self:
+            if attempt.running and not attempt.lock.locked():
+                self._look(attempt)
+
+    def _look(self, attempt: Attempt) -> None:
+        for rank in attempt.ranks.values():
+            if rank.state == "running" and rank.end is None and (record := self._end_of(attempt, rank)):
+                self._ended(attempt, rank, record)
+
+    def _end_of(self, attempt: Attempt, rank: Rank) -> dict[str, Any] | None:
+        """The record of its end; None while it runs, or while its fork server is about to write the record."""
+        if processes.lives(rank.pid, rank.start_time, rank.boot_id):
+            return None
+        spawner_lives = processes.lives(*rank.spawner, boot=rank.boot_id)  # asked before the disk: it writes, then dies
+        record = attempt.read_rank(rank.rank)
+        if record is not None and record["state"] == "exited":
+            return record
+        return None if spawner_lives else rank.lost(time.time())
+
+    def _on_exited(self, state: str, record: dict[str, Any]) -> None:
+        path = Path(state)
+        attempt = self._known.get(path.parent.name)
+        number = path.name.removeprefix("rank-").removesuffix(".state.json")
+        if attempt is None or not number.isdigit() or record["generation"] != attempt.generation:
+            return
+        rank = attempt.ranks.get(int(number))
+        if rank is not None:
+            self._ended(attempt, rank, record)
+
+    def _ended(self, attempt: Attempt, rank: Rank, record: dict[str, Any]) -> None:
+        if rank.end is None and rank.state != "exited":
+            rank.end = record
+            if not attempt.lock.locked():
+                self._settle(attempt)
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Tell the ends that came in; the last one only when nothing of the attempt is left, for it frees the devices."""
+        if any(rank.state == "running" and rank.end is None for rank in attempt.ranks.values()):
+            self._tell_ends(attempt)
+        elif any(rank.end for rank in attempt.ranks.values()):
+            self._in_background(self._sweep_and_tell(attempt))
+
+    async def _sweep_and_tell(self, attempt: Attempt) -> None:
+        async with attempt.lock:
+            await stopping.sweep(self.tag(attempt.name), STRAGGLER_GRACE_S)
+            self._tell_ends(attempt)
+
+    def _tell_ends(self, attempt: Attempt) -> None:
+        self._before_end(attempt)
+        for rank in attempt.ranks.values():
+            if rank.end is None:
+                continue
+            rank.take(rank.end)
+            rank.end = None
+            self._emit(
+                {
+                    "event": "rank_exited",
+                    "job": attempt.job,
+                    "attempt": attempt.attempt,
+                    "generation": attempt.generation,
+                    **{k: v for k, v in rank.report().items() if k not in ("pid", "state")},
+                }
+            )
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # ---- launch --------------------------------------------------------------------------------------------------
+
+    async def launch(self, request: dict[str, Any], control_socket: Path, snapshot: Path | None) -> Report:
+        """Start the ranks of a new generation, or report those of this one.
+
+        Everything but the secrets is on disk before the first process is. A repeat of the same request starts only what
+        was never started, as after an agent that died half-way.
+
+        Raises:
+            Refused: ``stale`` (an older generation, or one that was stopped), ``busy`` (an older one still runs),
+                ``environment`` or ``workdir`` (what the job names is not on this host), ``disk-full``.
+        """
+        secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
+        launch: dict[str, Any] = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
+        launch |= {k: request.get(k) for k in ("env", "snapshot", "workdir", "python", "grace_s")}
+        directory = self._home.attempt(launch["job"], launch["attempt"])
+        attempt = self._known.get(directory.name)
+        if attempt is None:
+            if self._fences.get(directory.name, 0) >= launch["generation"]:
+                raise Refused(
+                    "stale", f"generation {launch['generation']} of {directory.name} was stopped before it came"
+                )
+            environment.check(launch)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            attempt = self._known[directory.name] = Attempt(directory, launch)
+        async with attempt.lock:
+            if launch["generation"] < attempt.generation:
+                raise Refused(
+                    "stale", f"{attempt.name} is at generation {attempt.generation}; {launch['generation']} is older"
+                )
+            if launch["generation"] > attempt.generation:
+                if attempt.running:
+                    raise Refused(
+                        "busy", f"generation {attempt.generation} of {attempt.name} still runs here; stop it first"
+                    )
+                environment.check(launch)
+                self._renew(attempt, launch)
+            if not attempt.stopped:
+                try:
+                    await self._start_missing(attempt, secrets, control_socket, snapshot)
+                except Refused:
+                    self._in_background(self._abandon(attempt))
+                    raise
+        self._settle(attempt)
+        return {"ranks": [{"rank": r.rank, "pid": r.pid, "start_time": r.start_time} for r in attempt.ranks.values()]}
+
+    async def _abandon(self, attempt: Attempt) -> None:
+        """End what a launch that failed half-way had started."""
+        write_json(
+            attempt.stop_marker, {"generation": attempt.generation, "reason": "the launch failed", "at_s": time.time()}
+        )
+        await self._stop(attempt, 0.0, "the launch failed")
+
+    def _renew(self, attempt: Attempt, launch: dict[str, Any]) -> None:
+        attempt.launch = launch
+        attempt.ranks.clear()
+        attempt.stop_asked.clear()
+        for path in (*attempt.directory.glob("rank-*.state.json"), *attempt.directory.glob("rank-*.failed.json")):
+            path.unlink()
+
+    async def _start_missing(
+        self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
+    ) -> None:
+        missing = [given for given in attempt.launch["ranks"] if self._never_started(attempt, int(given["rank"]))]
+        if not missing:
+            return
+        try:
+            attempt.store()
+            loop = asyncio.get_running_loop()
+            work = await loop.run_in_executor(None, environment.working_directory, attempt, snapshot)
+            for given in missing:
+                number = int(given["rank"])
+                attempt.ranks[number] = Rank(number)
+                environment.write_rank_file(attempt, given, control_socket)
+            if await self._server_is_ready(attempt, missing[0], secrets):
+                for given in missing:
+                    if attempt.stopped:
+                        return
+                    await self._start(attempt, given, secrets, work)
+        except SpawnFailed as failed:
+            if failed.kind != "no-torch":
+                raise Refused(failed.kind, str(failed)) from failed
+            for given in missing:
+                self._end_without_torch(attempt, attempt.ranks[int(given["rank"])], str(failed))
+        except OSError as error:
+            kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
+            raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
+
+    async def _server_is_ready(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str]) -> bool:
+        """Wait for the fork server; False where a stop came first, which an import of torch shall not delay."""
+        forked = environment.runs_in_fork(attempt.launch)
+        python = programs.interpreter(attempt.launch.get("python")) if forked else None
+        env = environment.variables(attempt, given, self.tag(attempt.name), secrets)
+        server = asyncio.ensure_future(self.spawners.ready(env, python, forked))
+        stop = asyncio.ensure_future(attempt.stop_asked.wait())
+        try:
+            await asyncio.wait({server, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        if server.done():
+            server.result()
+            return not attempt.stopped
+        self._background.add(server)  # goes on: the next job of this environment finds it ready
+        server.add_done_callback(self._ready_or_not)
+        return False
+
+    def _ready_or_not(self, server: asyncio.Future[Any]) -> None:
+        self._background.discard(server)
+        if not server.cancelled() and (error := server.exception()):
+            print(f"agent: {error}", file=sys.stderr, flush=True)
+
+    def _end_without_torch(self, attempt: Attempt, rank: Rank, message: str) -> None:
+        with open(attempt.log(rank.rank), "ab") as log:
+            log.write(f"clusterd: {message}\n".encode())
+        attempt.record_end(rank.rank, endings.EXIT_NO_TORCH, "no-torch", time.time())
+        rank.message = message
+        rank.state, rank.end = "running", attempt.read_rank(rank.rank)
+
+    def _never_started(self, attempt: Attempt, number: int) -> bool:
+        rank = attempt.ranks.get(number)
+        return rank is None or (rank.state == "lost" and attempt.read_rank(number) is None)
+
+    async def _start(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str], work: Path) -> None:
+        launch = attempt.launch
+        rank = attempt.ranks[int(given["rank"])]
+        forked = environment.runs_in_fork(launch)
+        device = given.get("device") or {}
+        env = environment.variables(attempt, given, self.tag(attempt.name), secrets)
+        request = {
+            "generation": attempt.generation,
+            "kind": launch["kind"],
+            "mode": "python" if forked else "exec",
+            "argv": environment.forked_argv(launch) if forked else environment.exec_argv(launch),
+            "env": env,
+            "cwd": str(work),
+            "cores": [int(core) for core in device.get("cores") or ()],
+            "threads": int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
+            "log": str(attempt.log(rank.rank)),
+            "state": str(attempt.state_file(rank.rank)),
+            "stop_marker": str(attempt.stop_marker),
+        }
+        python = programs.interpreter(launch.get("python")) if forked else None
+        await self.spawners.spawn(request, python, forked)
+        # Its end may have been recorded, and reported, before this line.
+        if rank.end is None and (record := attempt.read_rank(rank.rank)):
+            rank.take(record)
+            if record["state"] == "exited":
+                rank.state, rank.end = "running", record
+
+    # ---- stop ----------------------------------------------------------------------------------------------------
+
+    async def stop(self, job: str, attempt: int, generation: int, grace_s: float, reason: str) -> Report:
+        """End the attempt up to `generation`; returns when nothing that carries its tag is left.
+
+        Of something unknown, only what carries its tag is looked for. A stop of an older generation than the newest
+        here is history: it ends nothing.
+        """
+        directory = self._home.attempt(job, attempt)
+        known = self._known.get(directory.name)
+        if known is None:
+            self._fences[directory.name] = max(generation, self._fences.get(directory.name, 0))
+            return {
+                "ranks": [],
+                "swept": await stopping.sweep(self.tag(directory.name), min(grace_s, STRAGGLER_GRACE_S)),
+            }
+        if generation < known.generation:
+            raise Refused("stale", f"{known.name} is at generation {known.generation}; {generation} is older")
+        # On disk before the first signal: a rank's end is judged by it, and a launch that is under way heeds it.
+        marker = read_json(known.stop_marker) or {}
+        if int(marker.get("generation", 0)) < generation or not marker:
+            write_json(known.stop_marker, {"generation": generation, "reason": reason, "at_s": time.time()})
+        known.stop_asked.set()
+        if known.stopping is None or known.stopping.done():
+            known.stopping = asyncio.create_task(self._stop(known, grace_s, reason))
+        # A caller whose connection breaks does not call the stop off.
+        swept = await asyncio.shield(known.stopping)
+        return {"ranks": [known.ranks[rank].report() for rank in sorted(known.ranks)], "swept": swept}
+
+    async def _stop(self, attempt: Attempt, grace_s: float, reason: str) -> list[int]:
+        async with attempt.lock:
+            swept = await stopping.end_ranks(
+                lambda: self._leaders(attempt),
+                self.tag(attempt.name),
+                grace_s,
+                lambda: self._ask(attempt, reason, grace_s),
+            )
+            for rank in attempt.ranks.values():
+                if rank.state == "running" and rank.end is None:
+                    rank.end = await self._await_end(attempt, rank)
+            self._tell_ends(attempt)
+            return swept
+
+    def _leaders(self, attempt: Attempt) -> list[tuple[int, int]]:
+        return [
+            (rank.pid, rank.start_time)
+            for rank in attempt.ranks.values()
+            if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
+        ]
+
+    async def _await_end(self, attempt: Attempt, rank: Rank) -> dict[str, Any]:
+        """The record that its fork server is about to write; for a disk that takes none, it may come as an event."""
+        while (record := rank.end or self._end_of(attempt, rank)) is None:
+            await asyncio.sleep(0.01)  # noqa: ASYNC110  # it waits for a file, and for a process that is no child
+        return record
+
+    async def forget(self, job: str, attempt: int) -> None:
+        """Remove what is on disk of an attempt.
+
+        Raises:
+            Refused: it runs.
+        """
+        found = self.find(job, attempt)
+        if found is None:
+            return
+        async with found.lock:
+            if found.running:
+                raise Refused("busy", f"{found.name} still runs here; stop it first")
+            del self._known[found.name]
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(None, remove, found.directory)
+
+    def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
+        """Keep what a rank says about its failure, for the report of its end."""
+        attempt.ranks[rank].message = message
+        write_json(attempt.directory / f"rank-{rank}.failed.json", {"reason": reason, "message": message})
+
+    async def settle(self) -> None:
+        """Wait for sweeps that are under way, before this agent ends."""
+        while self._background:
+            await asyncio.wait(set(self._background))
+
+
+def remove(tree: Path) -> None:
+    """Remove a directory whatever the job did to its permissions; what cannot be removed is named in the log."""
+
+    def retry(function: Callable[[str], Any], path: str, _info: Any) -> None:
+        try:
+            Path(path).parent.chmod(0o700)
+            function(path)
+        except OSError as error:
+            print(f"agent: cannot remove {path}: {error}", file=sys.stderr, flush=True)
+
+    shutil.rmtree(tree, onerror=retry)

@@ -1,0 +1,150 @@
+"""The agent's directory on a host, and how records get there: whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SOCKET_PATH_BYTES_MAX = 100
+"""A Unix socket's path has 108 bytes on Linux; a longer one is moved below /tmp."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+
+
+class UnsafeDirectory(Exception):
+    """A directory for sockets exists, but others could put their own there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where one agent keeps what must outlive it."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held by flock for as long as an agent lives here."""
+        return self.root / "agent.lock"
+
+    @property
+    def record(self) -> Path:
+        """Who the living agent is: pid, start time, boot id, version, socket."""
+        return self.root / "agent.json"
+
+    @property
+    def log(self) -> Path:
+        """What agents and fork servers have to say about themselves."""
+        return self.root / "agent.log"
+
+    @property
+    def attempts(self) -> Path:
+        """One directory per attempt."""
+        return self.root / "attempts"
+
+    @property
+    def snapshots(self) -> Path:
+        """One directory per snapshot, named by its digest."""
+        return self.root / "snapshots"
+
+    @property
+    def sockets(self) -> Path:
+        """Of the agent and its fork servers; a short path below /tmp where this one is too long for a socket."""
+        longest = os.fsencode(self.root / "sockets" / ("0" * 16 + ".sock"))
+        if len(longest) <= SOCKET_PATH_BYTES_MAX:
+            return self.root / "sockets"
+        digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+        return Path(f"/tmp/clusterd-{os.getuid()}-{digest}")
+
+    @property
+    def socket(self) -> Path:
+        """Where the agent listens, for the daemon's connections and for ranks."""
+        beside = self.root / "agent.sock"
+        return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / "agent.sock"
+
+    def attempt(self, job: str, attempt: int) -> Path:
+        """The directory of an attempt.
+
+        Raises:
+            ValueError: a job id that is no plain name.
+        """
+        if not _NAME.fullmatch(job):
+            raise ValueError(f"{job!r} is no job id: letters, digits, '.', '_' and '-' only")
+        return self.attempts / f"{job}.{attempt:d}"
+
+    def make(self) -> None:
+        """Create what is missing, for this user alone.
+
+        Raises:
+            UnsafeDirectory: the directory for sockets is someone else's, or open to others.
+        """
+        for directory in (self.root, self.attempts, self.snapshots, self.sockets):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (self.root, self.sockets):
+            status = directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                raise UnsafeDirectory(f"{directory} is not a directory of this user's; remove it")
+            if status.st_mode & 0o077:
+                directory.chmod(0o700)
+
+
+def default_home() -> Home:
+    """`$CLUSTERD_AGENT_HOME`, or a directory per host name in the user's state directory.
+
+    The host name is part of it because homes are shared between hosts over NFS, while an agent's sockets, locks and
+    process ids are one machine's.
+    """
+    given = os.environ.get("CLUSTERD_AGENT_HOME")
+    if given:
+        return Home(Path(given).expanduser().absolute())
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
+    return Home(Path(state).expanduser().absolute() / "clusterd" / "agent" / host)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace `path` so that after a crash it holds either the old bytes or all of the new ones."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and creations in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
+    """`write_durably` of a JSON value."""
+    write_durably(path, json.dumps(value, separators=(",", ":")).encode(), mode)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`; None where there is no such file, or none of ours."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

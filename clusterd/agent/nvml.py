@@ -1,0 +1,193 @@
+"""GPUs of this host: through the driver's NVML library, or where that cannot be loaded, through `nvidia-smi`.
+
+Read-only. Names and structures: NVML API Reference; the entry points with `_v2` and `_v3` are those of drivers since
+2021 (510), older ones are tried after them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from typing import Any
+
+_SUCCESS = 0
+_INSUFFICIENT_SIZE = 7
+_DRIVER_NOT_LOADED = 9
+_LIBRARY_MISMATCH = 18
+_NOT_AVAILABLE = (1 << 64) - 1
+_PROCESSES_MAX = 1024
+
+
+class NvmlError(Exception):
+    """The driver answers, but with an error."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _Process(ctypes.Structure):  # nvmlProcessInfo_v2_t, of the _v2 and _v3 entry points
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+Gpu = dict[str, Any]
+
+
+class Nvml:
+    """The loaded library. One per agent: its first call costs the driver tens of milliseconds."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._check(self._call("nvmlInit_v2"))
+
+    def gpus(self) -> list[Gpu]:
+        """All devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
+
+        Raises:
+            NvmlError: the driver refused, as after its upgrade under a running kernel.
+        """
+        count = ctypes.c_uint()
+        self._check(self._call("nvmlDeviceGetCount_v2", ctypes.byref(count)))
+        return [self._gpu(index) for index in range(count.value)]
+
+    def _gpu(self, index: int) -> Gpu:
+        handle = ctypes.c_void_p()
+        self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
+        memory = _Memory()
+        self._check(self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)))
+        utilisation = _Utilisation()
+        known = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation)) == _SUCCESS
+        return {
+            "uuid": self._text("nvmlDeviceGetUUID", handle),
+            "index": index,
+            "name": self._text("nvmlDeviceGetName", handle),
+            "memory_bytes": memory.total,
+            "memory_used_bytes": memory.used,
+            "utilisation": utilisation.gpu / 100 if known else None,
+            "processes": self._processes(handle),
+        }
+
+    def _processes(self, handle: ctypes.c_void_p) -> list[dict[str, Any]]:
+        found: dict[int, int | None] = {}
+        for kind in ("Compute", "Graphics"):
+            for entry in self._process_list(f"nvmlDeviceGet{kind}RunningProcesses", handle):
+                found[entry.pid] = None if entry.used == _NOT_AVAILABLE else entry.used
+        return [{"pid": pid, "memory_bytes": used} for pid, used in sorted(found.items())]
+
+    def _process_list(self, name: str, handle: ctypes.c_void_p) -> list[_Process]:
+        entries = (_Process * _PROCESSES_MAX)()
+        for suffix in ("_v3", "_v2"):
+            if not hasattr(self._library, name + suffix):
+                continue
+            count = ctypes.c_uint(_PROCESSES_MAX)
+            code = self._call(name + suffix, handle, ctypes.byref(count), entries)
+            if code in (_SUCCESS, _INSUFFICIENT_SIZE):
+                return list(entries[: min(count.value, _PROCESSES_MAX)])
+        return []
+
+    def _text(self, name: str, handle: ctypes.c_void_p) -> str:
+        buffer = ctypes.create_string_buffer(96)
+        self._check(self._call(name, handle, buffer, ctypes.c_uint(96)))
+        return buffer.value.decode(errors="replace")
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        return int(getattr(self._library, name)(*arguments))
+
+    def _check(self, code: int) -> None:
+        if code == _SUCCESS:
+            return
+        if code == _LIBRARY_MISMATCH:
+            raise NvmlError("driver/library version mismatch: NVIDIA's driver was upgraded under the kernel; reboot this host")
+        if code == _DRIVER_NOT_LOADED:
+            raise NvmlError("the NVIDIA kernel driver is not loaded: run `nvidia-smi` as root, or reboot this host")
+        self._library.nvmlErrorString.restype = ctypes.c_char_p
+        text = self._library.nvmlErrorString(code)
+        raise NvmlError(f"the NVIDIA driver says: {text.decode(errors='replace') if text else f'error {code}'}")
+
+
+class Probe:
+    """Asks for the GPUs of this host, by the way that works here."""
+
+    def __init__(self, library: str = "libnvidia-ml.so.1", program: str = "nvidia-smi") -> None:
+        self._library = library
+        self._program = program
+        self._nvml: Nvml | None = None
+
+    def gpus(self) -> tuple[list[Gpu], str | None]:
+        """GPUs, and what is wrong with them; a host without NVIDIA's driver has none, and nothing is wrong."""
+        try:
+            if self._nvml is None:
+                self._nvml = Nvml(ctypes.CDLL(self._library))
+            return self._nvml.gpus(), None
+        except OSError:
+            return self._by_program()
+        except (NvmlError, AttributeError) as error:
+            self._nvml = None  # to be loaded anew at the next look: a reset, or a driver that came back
+            return [], str(error)
+
+    def _by_program(self) -> tuple[list[Gpu], str | None]:
+        try:
+            devices = self._query("--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu")
+            apps = self._query("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
+        except FileNotFoundError:
+            return [], None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return [], f"nvidia-smi does not answer: {error}"
+        except NvmlError as error:
+            return [], str(error)
+        try:
+            return parse_query(devices, apps), None
+        except ValueError as error:
+            return [], f"nvidia-smi answers in an unknown form: {error}"
+
+    def _query(self, query: str) -> str:
+        command = [self._program, query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
+        )
+        if done.returncode != 0:
+            text = (done.stdout + done.stderr).strip()
+            if "version mismatch" in text:
+                raise NvmlError(f"{text.splitlines()[0]}: reboot this host")
+            raise NvmlError(f"nvidia-smi fails: {text.splitlines()[0] if text else f'exit code {done.returncode}'}")
+        return done.stdout
+
+
+def parse_query(devices: str, apps: str) -> list[Gpu]:
+    """GPUs out of the two lists of `nvidia-smi`.
+
+    Raises:
+        ValueError: a line that is none of its.
+    """
+    processes: dict[str, list[dict[str, Any]]] = {}
+    for line in filter(None, map(str.strip, apps.splitlines())):
+        uuid, pid, used = (part.strip() for part in line.split(","))
+        processes.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
+    gpus = []
+    for line in filter(None, map(str.strip, devices.splitlines())):
+        uuid, index, name, total, memory_used, utilisation = (part.strip() for part in line.split(","))
+        gpus.append(
+            {
+                "uuid": uuid,
+                "index": int(index),
+                "name": name,
+                "memory_bytes": _mebibytes(total),
+                "memory_used_bytes": _mebibytes(memory_used),
+                "utilisation": int(utilisation) / 100 if utilisation.isdigit() else None,
+                "processes": processes.get(uuid, []),
+            }
+        )
+    return gpus
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.isdigit() else None

@@ -1,0 +1,139 @@
+"""Processes as /proc shows them: who lives, since when, and under which tag.
+
+A pid alone names nobody: pids are reused. A process is known by pid, start time and boot id together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+TAG = "CLUSTERD_TAG"
+"""Environment variable that marks every process of an attempt: ``<agent>/<job>.<attempt>``."""
+
+
+class Stat(NamedTuple):
+    """What of /proc/PID/stat is asked for here."""
+
+    state: str  # "Z" and "X" are dead
+    parent: int
+    group: int
+    session: int
+    start_time: int  # clock ticks since boot
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """Changes with every boot of this machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def stat(pid: int) -> Stat | None:
+    """None where no such process is."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command's name stands in parentheses and may hold spaces and parentheses itself.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+
+
+def lives(pid: int, start_time: int, boot: str | None = None) -> bool:
+    """Whether exactly this process still runs; a zombie does not."""
+    if boot is not None and boot != boot_id():
+        return False
+    found = stat(pid)
+    return found is not None and found.start_time == start_time and found.state not in "ZX"
+
+
+def everyone() -> Iterator[int]:
+    """Pids of all processes."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)
+
+
+def environment(pid: int) -> bytes:
+    """The environment `pid` was started with; empty where it is gone, a zombie, or another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def tagged(tag: str) -> list[int]:
+    """Pids whose environment carries `tag`, wherever they were re-parented to; never the caller's own."""
+    wanted = f"{TAG}={tag}".encode()
+    own = os.getpid()
+    found = []
+    for pid in everyone():
+        text = environment(pid) if pid != own else b""
+        if wanted in text and wanted in text.split(b"\0"):
+            found.append(pid)
+    return found
+
+
+def in_session(session: int) -> list[int]:
+    """Pids of the session that `session` leads, leader included."""
+    return [pid for pid in everyone() if (found := stat(pid)) and found.session == session and found.state not in "ZX"]
+
+
+def send(pid: int, start_time: int, number: int) -> bool:
+    """Signal exactly this process; False where it is gone.
+
+    The pidfd is opened first and the start time compared after: between the two the pid cannot change hands.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except (ProcessLookupError, OSError):
+        return False
+    try:
+        if not lives(pid, start_time):
+            return False
+        import signal
+
+        signal.pidfd_send_signal(handle, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def claim_environment(name: str, value: str) -> bool:
+    """Write `value` over the placeholder that this process was started with under `name`.
+
+    A process forked without exec keeps showing its parent's first environment in /proc/PID/environ, whatever
+    `os.environ` says. The parent is therefore started with a placeholder of spaces under `name`, and the child writes
+    over its own copy of that memory. Returns False where there is no placeholder, or the value is longer.
+    """
+    # man 5 proc_pid_stat: fields 50 and 51 are env_start and env_end; the state, after the name, is field 3.
+    text = Path("/proc/self/stat").read_bytes()
+    fields = text[text.rindex(b")") + 2 :].split()
+    start, end = int(fields[47]), int(fields[48])
+    if start <= 0 or end <= start:
+        return False
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(start)
+        block = memory.read(end - start) or b""
+        key = f"{name}=".encode()
+        offset = 0 if block.startswith(key) else block.find(b"\0" + key) + 1
+        if offset == 0 and not block.startswith(key):
+            return False
+        begin = offset + len(key)
+        room = block.index(b"\0", begin) - begin
+        written = value.encode()
+        if len(written) > room:
+            return False
+        memory.seek(start + begin)
+        # Zero bytes after the value: readers split at zeros and see empty entries, which carry nothing.
+        memory.write(written.ljust(room, b"\0"))
+    return True
+
+
+PLACEHOLDER = " " * 160
+"""Room for a tag in the environment of a process that forks ranks."""

@@ -1,0 +1,60 @@
+"""How a process of ours is started under some Python, from pushed code or from a source tree."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from clusterd.agent import CODE_ROOT
+
+# Code comes first on the path, and nothing of it reaches the environment that jobs inherit.
+_STUB = (
+    "import sys\n"
+    "if sys.version_info < (3, 10): sys.exit('clusterd: %s is Python %d.%d; jobs of kind elastic need 3.10 or newer'"
+    " % (sys.executable, sys.version_info[0], sys.version_info[1]))\n"
+    "sys.path[:] = [sys.argv.pop(1)] + [p for p in sys.path if p]\n"
+    "from clusterd.agent.__main__ import main\n"
+    "sys.exit(main())"
+)
+
+
+def version() -> str:
+    """Of the code that runs: the digest it was pushed under, or ``source``."""
+    pushed = re.fullmatch(r"agent-([0-9a-f]{16})", CODE_ROOT.name)
+    return pushed[1] if pushed else "source"
+
+
+def command(*arguments: str, python: str | None = None) -> list[str]:
+    """The command line of ``clusterd.agent`` with `arguments`, under `python` (default: this one)."""
+    return [python or sys.executable, "-c", _STUB, str(CODE_ROOT), *arguments]
+
+
+def interpreter(given: str | None) -> str:
+    """The interpreter that a job's ``python`` names: a program, or a virtual environment's directory.
+
+    Raises:
+        FileNotFoundError: there is none; the message says where it was looked for.
+    """
+    if not given:
+        return sys.executable
+    path = Path(given).expanduser()
+    if path.is_dir():
+        path = path / "bin" / "python"
+    elif "/" not in given:
+        import shutil
+
+        found = shutil.which(given)
+        path = Path(found) if found else path
+    if not os.access(path, os.X_OK) or path.is_dir():
+        raise FileNotFoundError(
+            f"no Python at {path}: the job's `python` must name an interpreter or a virtual environment there"
+        )
+    return str(path.absolute())
+
+
+def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What jobs inherit of `environ`: not what belongs to the login that happened to start the agent, nor to us."""
+    return {k: v for k, v in environ.items() if not k.startswith(("SSH_", "CLUSTERD_"))}

@@ -1,0 +1,58 @@
+"""How far training is: the newest line of each running attempt's steps.jsonl, told at most twice a second."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from clusterd.agent.attempts import Attempts
+from clusterd.agent.records import Attempt, last_step
+
+PERIOD_S = 0.5
+_TOLD = ("step", "loss", "samples", "at_s", "plan")
+
+
+class Progress:
+    """Follows the step files. Polling, because inotify is blind on network file systems."""
+
+    def __init__(self, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._emit = emit
+        self._sizes: dict[str, int] = {}
+
+    async def follow(self, attempts: Attempts) -> None:
+        """Look twice a second, until cancelled."""
+        while True:
+            for attempt in attempts:
+                if attempt.running:
+                    self.look(attempt)
+            await asyncio.sleep(PERIOD_S)
+
+    def look(self, attempt: Attempt) -> None:
+        """Tell the newest step, if there is a newer one than was told."""
+        try:
+            size = os.stat(attempt.steps).st_size
+        except OSError:
+            return
+        if size == self._sizes.get(attempt.name):
+            return
+        self._sizes[attempt.name] = size
+        step = last_step(attempt.steps)
+        if step is None or step == attempt.step:
+            return
+        attempt.step = step
+        self._emit(
+            {
+                "event": "progress",
+                "job": attempt.job,
+                "attempt": attempt.attempt,
+                "generation": attempt.generation,
+                "step_time_s": step.get("time_s"),
+                **{k: step.get(k) for k in _TOLD},
+            }
+        )
+
+    def forget(self, name: str) -> None:
+        """Of an attempt that is gone from this host."""
+        self._sizes.pop(name, None)

@@ -1,0 +1,416 @@
+"""The agent: answers the daemon's requests and the ranks' hellos on one socket, and outlives both kinds of callers."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from clusterd import protocol
+from clusterd.agent import facts, logs, processes, programs
+from clusterd.agent.attempts import Attempts
+from clusterd.agent.home import Home, default_home, read_json, write_json
+from clusterd.agent.nvml import Probe
+from clusterd.agent.ports import UNUSED_S as PORT_UNUSED_S
+from clusterd.agent.ports import Ports
+from clusterd.agent.progress import Progress
+from clusterd.agent.records import Attempt, Refused
+from clusterd.agent.snapshots import Snapshots
+
+PRELOAD = "clusterd.train.preload"
+"""What the fork server of an elastic job imports before it forks."""
+
+FACTS_PERIOD_S = 10.0
+IDLE_S = 24 * 3600.0
+"""An agent that no daemon speaks to, and that has nothing that runs, ends after this long."""
+
+_EVENTS_WAITING_MAX = 1000
+
+Message = dict[str, Any]
+Handler = Callable[["Connection", Message], Awaitable[Message]]
+
+
+class Connection:
+    """One caller: a daemon or a rank. Frames to it leave in order, from one task."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.daemon: tuple[str, int] | None = None  # its name and epoch, after hello
+        self.rank: tuple[Attempt, int, int] | None = None  # attempt, rank and pid, after rank_hello
+        self._writer = writer
+        self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
+        self.pump = asyncio.create_task(self._pump())
+
+    def send(self, message: Message) -> None:
+        """Queue a frame. News of progress is dropped for a caller that does not read; what else is told is few."""
+        if message.get("event") in ("progress", "facts") and self._outgoing.qsize() > _EVENTS_WAITING_MAX:
+            return
+        self._outgoing.put_nowait(message)
+
+    async def _pump(self) -> None:
+        try:
+            while True:
+                self._writer.write(protocol.encode(await self._outgoing.get()))
+                await self._writer.drain()
+                self._outgoing.task_done()
+        except (OSError, protocol.ProtocolError) as error:
+            print(f"agent: a connection broke: {error}", file=sys.stderr, flush=True)
+            self._writer.close()
+
+    async def close(self) -> None:
+        """Send what is queued, if the caller takes it, and close."""
+        try:
+            await asyncio.wait_for(self._outgoing.join(), 1.0)
+        except asyncio.TimeoutError:
+            pass
+        self.pump.cancel()
+        self._writer.close()
+
+
+class Agent:
+    """Everything of one host and user."""
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+        self._id = _identity(home)
+        self._connections: set[Connection] = set()
+        self._epochs: dict[str, int] = dict((read_json(home.root / "epochs.json") or {}).items())
+        self._progress = Progress(self._tell_daemons)
+        self._attempts = Attempts(
+            home,
+            self._id,
+            self._tell_daemons,
+            self._ask_ranks,
+            self._progress.look,
+            os.environ.get("CLUSTERD_PRELOAD", PRELOAD),
+        )
+        self._snapshots = Snapshots(home.snapshots)
+        self._ports = Ports(home.root / "ports.json")
+        self._probe = Probe()
+        self._done = asyncio.Event()
+        self._heard_at = time.monotonic()
+        self._requests: set[asyncio.Task[None]] = set()
+        self._callers: set[asyncio.Task[Any]] = set()
+        self._verbs: dict[str, Handler] = {
+            "hello": self._hello,
+            "facts": self._facts,
+            "launch": self._launch,
+            "stop": self._stop,
+            "forget": self._forget,
+            "logs": self._logs,
+            "steps": self._steps,
+            "snapshot_has": self._snapshot_has,
+            "snapshot_put": self._snapshot_put,
+            "port": self._port,
+            "shutdown": self._shutdown,
+        }
+
+    async def run(self) -> None:
+        """Adopt what an earlier agent left, then serve until told to end."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._done.set)
+        await self._attempts.adopt()
+        self._home.socket.unlink(missing_ok=True)
+        old_mask = os.umask(0o177)
+        server = await asyncio.start_unix_server(self._connected, os.fspath(self._home.socket))
+        os.umask(old_mask)
+        found = processes.stat(os.getpid())
+        write_json(
+            self._home.record,
+            {
+                "pid": os.getpid(),
+                "start_time": found.start_time if found else 0,
+                "boot_id": processes.boot_id(),
+                "version": programs.version(),
+                "socket": str(self._home.socket),
+            },
+        )
+        chores = [
+            asyncio.create_task(work)
+            for work in (self._progress.follow(self._attempts), self._every_second(), self._watch_facts())
+        ]
+        for chore in chores:
+            chore.add_done_callback(self._chore_ended)
+        await self._done.wait()
+        server.close()
+        for task in chores:
+            task.cancel()
+        for connection in list(self._connections):
+            await connection.close()
+        if self._callers:
+            await asyncio.wait(self._callers, timeout=1.0)
+        self._home.socket.unlink(missing_ok=True)
+
+    def _chore_ended(self, chore: asyncio.Task[None]) -> None:
+        if not chore.cancelled() and (error := chore.exception()):
+            # A half-working agent would look healthy: better none, which the daemon starts anew.
+            traceback.print_exception(type(error), error, error.__traceback__)
+            self._done.set()
+
+    # ---- connections ---------------------------------------------------------------------------------------------
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(reader, writer)
+        self._connections.add(connection)
+        if (task := asyncio.current_task()) is not None:
+            self._callers.add(task)
+            task.add_done_callback(self._callers.discard)
+        try:
+            while True:
+                message = await protocol.read(reader)
+                self._heard_at = time.monotonic()
+                if "event" in message:
+                    self._heard_from_rank(connection, message)
+                elif message.get("verb") == "rank_hello":
+                    await self._answer(connection, message)  # at once: news may follow on its heels
+                else:
+                    request = asyncio.create_task(self._answer(connection, message))
+                    self._requests.add(request)
+                    request.add_done_callback(self._requests.discard)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except protocol.ProtocolError as error:
+            print(f"agent: a caller was cut off: {error}", file=sys.stderr, flush=True)
+        finally:
+            self._connections.discard(connection)
+            await connection.close()
+
+    async def _answer(self, connection: Connection, message: Message) -> None:
+        verb = message.get("verb")
+        try:
+            if verb == "rank_hello":
+                answer = self._rank_hello(connection, message)
+            elif verb in self._verbs:
+                self._check_epoch(connection, str(verb))
+                answer = await self._verbs[str(verb)](connection, message)
+            else:
+                raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
+            reply: Message = {"ok": answer}
+        except Refused as refused:
+            reply = {"error": {"kind": refused.kind, "message": str(refused)}}
+        except (KeyError, TypeError, ValueError) as error:
+            reply = {"error": {"kind": "request", "message": f"{verb}: {type(error).__name__}: {error}"}}
+            traceback.print_exc()
+        except Exception as error:  # the agent lives on whatever one request did
+            reply = {"error": {"kind": "host", "message": f"{verb}: {error}"}}
+            traceback.print_exc()
+        connection.send({"id": message.get("id"), **reply})
+
+    def _check_epoch(self, connection: Connection, verb: str) -> None:
+        if connection.daemon is None:
+            if verb not in ("hello", "shutdown"):
+                raise Refused("hello", f"{verb} came before hello")
+            return
+        name, epoch = connection.daemon
+        if epoch < self._epochs.get(name, 0):
+            raise Refused(
+                "stale", f"a newer daemon (epoch {self._epochs[name]}) leads this host; epoch {epoch} is over"
+            )
+
+    def _tell_daemons(self, event: Message) -> None:
+        for connection in self._connections:
+            if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0):
+                connection.send(event)
+
+    def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float) -> set[int]:
+        asked = set()
+        for connection in self._connections:
+            if connection.rank is not None and connection.rank[0] is attempt:
+                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s})
+                asked.add(connection.rank[2])
+        return asked
+
+    # ---- ranks ---------------------------------------------------------------------------------------------------
+
+    def _rank_hello(self, connection: Connection, message: Message) -> Message:
+        rank = int(message["rank"])
+        attempt = self._attempts.admit(
+            message["job"], message["attempt"], message["generation"], rank, str(message["token"])
+        )
+        # A rank that runs through a shell has another pid than the process that was forked for it.
+        connection.rank = (attempt, rank, attempt.ranks[rank].pid)
+        if attempt.stopped:
+            connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
+        return {}
+
+    def _heard_from_rank(self, connection: Connection, message: Message) -> None:
+        if connection.rank is None:
+            return
+        attempt, rank, _pid = connection.rank
+        if message["event"] == "failed":
+            self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
+
+    # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    async def _hello(self, connection: Connection, message: Message) -> Message:
+        if message["protocol"] != protocol.VERSION:
+            raise Refused(
+                "protocol",
+                f"the agent speaks protocol {protocol.VERSION}, the daemon {message['protocol']}",
+            )
+        name, epoch = str(message["daemon"]), int(message["epoch"])
+        found = await self._gather()
+        # From here on without a pause: what happens after this report reaches this connection as an event.
+        known = int(self._epochs.get(name, 0))
+        if epoch < known:
+            raise Refused("stale", f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over")
+        if epoch > known:
+            self._epochs[name] = epoch
+            write_json(self._home.root / "epochs.json", self._epochs)
+        connection.daemon = (name, epoch)
+        return {
+            "agent": self._id,
+            "version": programs.version(),
+            "boot_id": processes.boot_id(),
+            "now_s": time.time(),
+            "facts": found,
+            "attempts": [attempt.report() for attempt in self._attempts],
+        }
+
+    async def _facts(self, _connection: Connection, _message: Message) -> Message:
+        return await self._gather()
+
+    async def _launch(self, _connection: Connection, message: Message) -> Message:
+        snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
+        return await self._attempts.launch(message, self._home.socket, snapshot)
+
+    async def _stop(self, _connection: Connection, message: Message) -> Message:
+        return await self._attempts.stop(
+            message["job"],
+            message["attempt"],
+            int(message["generation"]),
+            float(message.get("grace_s") or 0.0),
+            str(message.get("reason") or "stopped"),
+        )
+
+    async def _forget(self, _connection: Connection, message: Message) -> Message:
+        await self._attempts.forget(message["job"], message["attempt"])
+        name = f"{message['job']}.{message['attempt']}"
+        self._progress.forget(name)
+        self._ports.release(lambda owner, _generation, _age_s: owner == name)
+        return {}
+
+    async def _logs(self, _connection: Connection, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"])
+        rank = int(message["rank"])
+        if rank not in attempt.ranks:
+            raise Refused(
+                "unknown", f"rank {rank} of {attempt.name} is not on this host; here are {sorted(attempt.ranks)}"
+            )
+        ended = attempt.ranks[rank].state != "running"  # asked before the file is: what it wrote last is then in it
+        return logs.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
+
+    async def _steps(self, _connection: Connection, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"])
+        ended = not attempt.running
+        return logs.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+
+    async def _snapshot_has(self, _connection: Connection, message: Message) -> Message:
+        return {"have": self._snapshots.have(message["digest"])}
+
+    async def _snapshot_put(self, _connection: Connection, message: Message) -> Message:
+        put = (message["digest"], int(message["offset"]), bytes(message["data"]), bool(message["last"]))
+        await asyncio.get_running_loop().run_in_executor(None, self._snapshots.put, *put)
+        return {}
+
+    async def _port(self, _connection: Connection, message: Message) -> Message:
+        name = self._home.attempt(message["job"], message["attempt"]).name
+        return {"port": self._ports.lease(name, int(message["generation"]))}
+
+    async def _shutdown(self, _connection: Connection, message: Message) -> Message:
+        running = self._attempts.running
+        if running and not message.get("force"):
+            raise Refused("busy", f"{len(running)} attempts run here: {', '.join(sorted(running))}")
+        await self._attempts.settle()
+        await self._attempts.spawners.shutdown()
+        # After the reply is on its way.
+        asyncio.get_running_loop().call_later(0.05, self._done.set)
+        return {}
+
+    # ---- chores --------------------------------------------------------------------------------------------------
+
+    async def _gather(self) -> Message:
+        found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._home.root)
+        return found
+
+    async def _every_second(self) -> None:
+        ticks = 0
+        while True:
+            self._attempts.look_after()
+            self._ports.release(self._port_is_over)
+            busy = self._attempts.running or any(connection.daemon for connection in self._connections)
+            if busy:
+                self._heard_at = time.monotonic()
+            if time.monotonic() - self._heard_at > IDLE_S:
+                await self._attempts.spawners.shutdown()
+                self._done.set()
+            if ticks % 3600 == 0:
+                used = {str(attempt.launch.get("snapshot")) for attempt in self._attempts}
+                await asyncio.get_running_loop().run_in_executor(None, self._snapshots.clean, used)
+            ticks += 1
+            await asyncio.sleep(1.0)
+
+    def _port_is_over(self, name: str, generation: int, age_s: float) -> bool:
+        for attempt in self._attempts:
+            if attempt.name == name and attempt.generation == generation and attempt.running:
+                return False
+        # A lease may be older than its launch, or be for ranks on other hosts, which this agent cannot see end.
+        return age_s > PORT_UNUSED_S
+
+    async def _watch_facts(self) -> None:
+        """Tell when devices, or foreign use of them, changed."""
+        told: object = None
+        while True:
+            await asyncio.sleep(FACTS_PERIOD_S)
+            if not any(connection.daemon for connection in self._connections):
+                continue
+            found = await self._gather()
+            seen = _worth_telling(found)
+            if told is not None and seen != told:
+                self._tell_daemons({"event": "facts", "facts": found})
+            told = seen
+
+
+def _worth_telling(found: Message) -> object:
+    """Devices, and what others hold of them; our own ranks' memory changes all the time and is no news."""
+    devices = [
+        (gpu["uuid"], sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]))
+        for gpu in found["gpus"]
+    ]
+    return (found["gpu_error"], devices, found["cpu_ids"])
+
+
+def _identity(home: Home) -> str:
+    """Of this agent, made once per home and kept."""
+    path = home.root / "identity.json"
+    known = read_json(path)
+    if known is None:
+        known = {"agent": uuid.uuid4().hex}
+        write_json(path, known)
+    return str(known["agent"])
+
+
+def main() -> int:
+    """Be the agent of this home, unless one lives here already."""
+    home = default_home()
+    home.make()
+    lock = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0
+    serving: Coroutine[Any, Any, None] = _serve(home)
+    asyncio.run(serving)
+    return 0
+
+
+async def _serve(home: Home) -> None:
+    await Agent(home).run()

@@ -1,0 +1,86 @@
+"""Ending an attempt so that nothing of it is left: asked, told, killed, and then looked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+from clusterd.agent import processes
+
+_TICK_S = 0.02
+
+
+async def end_ranks(
+    leaders: Callable[[], list[tuple[int, int]]], tag: str, grace_s: float, ask: Callable[[], set[int]]
+) -> list[int]:
+    """End these ranks, and everything that carries `tag`; returns the pids that outlived their rank.
+
+    Ranks that can be asked over their control socket have the first half of the grace to finish their step; then, or at
+    once, their sessions get SIGTERM; at the end of the grace SIGKILL. Returns only when nothing with the tag is left,
+    however long that takes: a process that the kernel cannot end now still holds its device.
+
+    Args:
+        leaders: pid and start time of each rank that still runs, each the leader of its session.
+        ask: sends the control message, and returns the pids of the ranks that got it.
+    """
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    asked = ask() if grace_s > 0 else set()
+    told: set[int] = set()
+    while left := leaders():
+        elapsed = loop.time() - begun
+        if elapsed >= grace_s:
+            break
+        for pid, start_time in left:
+            if pid not in told and (pid not in asked or elapsed >= grace_s / 2):
+                told.add(pid)
+                signal_session(pid, start_time, signal.SIGTERM)
+        await asyncio.sleep(_TICK_S)
+    while left := leaders():
+        for pid, start_time in left:
+            signal_session(pid, start_time, signal.SIGKILL)
+        await asyncio.sleep(_TICK_S)
+    remaining_s = max(0.0, min(1.0, grace_s - (loop.time() - begun)))
+    return await sweep(tag, remaining_s)
+
+
+def signal_session(leader: int, start_time: int, number: int) -> None:
+    """Signal a rank and all of its session: its process group, and groups that a shell in it made."""
+    if not processes.lives(leader, start_time):
+        return
+    for pid in processes.in_session(leader):
+        if pid != leader and (found := processes.stat(pid)):
+            processes.send(pid, found.start_time, number)
+    processes.send(leader, start_time, number)
+
+
+async def sweep(tag: str, grace_s: float) -> list[int]:
+    """End whatever carries `tag`, wherever it was re-parented to; the pids found.
+
+    Looks again until a look finds nothing: what is being killed may fork, and its child be missed by one look.
+    """
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    found: set[int] = set()
+    told: set[int] = set()
+    pause_s = _TICK_S
+    while True:
+        left = await loop.run_in_executor(None, processes.tagged, tag)
+        if not left:
+            return sorted(found)
+        found.update(left)
+        late = loop.time() - begun >= grace_s
+        for pid in left:
+            if late:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            elif pid not in told:
+                told.add(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGTERM)
+        await asyncio.sleep(pause_s)
+        if late:
+            pause_s = min(pause_s * 1.5, 1.0)

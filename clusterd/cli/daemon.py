@@ -1,0 +1,144 @@
+"""``clusterd start``, ``stop`` and ``status``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from clusterd import config as configuration
+from clusterd.cli.output import ago, note, output_option, show_json
+from clusterd.client import Client
+from clusterd.errors import ClusterError, DaemonAbsent
+
+START_TIMEOUT_S = 30.0
+
+
+@click.command()
+@click.option("--local", type=click.IntRange(1, 64), help="Also run this many hosts inside this machine.")
+@click.option("--devices", type=click.IntRange(1, 64), default=2, help="CPU devices of each of them; default 2.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual clusterd.toml.")
+@click.option("--system", is_flag=True, help="Use /var/lib, /run and /etc instead of the user's directories.")
+@click.option("--foreground", is_flag=True, help="Stay, and log to standard error.")
+def start(local: int | None, devices: int, file: Path | None, system: bool, foreground: bool) -> int:
+    """Start the daemon."""
+    config = configuration.load(file, system=system)
+    arguments = ["--local", str(local), "--devices", str(devices)] if local else []
+    arguments += ["--config", str(file.absolute())] if file else []
+    arguments += ["--system"] if system else []
+    if foreground:
+        from clusterd.daemon.main import main
+
+        return main([*arguments, "--foreground"])
+    config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    said = config.state_dir / "start.err"
+    with said.open("wb") as errors:
+        started = subprocess.Popen(
+            [sys.executable, "-m", "clusterd.daemon", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=True,
+            cwd=config.state_dir,
+            env={**os.environ, "PYTHONPATH": python_path()},
+        )
+    return _wait_until_it_answers(config, started, said, local)
+
+
+def python_path() -> str:
+    """Where a new interpreter finds this clusterd, also when it was unpacked from the one-file executable."""
+    here = str(Path(configuration.__file__).parent.parent)
+    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+
+
+def _wait_until_it_answers(
+    config: configuration.Config, started: subprocess.Popen[bytes], said: Path, local: int | None
+) -> int:
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        code = started.poll()
+        if code is not None:
+            print(said.read_text(errors="replace").strip(), file=sys.stderr)
+            return code or 1
+        try:
+            with Client(config.socket, timeout_s=5.0) as cluster:
+                if cluster.call("status")["pid"] == started.pid:
+                    break
+        except DaemonAbsent:
+            time.sleep(0.05)
+    else:
+        raise ClusterError(
+            f"the daemon does not answer after {START_TIMEOUT_S:.0f} s: its log is {config.state_dir}/daemon.log"
+        )
+    note(f"clusterd is up (pid {started.pid}, state in {config.state_dir})")
+    if not local:
+        note("next: clusterd host add HOST" if not _hosts(config) else "next: clusterd host ls")
+        return 0
+    with Client(config.socket) as cluster:
+        for item in cluster.stream("watch"):
+            rows = item["snapshot"]["hosts"] if "snapshot" in item else cluster_hosts(config)
+            here = [row for row in rows if row["link"].get("address", "").startswith("local:")]
+            if len(here) >= local and all(row["state"] == "up" for row in here):
+                for row in here:
+                    note(f"  {row['name']}: {len(row['devices'])} CPU devices")
+                return 0
+            failed = [row for row in here if row["why"] not in ("", "not connected yet", "the daemon has just started")]
+            if failed and time.monotonic() > deadline_s:
+                raise ClusterError(f"{failed[0]['name']} does not come up: {failed[0]['why']}")
+    return 1
+
+
+def cluster_hosts(config: configuration.Config) -> list[dict[str, object]]:
+    """Host rows, over a connection of their own."""
+    with Client(config.socket) as cluster:
+        rows: list[dict[str, object]] = cluster.call("hosts")
+        return rows
+
+
+def _hosts(config: configuration.Config) -> int:
+    return len(cluster_hosts(config))
+
+
+@click.command()
+@click.option("--system", is_flag=True, help="The system's daemon, not the user's.")
+def stop(system: bool) -> None:
+    """Stop the daemon; jobs keep running."""
+    path = configuration.socket_path(system)
+    with Client(path) as cluster:
+        answer = cluster.call("stop")
+        pid = cluster.call("status")["pid"]
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"the daemon (pid {pid}) was told to stop and has not after {START_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+    running = answer["running"]
+    note("clusterd is stopped" + (f"; {len(running)} jobs keep running: {', '.join(running)}" if running else ""))
+
+
+@click.command()
+@click.option("--system", is_flag=True, help="The system's daemon, not the user's.")
+@output_option
+def status(system: bool, output: str) -> None:
+    """How the daemon is."""
+    with Client(configuration.socket_path(system)) as cluster:
+        answer = cluster.call("status")
+    if output != "table":
+        show_json(answer, output)
+        return
+    hosts = list(answer["hosts"].values())
+    up = hosts.count("up")
+    print(
+        f"clusterd {answer['version']} is up for {ago(answer['started_s'])} (pid {answer['pid']}, policy {answer['policy']})"
+    )
+    print(f"  hosts    {up} of {len(hosts)} up, {answer['leased']} of {answer['devices']} devices leased")
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(answer["jobs"].items())) or "none yet"
+    print(f"  jobs     {counts}")
+    print(f"  state    {answer['state_dir']} ({answer['events']} events)")
+    print(f"  socket   {answer['socket']}")
+    if answer["recovering"]:
+        print(f"  waits to hear from {', '.join(answer['recovering'])} before it places anything")

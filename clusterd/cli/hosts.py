@@ -1,0 +1,200 @@
+"""``clusterd host``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from clusterd.cli.completing import complete_host
+from clusterd.cli.output import ago, note, output_option, show_json, show_table
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+from clusterd.units import size
+
+
+@click.group()
+def host() -> None:
+    """Add, list, drain and remove hosts."""
+
+
+@host.command()
+@click.argument("addresses", nargs=-1, required=True, metavar="ALIAS|USER@HOST[:PORT]...")
+@click.option("-y", "--yes", is_flag=True, help="Accept the host keys as shown, without a question.")
+@click.option("--cpu-devices", type=click.IntRange(0), help="CPU devices to offer there.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until it is up.")
+def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait: bool) -> None:
+    """Make hosts part of the cluster: what `ssh HOST` reaches. Their key is shown once."""
+    options = {"cpu_devices": cpu_devices}
+    failures: list[str] = []
+    with Client() as cluster:
+        for address in addresses:
+            try:
+                accept = _agreed(cluster, address, yes)
+                given = {key: value for key, value in options.items() if value is not None}
+                name = cluster.call("host_add", address=address, accept=accept, options=given)["name"]
+                if no_wait:
+                    note(f"{name} is added")
+                else:
+                    _wait_until_up(cluster, name)
+            except ClusterError as error:
+                failures.append(str(error))
+    if failures:
+        raise ClusterError("\n".join(failures))
+
+
+def _agreed(cluster: Client, address: str, yes: bool) -> list[str]:
+    """Fingerprints of unknown keys on the way to the host that its user agrees to."""
+    accept: list[str] = []
+    # One hop at a time: what is behind a jump host shows only once that one is accepted.
+    while unknown := cluster.call("host_inspect", address=address, accept=accept)["unknown"]:
+        hop = unknown[0]
+        note(f"{hop['host']} is not in any known_hosts file. Its key is {hop['kind']} {hop['fingerprint']}")
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ClusterError(f"{address}: compare the fingerprint and add it with --yes (no terminal to ask on)")
+            if not click.confirm("Is it the right one?", err=True):
+                raise ClusterError(f"{address} was not added: its key was not accepted")
+        accept.append(hop["fingerprint"])
+    return accept
+
+
+def _wait_until_up(cluster: Client, name: str) -> None:
+    for item in cluster.stream("watch"):
+        rows = item["snapshot"]["hosts"] if "snapshot" in item else item.get("hosts", ())
+        row = next((r for r in rows if r["name"] == name), None)
+        if row is None:
+            continue
+        if row["state"] == "up":
+            note(f"{name} is up: {_offers(row)}")
+            return
+        if row["why"] and row["why"] != "not connected yet":
+            raise ClusterError(f"{name} is added but not up: {row['why']} (it is dialed on; clusterd host show {name})")
+
+
+def _offers(row: dict[str, Any]) -> str:
+    kinds: dict[str, int] = {}
+    for device in row["devices"]:
+        kinds[device["name"] if device["kind"] == "cuda" else "CPU device"] = (
+            kinds.get(device["name"] if device["kind"] == "cuda" else "CPU device", 0) + 1
+        )
+    said = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "no devices"
+    return f"{said}; {row['cpu_cores']} cores, {size(row['memory_bytes'])}"
+
+
+@host.command()
+@output_option
+def ls(output: str) -> None:
+    """List hosts with what they offer and do."""
+    with Client() as cluster:
+        rows = cluster.call("hosts")
+    if output != "table":
+        show_json(rows, output)
+        return
+    lines = []
+    for row in rows:
+        leased = sum(1 for d in row["devices"] if d["job"])
+        state = f"{row['state']}{' (drained)' if row['drained'] is not None else ''}"
+        devices = f"{leased}/{len(row['devices'])}" if row["devices"] else ""
+        why = row["why"] or ", ".join(row["jobs"])
+        memory = size(row["memory_bytes"]) if row["memory_bytes"] else ""
+        lines.append((row["name"], state, ago(row["since_s"]), devices, row["cpu_cores"], memory, why))
+    show_table(
+        ("host", "state", "for", "leased", "cores", "memory", "jobs"), lines, "no hosts yet: clusterd host add HOST"
+    )
+
+
+@host.command()
+@click.argument("name", shell_complete=complete_host)
+@output_option
+def show(name: str, output: str) -> None:
+    """Everything about one host."""
+    with Client() as cluster:
+        row = cluster.call("host", host=name)
+    if output != "table":
+        show_json(row, output)
+        return
+    facts = row["link"].get("facts", {})
+    print(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
+    told = {
+        "drained": row["drained"],
+        "reached as": row["link"].get("address"),
+        "link": row["link"].get("state"),
+        "address": row["address"],
+        "system": f"{facts.get('os', '?')}, kernel {facts.get('kernel', '?')}, Python {facts.get('python', '?')}"
+        if facts
+        else None,
+        "cores": f"{row['cpu_cores']} ({row['cores_used']} in use by jobs)" if row["cpu_cores"] else None,
+        "memory": f"{size(row['memory_bytes'])}, {size(facts.get('memory_available_bytes', 0))} available"
+        if facts
+        else None,
+        "disk free": size(facts["disk_free_bytes"]) if facts else None,
+        "shared mem": f"{size(facts['shm_free_bytes'])} free of {size(facts['shm_bytes'])}" if facts else None,
+        "clock skew": f"{facts['clock_skew_s']:+.2f} s" if facts.get("clock_skew_s") is not None else None,
+        "boot id": row["boot_id"],
+        "GPU error": facts.get("gpu_error"),
+    }
+    for label, value in told.items():
+        if value:
+            print(f"  {label:<10} {value}")
+    for device in row["devices"]:
+        use = f"job {device['job_name']} ({device['job']})" if device["job"] else device["foreign"] or "free"
+        print(f"  {device['id']:<20} {device['name']}, {size(device['memory_bytes'])}: {use}")
+    for gpu in facts.get("gpus", ()):
+        for process in gpu["processes"]:
+            if not process["ours"]:
+                used = size(process["memory_bytes"])
+                print(f"  gpu{gpu['index']}: {used} used outside the queue by {process['user']} (pid {process['pid']})")
+
+
+@host.command()
+@click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
+@click.option("--why", default="", help="For the others who look.")
+def drain(names: tuple[str, ...], why: str) -> None:
+    """Give the hosts nothing new."""
+    with Client() as cluster:
+        for name in names:
+            row = cluster.call("host_drain", host=name, why=why)
+            still = f"; still runs {', '.join(row['jobs'])}" if row["jobs"] else "; nothing runs there"
+            note(f"{name} is drained{still}")
+
+
+@host.command()
+@click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
+def undrain(names: tuple[str, ...]) -> None:
+    """Use the hosts again."""
+    with Client() as cluster:
+        for name in names:
+            cluster.call("host_undrain", host=name)
+            note(f"{name} is used again")
+
+
+@host.command()
+@click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
+def remove(names: tuple[str, ...]) -> None:
+    """Take hosts, which must run nothing, out of the cluster."""
+    with Client() as cluster:
+        for name in names:
+            cluster.call("host_remove", host=name)
+            note(f"{name} is removed")
+
+
+@host.command()
+@click.argument("name", shell_complete=complete_host)
+@click.option("-y", "--yes", is_flag=True, help="Accept the new key as shown, without a question.")
+def trust(name: str, yes: bool) -> None:
+    """Accept a host's changed key, after a look at it."""
+    with Client() as cluster:
+        address = cluster.call("host", host=name)["link"]["address"]
+        seen = cluster.call("host_inspect", address=address, accept=[])
+        for hop in seen["changed"]:
+            note(f"{hop['host']}: its key was {hop['old_fingerprint']}, is {hop['kind']} {hop['fingerprint']}")
+            if not yes and not (sys.stdin.isatty() and click.confirm("Is the new one right?", err=True)):
+                raise ClusterError(f"{name} was left as it is: its key was not accepted (--yes accepts it)")
+        accept = [hop["fingerprint"] for hop in (*seen["changed"], *seen["unknown"])]
+        if not accept:
+            note(f"{name} shows the key that is known")
+            return
+        cluster.call("host_trust", host=name, accept=accept)
+        note(f"{name}'s new key is trusted; it is dialed again")

@@ -1,0 +1,246 @@
+"""Commands about jobs that are there."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import click
+
+from clusterd.cli.completing import complete_job
+from clusterd.cli.output import ago, note, output_option, show_json, show_table, use_colour
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+from clusterd.units import duration, parse_duration_s
+
+
+@click.command()
+@click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
+@click.option("--state", help="Only jobs in this state.")
+@output_option
+def ls(everything: bool, state: str | None, output: str) -> None:
+    """List jobs: those that are not over, and with --all the others."""
+    with Client() as cluster:
+        rows = cluster.call("jobs", all=everything or state is not None)
+    if state:
+        rows = [row for row in rows if row["state"] == state]
+    if output != "table":
+        show_json(rows, output)
+        return
+    headings = ("id", "name", "state", "plan", "devices", "step", "loss", "age", "reason")
+    empty = (
+        "no jobs" if everything or state else "no jobs are queued or running (clusterd ls --all shows finished ones)"
+    )
+    show_table(headings, [_line(row) for row in rows], empty)
+
+
+def _line(row: dict[str, Any]) -> tuple[Any, ...]:
+    devices = compact_devices(row["devices"]) if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
+    step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
+    loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
+    return (
+        row["id"], row["name"], row["state"], row["plan"], devices, step, loss, ago(row["submitted_s"]), row["reason"],
+    )  # fmt: skip
+
+
+def compact_devices(devices: list[str]) -> str:
+    """``gpu01:gpu0-3 gpu02:gpu1``: runs of devices by host."""
+    by_kind: dict[tuple[str, str], list[int]] = {}
+    for device in devices:
+        host, _, local = device.rpartition(":")
+        kind = local.rstrip("0123456789")
+        by_kind.setdefault((host, kind), []).append(int(local[len(kind) :]))
+    parts: list[str] = []
+    for (host, kind), numbers in by_kind.items():
+        runs: list[list[int]] = []
+        for number in sorted(numbers):
+            if runs and runs[-1][-1] == number - 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        said = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        parts.append(f"{host}:{kind}{said}")
+    return " ".join(parts)
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@output_option
+def show(job: str, output: str) -> None:
+    """Everything about one job."""
+    with Client() as cluster:
+        row = cluster.call("job", job=job)
+    if output != "table":
+        show_json(row, output)
+        return
+    spec = row["spec"]
+    print(f"{row['id']}  {row['name']}  {row['state']}: {row['reason']}")
+    facts = {
+        "kind": row["kind"],
+        "command": " ".join(spec["command"]),
+        "user": f"{row['user']} (tenant {row['tenant']})",
+        "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
+        "asked": f"{row['asked']} devices" if row["asked"] else "CPU cores",
+        "submitted": _when(row["submitted_s"]),
+        "started": _when(row["started_s"]),
+        "ended": _when(row["ended_s"]),
+        "exit code": row["exit_code"],
+        "step": f"{row['step']} of {row['steps']}" if row["steps"] else row["step"] or None,
+        "loss": f"{row['first_loss']:.4f} -> {row['loss']:.4f}" if row["loss"] is not None else None,
+        "step time": duration(row["step_time_s"]) if row["step_time_s"] else None,
+    }
+    for name, value in facts.items():
+        if value is not None and value != "":
+            print(f"  {name:<10} {value}")
+    for attempt in row["attempts"]:
+        plan = f", plan {attempt['plan']}" if attempt["plan"] else ""
+        print(
+            f"  attempt {attempt['number']}: {attempt['state']}{plan}{', ' + attempt['why'] if attempt['why'] else ''}"
+        )
+        for rank in attempt["ranks"]:
+            where = rank["device"] or f"{rank['host']} (CPU cores)"
+            print(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
+
+
+def _when(at_s: float | None) -> str | None:
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_s))} ({ago(at_s)} ago)" if at_s else None
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
+@click.option("--rank", type=int, help="Of this rank alone; default: rank 0.")
+@click.option("--all-ranks", is_flag=True, help="Of every rank, each line with its number.")
+@click.option("--attempt", type=int, help="Of an earlier attempt.")
+def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None) -> None:
+    """A job's output."""
+    with Client() as cluster:
+        show_logs(cluster, job, None if all_ranks else (rank or 0), follow, attempt)
+
+
+def show_logs(cluster: Client, job: str, rank: int | None, follow: bool, attempt: int | None = None) -> None:
+    """Print a job's log as it comes; with several ranks, lines are kept whole and numbered."""
+    out = sys.stdout.buffer
+    begun: dict[tuple[int, int], bytes] = {}
+    for piece in cluster.stream("logs", job=job, rank=rank, follow=follow, attempt=attempt):
+        if rank is not None:
+            out.write(piece["data"])
+        else:
+            key = (piece["attempt"], piece["rank"])
+            *lines, begun[key] = (begun.get(key, b"") + piece["data"]).split(b"\n")
+            out.writelines(b"%d: %s\n" % (piece["rank"], line) for line in lines)
+        out.flush()
+    out.writelines(b"%d: %s\n" % (key[1], rest) for key, rest in begun.items() if rest)
+    out.flush()
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
+@click.option("--wait", "and_wait", is_flag=True, help="Until their devices are free.")
+def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
+    """End jobs and free what they hold."""
+    failures: list[str] = []
+    with Client() as cluster:
+        rows = []
+        for job in jobs:
+            try:
+                rows.append(cluster.call("cancel", job=job))
+            except ClusterError as error:
+                failures.append(str(error))
+        for row in rows:
+            if and_wait:
+                for change in cluster.stream("wait", job=row["id"]):
+                    row = change
+            note(f"{row['id']} ({row['name']}) is {'being cancelled' if row['state'] == 'stopping' else row['state']}")
+    if failures:
+        raise ClusterError("\n".join(failures))
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.argument("priority", type=int)
+def priority(job: str, priority: int) -> None:
+    """Change a job's priority; higher goes first."""
+    with Client() as cluster:
+        row = cluster.call("priority", job=job, priority=priority)
+    note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
+@click.option("--timeout", help="Give up after this long (exit code 124).")
+@output_option
+def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
+    """Wait until jobs are over; returns the exit code of the first that failed."""
+    timeout_s = parse_duration_s(timeout) if timeout is not None else None
+    deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
+    ended: list[dict[str, Any]] = []
+    for job in jobs:
+        left_s = max(deadline_s - time.monotonic(), 0.01) if deadline_s is not None else None
+        row = _wait_for(job, left_s)
+        if row is None:
+            note(f"{job} is not over after {duration(timeout_s or 0.0)}")
+            return 124
+        ended.append(row)
+        if output == "table":
+            note(f"{row['id']} ({row['name']}) {row['state']}: {row['reason']}")
+    if output != "table":
+        show_json(ended, output)
+    return next((exit_code(row) for row in ended if exit_code(row)), 0)
+
+
+def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
+    """The final row; None when the time is over."""
+    import select
+
+    with Client() as cluster:
+        stream = cluster.stream("wait", job=job)
+        if timeout_s is None:
+            return list(stream)[-1]
+        deadline_s = time.monotonic() + timeout_s
+        for row in stream:
+            if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):
+                return dict(row)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0 or not select.select([cluster._socket], [], [], left_s)[0]:
+                return None
+    return None
+
+
+def exit_code(row: dict[str, Any]) -> int:
+    """What `run` and `wait` return for a job that is over."""
+    code = row["exit_code"]
+    if code is not None:
+        return int(code)
+    return {"finished": 0, "cancelled": 130}.get(row["state"], 1)
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@output_option
+def why(job: str, output: str) -> None:
+    """Why a job is where it is: its reason, who stands before it, what was decided so far."""
+    with Client() as cluster:
+        answer = cluster.call("why", job=job)
+    if output != "table":
+        show_json(answer, output)
+        return
+    bold = {"bold": True} if use_colour() else {}
+    print(click.style(f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}", **bold))
+    if answer["ahead"]:
+        names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
+        print(f"  {len(answer['ahead'])} ahead in the queue: {names}")
+    if answer["state"] == "queued":
+        for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
+            print(f"  {name} holds {count} device{'s' if count > 1 else ''}")
+        for reason in answer["unusable"]:
+            print(f"  {reason}")
+    for decision in answer["decisions"]:
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(decision["at_s"]))
+        print(f"  {at}  {_words(decision['kind'])}: {decision['reason']}")
+
+
+def _words(kind: str) -> str:
+    """``launch attempt`` of ``LaunchAttempt``."""
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()

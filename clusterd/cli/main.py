@@ -1,0 +1,101 @@
+"""The command line: one verb per command, each imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from clusterd import __version__
+from clusterd.errors import ClusterError
+
+_COMMANDS = {
+    # name: (module, attribute, first line of help)
+    "start": ("daemon", "start", "Start the daemon."),
+    "stop": ("daemon", "stop", "Stop the daemon; jobs keep running."),
+    "status": ("daemon", "status", "How the daemon is."),
+    "host": ("hosts", "host", "Add, list, drain and remove hosts."),
+    "submit": ("submit", "submit", "Queue the job of a job file; prints its id."),
+    "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
+    "ls": ("jobs", "ls", "List jobs."),
+    "show": ("jobs", "show", "Everything about one job."),
+    "logs": ("jobs", "logs", "A job's output."),
+    "cancel": ("jobs", "cancel", "End jobs and free what they hold."),
+    "priority": ("jobs", "priority", "Change a job's priority."),
+    "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
+    "why": ("jobs", "why", "Why a job is where it is."),
+    "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),
+    "config": ("settings", "config", "Check a configuration or job file."),
+}
+
+
+class _Commands(click.Group):
+    """Imports a command's module when it is called: `clusterd ls` does not pay for the others."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, attribute, _ = _COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(f"clusterd.cli.{module}"), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            near = difflib.get_close_matches(args[0], _COMMANDS, 1)
+            if near:
+                error.message += f" Did you mean {near[0]!r}?"
+            raise
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="clusterd")
+def cli() -> None:
+    """A cluster out of machines that SSH reaches.
+
+    \b
+    clusterd start --local 2                   a cluster inside this machine
+    clusterd host add gpu01                    what `ssh gpu01` reaches
+    clusterd run --gpus 2 -- python train.py   any command
+    """
+
+
+def main() -> None:
+    """The entry point: errors meant for people become one line and an exit code."""
+    try:
+        code: Any = cli.main(standalone_mode=False)
+    except ClusterError as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        print("clusterd: " + "\n          ".join(lines), file=sys.stderr)
+        sys.exit(error.exit_code)
+    except click.exceptions.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # `clusterd ls | head` is no error, and nobody is left to tell
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""``clusterd submit`` and ``clusterd run``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterd.cli.jobs import exit_code, show_logs
+from clusterd.cli.output import note, output_option, show_json
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+from clusterd.jobfile import Request, command_line_job, read_job_file
+from clusterd.units import size
+from clusterd.workdir import pack
+
+CHUNK_BYTES = 1 << 20
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--name", help="Instead of the file's.")
+@click.option("--priority", type=int, help="Instead of the file's.")
+@click.option("--dry-run", is_flag=True, help="Say what would become of it; submit nothing.")
+@click.option("--wait", "and_wait", is_flag=True, help="Stay until it is over; return its exit code.")
+@output_option
+def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, and_wait: bool, output: str) -> int:
+    """Queue the job of FILE; prints its id."""
+    request = read_job_file(file)
+    spec = request.spec
+    if name is not None:
+        spec = replace(spec, name=name)
+    if priority is not None:
+        spec = replace(spec, priority=priority)
+    with Client() as cluster:
+        if dry_run:
+            return _dry_run(cluster, spec, output)
+        answer = send(cluster, Request(spec, request.secrets))
+        if output == "table":
+            print(answer["id"])
+            note(f"{answer['name']} is queued: clusterd why {answer['id']} tells how it goes")
+        else:
+            show_json(answer, output)
+        if and_wait:
+            return exit_code(list(cluster.stream("wait", job=answer["id"]))[-1])
+    return 0
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--gpus", type=click.IntRange(0), help="GPUs it needs, on one host.")
+@click.option("--devices", type=click.IntRange(0), help="Devices of any kind it needs, on one host.")
+@click.option("--name", help="What to call it; default: after the script.")
+@click.option("--priority", type=int, default=0, help="Higher goes first; default 0.")
+@click.option("--time", "time_limit", help="Time limit, as in 12h.")
+@click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be given again.")
+@click.option("--host", "hosts", multiple=True, help="Only on this host; may be given again.")
+@click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, which the hosts must share.")
+@click.option("--dry-run", is_flag=True, help="Say what would become of it; run nothing.")
+@click.option("-d", "--detach", is_flag=True, help="Print the id and return at once.")
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED)
+def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options: Any) -> int:
+    """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it."""
+    if gpus is not None and devices is not None:
+        raise click.UsageError("--gpus and --devices are both given; --devices means any kind: give one of them")
+    request = command_line_job(
+        argv,
+        name=options["name"],
+        devices=gpus if gpus is not None else (devices or 0),
+        device_kind="cuda" if gpus is not None else None,
+        priority=options["priority"],
+        time_limit=options["time_limit"],
+        env=options["env"],
+        hosts=options["hosts"],
+    )
+    with Client() as cluster:
+        if options["dry_run"]:
+            return _dry_run(cluster, request.spec, "table")
+        answer = send(cluster, request, snapshot=not options["no_snapshot"])
+        if options["detach"]:
+            print(answer["id"])
+            return 0
+        return _attend(cluster, answer)
+
+
+def _attend(cluster: Client, answer: dict[str, Any]) -> int:
+    """Show the job's log until it is over; an interrupt cancels it and waits until it is gone."""
+    job = answer["id"]
+    if answer["reason"]:
+        note(f"{answer['name']} ({job}): {answer['reason']}")
+    try:
+        show_logs(cluster, job, rank=0, follow=True)
+        row = list(cluster.stream("wait", job=job))[-1]
+    except KeyboardInterrupt:
+        note(f"\ncancelling {answer['name']} ({job}); Ctrl-C again leaves it to the daemon")
+        with Client() as another:  # the first connection is in the middle of a stream
+            try:
+                another.call("cancel", job=job)
+                list(another.stream("wait", job=job))
+            except ClusterError as error:
+                note(f"clusterd: {error}")
+        return 130
+    if row["state"] != "finished":
+        note(f"{row['name']} ({job}) {row['state']}: {row['reason']}")
+    return exit_code(row)
+
+
+def send(cluster: Client, request: Request, snapshot: bool = True) -> dict[str, Any]:
+    """Submit, with the workdir's content as it is now."""
+    import msgspec
+
+    spec = request.spec
+    if snapshot and spec.workdir is not None:
+        limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
+        packed = pack(Path(spec.workdir), limit)
+        if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
+            note(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
+            offset = 0
+            while True:
+                data = packed.archive.read(CHUNK_BYTES)
+                last = offset + len(data) >= packed.size_bytes
+                cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
+                offset += len(data)
+                if last:
+                    break
+        spec = replace(spec, snapshot=packed.digest)
+    answer: dict[str, Any] = cluster.call("submit", spec=msgspec.to_builtins(spec), secrets=request.secrets)
+    return answer
+
+
+def _dry_run(cluster: Client, spec: Any, output: str) -> int:
+    import msgspec
+
+    answer = cluster.call("dry_run", spec=msgspec.to_builtins(spec))
+    if output != "table":
+        show_json(answer, output)
+    elif answer["starts"]:
+        where = ", ".join(place["device"] or f"{place['host']} (CPU cores)" for place in answer["ranks"])
+        print(f"{spec.name} would start now on {where}: {answer['reason']}")
+    else:
+        print(f"{spec.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
+    sys.stdout.flush()
+    return 0

@@ -1,0 +1,127 @@
+"""The daemon's socket from a program's side: blocking, and quick to import.
+
+>>> with Client() as cluster:                                   # doctest: +SKIP
+...     job = cluster.call("submit", spec=spec)["id"]
+...     for row in cluster.stream("wait", job=job):
+...         print(row["state"])
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from clusterd import errors, protocol
+from clusterd.config import socket_path
+
+_CODES = {
+    kind.exit_code: kind for kind in (errors.ClusterError, errors.UsageError, errors.DaemonAbsent, errors.TryLater)
+}
+
+
+class Client:
+    """One connection; requests one after another, or pipelined with `call_many`."""
+
+    def __init__(self, path: Path | None = None, timeout_s: float | None = None) -> None:
+        """Connect.
+
+        Raises:
+            DaemonAbsent: nobody listens there, or we are not let in.
+        """
+        self.path = path or socket_path()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(str(self.path))
+        except PermissionError:
+            raise errors.DaemonAbsent(
+                f"{self.path} does not let this user in: ask its owner to set socket_group in clusterd.toml"
+            ) from None
+        except OSError as error:
+            raise errors.DaemonAbsent(
+                f"no daemon answers at {self.path} ({error.strerror or error}): clusterd start"
+            ) from None
+        self._decoder = protocol.Decoder()
+        self._received: list[dict[str, Any]] = []
+        self._ids = itertools.count(1)
+
+    def call(self, verb: str, **args: Any) -> Any:
+        """Ask, and wait for the answer.
+
+        Raises:
+            ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
+        """
+        number = self._send(verb, args)
+        while True:
+            message = self._receive()
+            if message.get("id") == number:
+                return _answer(message)
+
+    def call_many(self, verb: str, calls: Iterable[dict[str, Any]]) -> list[Any]:
+        """Ask all at once, and wait for all answers, in the order of the calls.
+
+        Raises:
+            ClusterError: of the first that was refused, after all were answered.
+        """
+        numbers = [self._send(verb, args) for args in calls]
+        messages: dict[int, dict[str, Any]] = {}
+        while len(messages) < len(numbers):
+            message = self._receive()
+            messages[message["id"]] = message
+        return [_answer(messages[number]) for number in numbers]
+
+    def stream(self, verb: str, **args: Any) -> Iterator[Any]:
+        """Ask, and give what comes until the daemon says it is all.
+
+        Raises:
+            ClusterError: as `call`.
+        """
+        number = self._send(verb, args)
+        while True:
+            message = self._receive()
+            if message.get("id") != number:
+                continue
+            if "item" in message:
+                yield message["item"]
+            else:
+                _answer(message)
+                return
+
+    def _send(self, verb: str, args: dict[str, Any]) -> int:
+        number = next(self._ids)
+        try:
+            self._socket.sendall(protocol.encode({"id": number, "verb": verb, **args}))
+        except OSError as error:
+            raise errors.DaemonAbsent(f"the daemon at {self.path} went away ({error.strerror or error})") from None
+        return number
+
+    def _receive(self) -> dict[str, Any]:
+        while not self._received:
+            try:
+                data = self._socket.recv(1 << 18)
+            except OSError as error:
+                raise errors.DaemonAbsent(f"the daemon at {self.path} does not answer ({error})") from None
+            if not data:
+                raise errors.DaemonAbsent(f"the daemon at {self.path} went away: clusterd status")
+            self._received = self._decoder.feed(data)
+        return self._received.pop(0)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _answer(message: dict[str, Any]) -> Any:
+    error = message.get("error")
+    if error is None:
+        return message.get("ok")
+    raise _CODES.get(error["exit_code"], errors.ClusterError)(error["message"])

@@ -1,0 +1,157 @@
+"""What is configured where: directories, the daemon's TOML file, and per-host options.
+
+A value's order of precedence: flag, environment (``CLUSTERD_*``), the file given or found, default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from clusterd.errors import ConfigError
+from clusterd.units import parse_duration_s, parse_size
+
+SOCKET_PATH_BYTES_MAX = 100
+"""The kernel's limit is 108 bytes, with room for a suffix."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostOptions:
+    """What an operator may say of one host: ``[hosts.NAME]``."""
+
+    cpu_devices: int | None = None  # CPU devices to offer; default: 0 on a host with GPUs, else by cores
+    cores_per_device: int = 4  # of a CPU device, where their number is not given
+    agent_home: str | None = None  # where the agent keeps its state
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The daemon's settings."""
+
+    state_dir: Path
+    socket: Path
+    socket_group: str | None = None  # may connect besides the owner
+    operators: tuple[str, ...] = ()  # users who may act on everybody's jobs, besides the daemon's own
+    policy: str = "default"
+    host_lost_after_s: float = 120.0
+    workdir_bytes_max: int = 256 << 20
+    ssh_config: str | None = None  # instead of ~/.ssh/config
+    log_level: str = "info"
+    hosts: Mapping[str, HostOptions] = field(default_factory=dict)
+
+
+def state_dir(system: bool = False) -> Path:
+    """Where the daemon keeps its journal."""
+    if given := os.environ.get("CLUSTERD_STATE_DIR"):
+        return Path(given).absolute()
+    if system:
+        return Path("/var/lib/clusterd")
+    import platformdirs  # only where no environment variable says: the command line starts faster without
+
+    return Path(platformdirs.user_state_dir("clusterd"))
+
+
+def socket_path(system: bool = False) -> Path:
+    """Where the daemon listens, and clients look."""
+    if given := os.environ.get("CLUSTERD_SOCKET"):
+        return Path(given).absolute()
+    if given := os.environ.get("CLUSTERD_STATE_DIR"):
+        return Path(given).absolute() / "clusterd.sock"
+    if system:
+        return Path("/run/clusterd/clusterd.sock")
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "clusterd" / "clusterd.sock"
+    return state_dir() / "clusterd.sock"
+
+
+def load(file: Path | None = None, *, system: bool = False) -> Config:
+    """The daemon's settings from `file`, or from the usual place if there is one.
+
+    Raises:
+        ConfigError: unreadable, unknown keys, values that cannot be; names file and key.
+    """
+    chosen = file or _usual_file(system)
+    values = read_toml(chosen) if chosen else {}
+    where = str(chosen)
+    daemon = _table(values, "daemon", where)
+    known = {f.name for f in fields(Config)} - {"hosts", "host_lost_after_s", "workdir_bytes_max"}
+    check_keys(daemon, known | {"host_lost_after", "workdir_max"}, f"{where}: [daemon]")
+    check_keys(values, {"daemon", "hosts"}, where)
+    hosts: dict[str, HostOptions] = {}
+    for name, table in _table(values, "hosts", where).items():
+        check_keys(table, {f.name for f in fields(HostOptions)}, f"{where}: [hosts.{name}]")
+        hosts[name] = HostOptions(**table)
+    try:
+        made = Config(
+            state_dir=Path(str(daemon.get("state_dir", state_dir(system)))).expanduser(),
+            socket=Path(str(daemon.get("socket", socket_path(system)))).expanduser(),
+            socket_group=daemon.get("socket_group"),
+            operators=tuple(daemon.get("operators", ())),
+            policy=str(daemon.get("policy", "default")),
+            host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
+            workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
+            ssh_config=daemon.get("ssh_config"),
+            log_level=str(daemon.get("log_level", "info")),
+            hosts=hosts,
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: [daemon]: {error}") from None
+    if len(os.fsencode(made.socket)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
+        )
+    return made
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML; with line and column.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: is no text: give the path of a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Refuse a key that means nothing, with the nearest that does.
+
+    Raises:
+        ConfigError: naming key and place.
+    """
+    names = sorted(known)
+    for key in table:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def _table(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    table = values.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where}: {name} is {table!r}; it must be a table, [{name}]")
+    return table
+
+
+def _usual_file(system: bool) -> Path | None:
+    if given := os.environ.get("CLUSTERD_CONFIG"):
+        return Path(given)
+    if system:
+        usual = Path("/etc/clusterd/clusterd.toml")
+    else:
+        import platformdirs
+
+        usual = Path(platformdirs.user_config_dir("clusterd")) / "clusterd.toml"
+    return usual if usual.exists() else None

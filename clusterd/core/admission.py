@@ -1,0 +1,87 @@
+"""What may be asked of the cluster: each refusal is one line for the person who asked."""
+
+from __future__ import annotations
+
+from clusterd.core.state import Host, Job, State
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import HostId, JobId, JobSpec
+
+
+def find_job(state: State, text: str) -> Job:
+    """The job of this id or name, or of an unambiguous beginning of its name.
+
+    A name may be given again: the newest job of that name is meant.
+
+    Raises:
+        UsageError: there is none, or several.
+    """
+    if JobId(text) in state.jobs:
+        return state.jobs[JobId(text)]
+    named = [j for j in state.jobs.values() if j.spec.name == text]
+    if named:
+        return named[-1]
+    begins = {j.spec.name: j for j in state.jobs.values() if j.spec.name.startswith(text)}
+    if len(begins) == 1:
+        return next(iter(begins.values()))
+    if begins:
+        names = ", ".join(sorted(begins)[:5])
+        raise UsageError(
+            f"{text!r} could be {names}{' ...' if len(begins) > 5 else ''}: write more of the name, or the id"
+        )
+    raise UsageError(f"there is no job {text!r}: clusterd ls --all shows them")
+
+
+def find_host(state: State, name: str) -> Host:
+    """The host of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    host = state.hosts.get(HostId(name))
+    if host is None:
+        known = ", ".join(sorted(state.hosts)) or "none yet"
+        raise UsageError(f"there is no host {name!r} (hosts: {known}): clusterd host add {name}")
+    return host
+
+
+def may_act_on(job: Job, user: str, is_operator: bool) -> None:
+    """A job is its owner's and the operators'.
+
+    Raises:
+        ClusterError: `user` is neither.
+    """
+    if not is_operator and user != job.spec.user:
+        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.spec.user}'s: ask them, or an operator")
+
+
+def may_remove(state: State, host: Host) -> None:
+    """A host goes only when nothing runs on it.
+
+    Raises:
+        ClusterError: something does; its work would be lost.
+    """
+    jobs = sorted({state.jobs[a.job].spec.name for a in state.attempts_on(host.id)})
+    if jobs:
+        raise ClusterError(
+            f"{host.id} runs {', '.join(jobs)}: drain it first (clusterd host drain {host.id}), or cancel them"
+        )
+
+
+def may_submit(spec: JobSpec) -> None:
+    """What can be told wrong about a job without looking at the cluster.
+
+    Raises:
+        UsageError: naming the field and what would be right.
+    """
+    wanted = spec.resources
+    if not spec.command:
+        raise UsageError('command is empty: give the argv to run, as in command = ["python", "train.py"]')
+    if wanted.plan is not None and wanted.devices and wanted.plan.ranks != wanted.devices:
+        raise UsageError(
+            f"resources.plan ({wanted.plan}) has {wanted.plan.ranks} ranks, resources ask for {wanted.devices} devices: "
+            "make them equal, or leave one out"
+        )
+    if wanted.devices < 0 or wanted.cpus < 0 or wanted.memory_bytes < 0:
+        raise UsageError("resources: counts must not be negative")
+    if spec.time_limit_s is not None and spec.time_limit_s <= 0:
+        raise UsageError(f"limits.time is {spec.time_limit_s:g} s: it must be longer than nothing")

@@ -1,0 +1,107 @@
+"""Third stage: how many devices, and under which plan.
+
+A job gets what it asked for, or nothing yet. Its plan is its wish where that is legal and fits; else the first legal
+plan, simplest first, that fits the memory of the devices it would get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from clusterd.core.choose import Choice, Impossible, choose
+from clusterd.core.place import Placement, candidates, place
+from clusterd.core.state import Description, Job
+from clusterd.core.view import Free, Refusal, View
+from clusterd.types import Device, JobKind
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a job gets."""
+
+    plan: Plan | None
+    placement: Placement
+    reason: str
+
+
+def allocate(job: Job, view: View) -> Grant | Refusal:
+    """Devices and plan for one queued job out of what is free, or why not."""
+    wanted = job.spec.resources
+    if job.not_before_s > view.now_s:
+        return Refusal(job.id, job.reason)
+    known = [d for h in view.hosts.values() for d in h.devices if not wanted.hosts or h.id in wanted.hosts]
+    impossible = _never(job, view, known)
+    if impossible:
+        return impossible
+    if job.spec.kind is not JobKind.ELASTIC:
+        placement = place(job, view.free, wanted.devices, group=1, single_host=True)
+        if placement is None:
+            return Refusal(job.id, _short_of(job, view.free))
+        return Grant(None, placement, _started(job, placement, None))
+    if job.description is not Description.DONE or job.shape is None:
+        return Refusal(job.id, "its model is being learned, without devices")
+    usable = [d for d in known if wanted.kind is None or d.kind == wanted.kind]
+    choice = _choice(job, max(wanted.devices, 1), usable)
+    if isinstance(choice, Impossible):
+        return Refusal(job.id, choice.reason, forever=True)
+    placement = place(job, view.free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
+    if placement is None:
+        return Refusal(job.id, _short_of(job, view.free))
+    return Grant(choice.plan, placement, _started(job, placement, choice))
+
+
+def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
+    """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
+    shape = ModelShape.from_dict(job.shape or {})
+    wish = job.spec.resources.plan
+    kinds = {d.kind for d in devices}
+    # "cuda" first: placement prefers it too.
+    for kind in sorted(kinds, reverse=True):
+        memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
+        choice = choose(shape, count, kind, memory_bytes, wish)
+        if isinstance(choice, Choice):
+            return choice
+    return choice
+
+
+def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
+    """A refusal that waits for hosts, not for other jobs."""
+    wanted = job.spec.resources
+    if not any(h.facts for h in view.hosts.values()):
+        return Refusal(job.id, "no host is connected")
+    missing = [h for h in wanted.hosts if h not in view.hosts]
+    if missing:
+        return Refusal(
+            job.id, f"asks for host {missing[0]}, which is not in the cluster: clusterd host add {missing[0]}"
+        )
+    count = sum(1 for d in known if wanted.kind is None or d.kind == wanted.kind)
+    if wanted.devices > count:
+        what = _KINDS[wanted.kind]
+        other = sum(1 for d in known if d.kind == "cpu") if wanted.kind == "cuda" and count == 0 else 0
+        hint = f"; there are {other} CPU devices: submit with --devices {min(wanted.devices, other)}" if other else ""
+        return Refusal(job.id, f"asks for {wanted.devices} {what}, the cluster has {count}{hint}")
+    return None
+
+
+_KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}
+
+
+def _short_of(job: Job, free: Free) -> str:
+    """What the job waits for; stable while it waits for the same thing, so that it is recorded once."""
+    wanted = job.spec.resources
+    if not candidates(job, free):
+        return "no host that it may use is up, undrained and clean"
+    if wanted.devices == 0 and job.spec.kind is not JobKind.ELASTIC:
+        return f"waits for {max(wanted.cpus, 1)} free CPU cores on one host"
+    where = "on one host " if job.spec.kind is not JobKind.ELASTIC else ""
+    return f"waits for {max(wanted.devices, 1)} free {_KINDS[wanted.kind]} {where}(with their cores and memory)"
+
+
+def _started(job: Job, placement: Placement, choice: Choice | None) -> str:
+    hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
+    if choice is None:
+        return f"fits on {hosts}"
+    return f"plan {choice.plan} on {hosts}: {choice.reason}"

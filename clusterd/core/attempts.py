@@ -1,0 +1,167 @@
+"""The life of an attempt: what it books when it begins, frees when it is gone, and means for its job when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from clusterd.core.state import Attempt, Job, Lease, Outcome, Rank, State
+from clusterd.core.view import Start
+from clusterd.types import HostId, JobId, JobState, RankEnd, RankReport, Reason
+
+LOST_IN_A_ROW_MAX = 5
+"""Times a job is queued again after faults that were not its own, without a step in between."""
+
+RETRY_DELAY_S = 5.0
+"""Before the second such try; doubled for each further one. The first is at once: most faults are single."""
+
+TIMED_OUT = 124
+"""Exit code of a job that reached its time limit, as of `timeout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an attempt's end means for its job."""
+
+    state: JobState
+    reason: str
+    exit_code: int | None = None
+    is_infrastructure: bool = False
+
+
+def running(state: State, job: JobId) -> Attempt:
+    """The attempt of a job that is known to have one."""
+    attempt = state.jobs[job].attempt
+    assert attempt is not None, f"job {job} is active without an attempt"
+    return attempt
+
+
+def objection(state: State, job: Job, start: Start) -> str | None:
+    """Why a start must not happen, whoever proposed it; None: it may."""
+    if job.state is not JobState.QUEUED:
+        return f"the job is {job.state.value}"
+    seen = set()
+    for place in start.ranks:
+        host = state.hosts.get(place.host)
+        if host is None or host.unusable is not None:
+            return host.unusable if host else f"{place.host} is no host of ours"
+        if place.device is None:
+            continue
+        if place.device in state.leases or place.device in seen:
+            return f"{place.device} is leased"
+        if place.device not in {d.id for d in host.devices}:
+            return f"{place.device} does not exist"
+        seen.add(place.device)
+    return None
+
+
+def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
+    """Book devices, cores and memory, and make the attempt the job's running one."""
+    number = len(job.attempts) + 1
+    attempt = Attempt(
+        job=job.id,
+        number=number,
+        generation=1,
+        plan=start.plan,
+        ranks={place.rank: Rank(place) for place in start.ranks},
+        started_s=now_s,
+        cores=dict(start.cores),
+        memory_bytes=dict(start.memory_bytes),
+    )
+    until_s = now_s + job.spec.time_limit_s if job.spec.time_limit_s is not None else None
+    for place in start.ranks:
+        if place.device is not None:
+            state.leases[place.device] = Lease(place.device, place.host, job.id, number, attempt.generation, until_s)
+    for host, cores in start.cores.items():
+        state.hosts[host].cores_used += cores
+        state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
+    job.attempts.append(attempt)
+    job.go(JobState.STARTING)
+    job.reason = start.reason
+    job.started_s = job.started_s if job.started_s is not None else now_s
+    state.queue.pop(job.id)
+    state.active[job.id] = None
+    return attempt
+
+
+def release(state: State, attempt: Attempt, host_id: HostId) -> None:
+    """Free what the attempt holds on one host."""
+    for rank in attempt.ranks.values():
+        device = rank.place.device
+        lease = state.leases.get(device) if device is not None else None
+        if lease is not None and device is not None and rank.place.host == host_id and lease.job == attempt.job:
+            del state.leases[device]
+    host = state.hosts.get(host_id)
+    if host is not None:
+        host.cores_used -= attempt.cores.get(host_id, 0)
+        host.memory_used_bytes -= attempt.memory_bytes.get(host_id, 0)
+
+
+def take_reports(attempt: Attempt, reports: Iterable[RankReport]) -> None:
+    """Keep how ranks ended; the first word on a rank stands."""
+    for report in reports:
+        rank = attempt.ranks.get(report.rank)
+        if rank is not None and rank.end is None and report.end is not None:
+            rank.end = report.end
+
+
+# What explains the other ends comes first: when a host is lost, the ranks elsewhere fail for lack of it.
+_CAUSES = (
+    Reason.LOST,
+    Reason.PORT,
+    Reason.OOM,
+    Reason.DEVICE_OOM,
+    Reason.NO_TORCH,
+    Reason.PLAN,
+    Reason.SIGNAL,
+    Reason.EXIT,
+)
+
+
+def judge(job: Job, attempt: Attempt) -> Verdict:
+    """What becomes of the job now that the attempt is over.
+
+    An attempt whose ranks all finished counts as finished even when it was being cancelled at that moment: its results
+    are there.
+    """
+    ends = {r: rank.end for r, rank in attempt.ranks.items()}
+    if all(end is not None and end.is_success for end in ends.values()):
+        return Verdict(JobState.FINISHED, "finished", exit_code=0)
+    if attempt.outcome is Outcome.CANCELLED:
+        return Verdict(JobState.CANCELLED, attempt.why, exit_code=130)
+    if attempt.outcome is Outcome.TIME_LIMIT:
+        return Verdict(JobState.FAILED, attempt.why, exit_code=TIMED_OUT)
+    if attempt.outcome is Outcome.LAUNCH_FAILED:
+        return Verdict(JobState.FAILED, attempt.why, exit_code=1)
+    if attempt.outcome is Outcome.HOST_LOST:
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost: {attempt.why}", is_infrastructure=True)
+    cause = root_cause(attempt)
+    if cause is None:
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {attempt.why}", is_infrastructure=True)
+    rank, end = cause
+    place = attempt.ranks[rank].place
+    said = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
+    if end.reason.is_infrastructure:
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {said}", is_infrastructure=True)
+    if job.own_failures < job.spec.retries:
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {said}")
+    exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)
+    return Verdict(JobState.FAILED, said, exit_code=exit_code)
+
+
+def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
+    """The rank whose end explains the others'; None when each ended well or was stopped by us."""
+    bad = [
+        (_CAUSES.index(rank.end.reason), number, rank.end)
+        for number, rank in attempt.ranks.items()
+        if rank.end is not None and rank.end.reason in _CAUSES and not rank.end.is_success
+    ]
+    if not bad:
+        return None
+    _, number, end = min(bad, key=lambda item: item[:2])
+    return number, end
+
+
+def retry_delay_s(times: int) -> float:
+    """Seconds to wait before the next try after `times` losses in a row."""
+    return 0.0 if times <= 1 else RETRY_DELAY_S * 2.0 ** (times - 2)

@@ -1,0 +1,82 @@
+"""Which plan on so many devices of a kind: the user's wish, or the simplest that fits their memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from plans.enumerate import legal_plans
+from plans.legality import check
+from plans.memory import MemoryEstimate, estimate
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+USABLE_SHARE = 0.92
+"""Of a device's memory: fragmentation and the driver take the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan that can run, and why this one."""
+
+    plan: Plan
+    memory: MemoryEstimate
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Impossible:
+    """No plan can run there; the reason names what is in the way."""
+
+    reason: str
+
+
+@lru_cache(maxsize=4096)
+def choose(
+    shape: ModelShape, devices: int, kind: str, memory_bytes: int, wish: Plan | None = None
+) -> Choice | Impossible:
+    """A plan for exactly `devices` devices of `kind` with `memory_bytes` each.
+
+    Pure and remembered: a queued job is asked about in every pass.
+    """
+    if wish is not None:
+        return _wish(shape, kind, memory_bytes, wish)
+    plans = legal_plans(shape, devices, kind=kind)
+    if not plans:
+        return Impossible(_why_none(shape, devices, kind))
+    least: tuple[int, Plan] | None = None
+    for plan in plans:
+        memory = estimate(plan, shape, kind=kind)
+        if memory.device_bytes <= memory_bytes * USABLE_SHARE:
+            said = f"the simplest that fits, with {_gib(memory.device_bytes)} of {_gib(memory_bytes)} per device"
+            return Choice(plan, memory, said)
+        if least is None or memory.device_bytes < least[0]:
+            least = (memory.device_bytes, plan)
+    assert least is not None
+    return Impossible(
+        f"no plan on {devices} devices fits: the least memory is {_gib(least[0])} per device with {least[1]}, "
+        f"they have {_gib(memory_bytes)}: ask for more devices"
+    )
+
+
+def _wish(shape: ModelShape, kind: str, memory_bytes: int, wish: Plan) -> Choice | Impossible:
+    reasons = check(wish, shape, kinds=[kind])
+    if reasons:
+        return Impossible(f"its plan {wish} cannot be: {'; '.join(reasons)}")
+    memory = estimate(wish, shape, kind=kind)
+    if memory.device_bytes > memory_bytes * USABLE_SHARE:
+        return Impossible(
+            f"its plan {wish} cannot fit: a rank needs {_gib(memory.device_bytes)}, a device has {_gib(memory_bytes)}: "
+            "use more devices, zero=3, checkpointing or accumulation, or leave the plan to clusterd"
+        )
+    return Choice(wish, memory, f"as asked, with {_gib(memory.device_bytes)} of {_gib(memory_bytes)} per device")
+
+
+def _why_none(shape: ModelShape, devices: int, kind: str) -> str:
+    reasons = check(Plan(dp=devices), shape, kinds=[kind])
+    said = "; ".join(reasons) or "none is legal"
+    return f"no plan uses exactly {devices} devices: {said}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

@@ -1,0 +1,98 @@
+"""What is to be done: the only output of the scheduler.
+
+Decisions are imperative and complete: whoever carries them out chooses nothing. Each names the event that caused it and
+gives its reason in words, which is kept: `clusterd why` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from clusterd.core.events import EventId
+from clusterd.types import HostId, JobId, RankPlace
+from plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Something to do, or to say, and why."""
+
+    cause: EventId
+    reason: str
+
+    @classmethod
+    def match(cls, decisions: Iterable[Decision], **fields: Any) -> Self | None:
+        """The first of `decisions` that is of this class and has these field values."""
+        for decision in decisions:
+            if isinstance(decision, cls) and all(getattr(decision, n) == v for n, v in fields.items()):
+                return decision
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeModel(Decision):
+    """Let the job's script tell its model on this host, without devices."""
+
+    job: JobId
+    host: HostId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchAttempt(Decision):
+    """Start these ranks, all of them."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    plan: Plan | None
+    ranks: tuple[RankPlace, ...]
+
+    @property
+    def hosts(self) -> tuple[HostId, ...]:
+        """Each host once, that of rank 0 first."""
+        return tuple(dict.fromkeys(place.host for place in self.ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAttempt(Decision):
+    """End what is left of the attempt on this host, and report when nothing is."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    host: HostId
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer(Decision):
+    """Report back at this time; a timer of the same name is replaced."""
+
+    timer: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldJob(Decision):
+    """Leave the job where it is: nothing to carry out, something to tell its user."""
+
+    job: JobId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndJob(Decision):
+    """The job reached its end; what was kept for running it can go."""
+
+    job: JobId
+    state: str
+    exit_code: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequeueJob(Decision):
+    """The attempt is over, the job is not."""
+
+    job: JobId
+    attempt: int

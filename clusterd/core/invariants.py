@@ -1,0 +1,66 @@
+"""What must be true of the state after every event; tests and the daemon's debug mode ask after each."""
+
+from __future__ import annotations
+
+from clusterd.core.state import State
+from clusterd.types import AttemptState, HostState, JobState
+
+
+def violations(state: State) -> list[str]:
+    """Everything that is wrong, in words; empty when nothing is."""
+    return [*_leases(state), *_jobs(state), *_books(state)]
+
+
+def _leases(state: State) -> list[str]:
+    wrong: list[str] = []
+    for device, lease in state.leases.items():
+        attempt = state.attempt(lease.job, lease.attempt)
+        if attempt is None or device not in attempt.devices:
+            wrong.append(f"{device} is leased to attempt {lease.job}.{lease.attempt}, which does not hold it")
+    for job_id in state.active:
+        attempt = state.jobs[job_id].attempt
+        if attempt is None:
+            continue
+        if len(set(attempt.devices)) != len(attempt.devices):
+            wrong.append(f"attempt {job_id}.{attempt.number} holds a device twice")
+        for rank in attempt.ranks.values():
+            place = rank.place
+            held = place.device is None or (place.device in state.leases and state.leases[place.device].job == job_id)
+            released = attempt.state is AttemptState.STOPPING and place.host not in attempt.pending
+            if not held and not released:
+                wrong.append(f"rank {place.rank} of {job_id} runs on {place.device} without a lease")
+    return wrong
+
+
+def _jobs(state: State) -> list[str]:
+    wrong: list[str] = []
+    for job in state.jobs.values():
+        active = job.attempt is not None
+        if active != (job.id in state.active):
+            wrong.append(
+                f"job {job.id} has {'an' if active else 'no'} attempt and is{' not' if active else ''} listed active"
+            )
+        if (job.state is JobState.QUEUED) != (job.id in state.queue):
+            wrong.append(
+                f"job {job.id} is {job.state.value} and is{'' if job.id in state.queue else ' not'} in the queue"
+            )
+        if job.state.is_final and (active or job.ended_s is None):
+            wrong.append(f"job {job.id} is {job.state.value} but not over")
+        if [a.number for a in job.attempts] != list(range(1, len(job.attempts) + 1)):
+            wrong.append(f"job {job.id} has attempts out of order")
+    return wrong
+
+
+def _books(state: State) -> list[str]:
+    wrong: list[str] = []
+    for host in state.hosts.values():
+        cores = memory = 0
+        for attempt in state.attempts_on(host.id):
+            if attempt.state is not AttemptState.STOPPING or host.id in attempt.pending:
+                cores += attempt.cores.get(host.id, 0)
+                memory += attempt.memory_bytes.get(host.id, 0)
+        if (cores, memory) != (host.cores_used, host.memory_used_bytes):
+            wrong.append(f"{host.id} books {host.cores_used} cores, its attempts use {cores}")
+        if host.state is HostState.UP and host.facts is None:
+            wrong.append(f"{host.id} is up but nothing is known of it")
+    return wrong

@@ -1,0 +1,49 @@
+"""What an agent runs against what we believe it runs: the differences, sorted by what is to be done about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from clusterd.core import attempts
+from clusterd.core.state import Attempt, Host, State
+from clusterd.types import AttemptReport, AttemptState, JobId, RankEnd, Reason
+
+
+@dataclass(slots=True)
+class Found:
+    """The differences."""
+
+    orphans: list[tuple[JobId, int, int]] = field(default_factory=list)  # job, attempt, generation: not ours any more
+    stopping: list[Attempt] = field(default_factory=list)  # being stopped, and this host has not said it is done
+    unlaunched: list[Attempt] = field(default_factory=list)  # the launch did not get there, or we never heard it did
+    ended: list[Attempt] = field(default_factory=list)  # ranks ended while we did not look
+
+
+def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:
+    """Bring our attempts on `host` up to date with its agent's word, and say what remains to be done."""
+    found = Found()
+    told = {(r.job, r.attempt): r for r in reports}
+    for (job, number), report in told.items():
+        attempt = state.attempt(job, number, report.generation)
+        if attempt is None or host.id not in attempt.hosts:
+            found.orphans.append((job, number, report.generation))
+    for attempt in list(state.attempts_on(host.id)):
+        known = told.get((attempt.job, attempt.number))
+        here = [r for r in attempt.ranks.values() if r.place.host == host.id]
+        if attempt.state is AttemptState.STOPPING:
+            if known is not None:
+                attempts.take_reports(attempt, known.ranks)
+            if host.id in attempt.pending:
+                found.stopping.append(attempt)
+        elif attempt.state is AttemptState.LAUNCHING:
+            # Launching twice is harmless, the agent keeps to one; not launching at all would wait for ever.
+            found.unlaunched.append(attempt)
+        elif known is None:
+            for rank in here:
+                rank.end = rank.end or RankEnd(reason=Reason.LOST)
+            found.ended.append(attempt)
+        else:
+            attempts.take_reports(attempt, known.ranks)
+            found.ended.append(attempt)
+    return found

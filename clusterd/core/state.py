@@ -1,0 +1,200 @@
+"""What the scheduler knows: changed by `clusterd.core.scheduler` alone, read by everybody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from clusterd.core import transitions
+from clusterd.types import (
+    AttemptState,
+    Device,
+    DeviceId,
+    HostFacts,
+    HostId,
+    HostState,
+    JobId,
+    JobSpec,
+    JobState,
+    RankEnd,
+    RankPlace,
+)
+from plans.plan import Plan
+
+
+class Outcome(StrEnum):
+    """Why an attempt is being stopped, where its ranks' ends alone do not tell."""
+
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time limit"
+    HOST_LOST = "host lost"
+    LAUNCH_FAILED = "launch failed"
+
+
+class Description(StrEnum):
+    """How far we are in learning an elastic job's model before its first launch."""
+
+    NOT_NEEDED = "not needed"
+    NEEDED = "needed"
+    ASKED = "asked"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Host:
+    """A machine and what its agent last said."""
+
+    id: HostId
+    state: HostState = HostState.CONNECTING
+    facts: HostFacts | None = None
+    drained: str | None = None  # by whom and why; None: it may be used
+    why: str = ""  # it is not up
+    since_s: float = 0.0  # in this state
+    orphans: set[tuple[JobId, int]] = field(default_factory=set)  # found there, not ours any more, being stopped
+    cores_used: int = 0
+    memory_used_bytes: int = 0
+
+    def go(self, state: HostState, at_s: float, why: str = "") -> None:
+        """Take a step of the host's state machine."""
+        if state is not self.state:
+            self.state = transitions.step(transitions.HOST, self.state, state, f"host {self.id}")
+            self.since_s = at_s
+        self.why = why
+
+    @property
+    def unusable(self) -> str | None:
+        """Why nothing may be placed here now; None: something may."""
+        if self.state is not HostState.UP:
+            return f"{self.id} is {self.state.value}"
+        if self.drained is not None:
+            return f"{self.id} is drained"
+        if self.orphans:
+            return f"{self.id} is being cleaned of {len(self.orphans)} old attempts"
+        return None
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Its devices as last reported."""
+        return self.facts.devices if self.facts else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An expiring claim of one attempt on one device; the agent refuses older generations."""
+
+    device: DeviceId
+    host: HostId
+    job: JobId
+    attempt: int
+    generation: int
+    until_s: float | None  # the job's time limit, or None
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank of an attempt: where it is and how it ended."""
+
+    place: RankPlace
+    end: RankEnd | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One numbered run of a job."""
+
+    job: JobId
+    number: int
+    generation: int
+    plan: Plan | None
+    ranks: dict[int, Rank]
+    started_s: float
+    state: AttemptState = AttemptState.LAUNCHING
+    ended_s: float | None = None
+    outcome: Outcome | None = None
+    why: str = ""  # it is being stopped, or ended
+    pending: set[HostId] = field(default_factory=set)  # hosts that have not reported it gone
+    cores: dict[HostId, int] = field(default_factory=dict)
+    memory_bytes: dict[HostId, int] = field(default_factory=dict)
+
+    def go(self, state: AttemptState) -> None:
+        """Take a step of the attempt's state machine."""
+        self.state = transitions.step(transitions.ATTEMPT, self.state, state, f"attempt {self.job}.{self.number}")
+
+    @property
+    def hosts(self) -> tuple[HostId, ...]:
+        """Each of its hosts once, that of rank 0 first."""
+        return tuple(dict.fromkeys(rank.place.host for rank in self.ranks.values()))
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """Its devices, by rank."""
+        return tuple(rank.place.device for rank in self.ranks.values() if rank.place.device is not None)
+
+
+@dataclass(slots=True)
+class Job:
+    """What a user submitted; outlives its attempts."""
+
+    id: JobId
+    spec: JobSpec
+    priority: int
+    submitted_s: float
+    queued_s: float  # since when it waits; a requeued job keeps its place by `submitted_s`
+    state: JobState = JobState.QUEUED
+    reason: str = ""  # in words: why it is where it is
+    attempts: list[Attempt] = field(default_factory=list)
+    description: Description = Description.NOT_NEEDED
+    described_on: HostId | None = None
+    shape: dict[str, Any] | None = None  # plans.legality.ModelShape
+    not_before_s: float = 0.0
+    own_failures: int = 0
+    lost_in_a_row: int = 0
+    step: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    step_time_s: float | None = None
+    started_s: float | None = None
+    ended_s: float | None = None
+    exit_code: int | None = None
+
+    def go(self, state: JobState) -> None:
+        """Take a step of the job's state machine."""
+        self.state = transitions.step(transitions.JOB, self.state, state, f"job {self.id}")
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The one that is not over."""
+        if self.attempts and self.attempts[-1].state is not AttemptState.ENDED:
+            return self.attempts[-1]
+        return None
+
+
+@dataclass(slots=True)
+class State:
+    """All of it. Serialisable, comparable: replaying the journal gives an equal one."""
+
+    epoch: int = 0
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    hosts: dict[HostId, Host] = field(default_factory=dict)
+    leases: dict[DeviceId, Lease] = field(default_factory=dict)
+    timers: dict[str, float] = field(default_factory=dict)
+    queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival here
+    active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
+    recovering: set[HostId] = field(default_factory=set)  # hosts to hear from before anything is placed
+
+    def attempt(self, job: JobId, number: int, generation: int | None = None) -> Attempt | None:
+        """The attempt, if it is the job's running one (and of this lease generation)."""
+        known = self.jobs.get(job)
+        attempt = known.attempt if known else None
+        if attempt is None or attempt.number != number:
+            return None
+        return attempt if generation is None or attempt.generation == generation else None
+
+    def attempts_on(self, host: HostId) -> Iterator[Attempt]:
+        """Running attempts with a rank on the host."""
+        for job in self.active:
+            attempt = self.jobs[job].attempt
+            if attempt is not None and host in attempt.hosts:
+                yield attempt

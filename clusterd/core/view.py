@@ -1,0 +1,96 @@
+"""What a policy sees, and what it may ask for: a read-only cluster with a free-resources ledger for one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from clusterd.core.state import Host, Job, State
+from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
+from plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Launch a queued job so."""
+
+    job: JobId
+    plan: Plan | None
+    ranks: tuple[RankPlace, ...]
+    cores: Mapping[HostId, int]
+    memory_bytes: Mapping[HostId, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A stage turned the job down, for this reason; `forever` when no change of the cluster's load would help."""
+
+    job: JobId
+    reason: str
+    forever: bool = False
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What a policy wants done in this pass."""
+
+    starts: list[Start] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class HostFree:
+    """What is free on one usable host."""
+
+    host: Host
+    devices: list[Device]
+    cores: int
+    memory_bytes: int
+
+
+class Free:
+    """Free resources of the usable hosts; stages take from it as they grant, so that a pass adds up."""
+
+    def __init__(self, hosts: Iterable[Host], leased: Mapping[DeviceId, object]) -> None:
+        self.hosts: dict[HostId, HostFree] = {}
+        for host in hosts:
+            if host.unusable is None and host.facts is not None:
+                self.hosts[host.id] = HostFree(
+                    host=host,
+                    devices=[d for d in host.devices if d.id not in leased and not d.foreign],
+                    cores=host.facts.cpu_cores - host.cores_used,
+                    memory_bytes=host.facts.memory_bytes - host.memory_used_bytes,
+                )
+
+    def take(self, ranks: Iterable[RankPlace], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+        """Book these places for the rest of the pass."""
+        taken = {place.device for place in ranks}
+        for host, count in cores.items():
+            free = self.hosts[host]
+            free.devices = [d for d in free.devices if d.id not in taken]
+            free.cores -= count
+            free.memory_bytes -= memory_bytes.get(host, 0)
+
+
+class View:
+    """The cluster at one instant, for one pass; nothing in it may be changed but `free`."""
+
+    def __init__(self, state: State, now_s: float) -> None:
+        self.now_s = now_s
+        self.hosts: Mapping[HostId, Host] = state.hosts
+        self.jobs: Mapping[JobId, Job] = state.jobs
+        self.queued: list[Job] = [state.jobs[job] for job in state.queue]
+        self.running: list[Job] = [state.jobs[job] for job in state.active]
+        self.free = Free(state.hosts.values(), state.leases)
+
+
+class Policy(Protocol):
+    """Who gets what: the four stages in one, or a baseline in their place."""
+
+    name: str
+
+    def propose(self, view: View) -> Proposal:
+        """Starts and refusals for this instant; pure."""
+        ...

@@ -1,0 +1,8 @@
+"""``python -m clusterd.daemon``: what ``clusterd start`` runs in the background."""
+
+import sys
+
+from clusterd.daemon.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,386 @@
+"""The verbs of the socket: the command line's and the terminal UI's, one method each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import msgspec
+
+from clusterd import __version__, protocol
+from clusterd.config import Config, HostOptions
+from clusterd.core import admission
+from clusterd.core import events as e
+from clusterd.core.allocate import allocate
+from clusterd.core.place import Placement
+from clusterd.core.state import Job
+from clusterd.core.view import Refusal, View
+from clusterd.daemon import codec, projection
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.feed import Feed
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.invite import Invite
+from clusterd.daemon.joblogs import JobLogs
+from clusterd.daemon.server import Peer, Streaming, Verb
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import JobId, JobKind, JobSpec
+
+ALIVE_EVERY_S = 5.0
+"""A watcher hears from the daemon at least this often, so that it notices when it does not."""
+
+
+class Api:
+    """Answers clients out of the state, and turns what they want into events."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        hosts: Hosts,
+        archive: Archive,
+        feed: Feed,
+        invite: Invite,
+        stop: anyio.Event,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._feed = feed
+        self._invite = invite
+        self._logs = JobLogs(engine, hosts, archive, feed)
+        self._stop = stop
+        self._started_s = time.time()
+        known = (int(job) for job in engine.scheduler.state.jobs if job.isdecimal())
+        self._ids = itertools.count(max(known, default=0) + 1)
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "hello": self.hello,
+            "status": self.status,
+            "stop": self.stop,
+            "submit": self.submit,
+            "dry_run": self.dry_run,
+            "snapshot_has": self.snapshot_has,
+            "snapshot_put": self.snapshot_put,
+            "jobs": self.jobs,
+            "job": self.job,
+            "why": self.why,
+            "cancel": self.cancel,
+            "priority": self.priority,
+            "hosts": self.hosts,
+            "host": self.host,
+            "host_inspect": self.host_inspect,
+            "host_add": self.host_add,
+            "host_trust": self.host_trust,
+            "host_drain": self.host_drain,
+            "host_undrain": self.host_undrain,
+            "host_remove": self.host_remove,
+            "steps": self.steps,
+        }
+
+    @property
+    def streams(self) -> dict[str, Streaming]:
+        """Verbs that answer with many items."""
+        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch}
+
+    @property
+    def _state(self) -> Any:
+        return self._engine.scheduler.state
+
+    # --- the daemon ---------------------------------------------------------------------------------------------------
+
+    async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
+        """Agree on a version."""
+        if protocol_version != protocol.VERSION:
+            raise ClusterError(
+                f"the daemon ({__version__}) speaks protocol {protocol.VERSION}, this client {protocol_version}: "
+                "use the clusterd command of the daemon's version"
+            )
+        return {
+            "version": __version__,
+            "protocol": protocol.VERSION,
+            "user": peer.user,
+            "is_operator": peer.is_operator,
+        }
+
+    async def status(self, peer: Peer) -> dict[str, Any]:
+        """How the daemon is."""
+        state = self._state
+        counts: dict[str, int] = {}
+        for job in state.jobs.values():
+            counts[job.state.value] = counts.get(job.state.value, 0) + 1
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "started_s": self._started_s,
+            "epoch": state.epoch,
+            "state_dir": str(self._config.state_dir),
+            "socket": str(self._config.socket),
+            "policy": self._engine.scheduler.policy.name,
+            "jobs": counts,
+            "hosts": {h.id: h.state.value for h in state.hosts.values()},
+            "devices": sum(len(h.devices) for h in state.hosts.values()),
+            "leased": len(state.leases),
+            "events": self._feed.number,
+            "scheduling_s": self._engine.scheduling_s,
+            "recovering": sorted(state.recovering),
+        }
+
+    async def stop(self, peer: Peer) -> dict[str, Any]:
+        """End the daemon; what runs, runs on."""
+        _need_operator(peer, "stop the daemon")
+        running = [self._state.jobs[job].spec.name for job in self._state.active]
+        self._stop.set()
+        return {"running": running}
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def submit(self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None) -> dict[str, Any]:
+        """Take a job over: once this is answered, it is not lost."""
+        known = self._admit(peer, spec)
+        job = JobId(str(next(self._ids)))
+        rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
+        await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
+        return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
+
+    async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
+        """What would become of the job now; nothing is kept."""
+        known = self._admit(peer, spec, need_snapshot=False)
+        now_s = time.time()
+        job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
+        ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
+        if known.kind is JobKind.ELASTIC:
+            plan = known.resources.plan
+            said = f"its model is learned first, without devices; then {plan or 'the plan is chosen'}"
+            return {"starts": False, "ahead": ahead, "reason": said, "ranks": []}
+        answer = allocate(job, View(self._state, now_s))
+        if isinstance(answer, Refusal):
+            return {"starts": False, "ahead": ahead, "reason": answer.reason, "ranks": []}
+        where: Placement = answer.placement
+        return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
+
+    def _admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
+        try:
+            known = msgspec.convert(spec, JobSpec)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the job is not well-formed: {error}") from None
+        known = replace(known, user=peer.user)
+        admission.may_submit(known)
+        if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
+            raise UsageError("the job's workdir has not arrived here: submit again")
+        return known
+
+    async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
+        """Whether a workdir of this content is here, and how large one may be."""
+        return {"have": self._archive.has_snapshot(digest), "bytes_max": self._config.workdir_bytes_max}
+
+    async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
+        """One chunk of a workdir."""
+        if offset + len(data) > self._config.workdir_bytes_max + (1 << 20):
+            raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
+        await self._archive.put_snapshot(digest, offset, data, last)
+
+    async def jobs(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
+        """Rows of jobs: those that are not over, and on request the others."""
+        return [projection.job_row(j) for j in self._state.jobs.values() if all or not j.state.is_final]
+
+    async def job(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Everything about one job."""
+        known = admission.find_job(self._state, job)
+        spec = codec.plain(known.spec)
+        for name in spec["env"]:
+            if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
+                spec["env"][name] = "***"  # meant for [secrets]; not shown to everybody either way
+        return {
+            **projection.job_row(known),
+            "spec": spec,
+            "shape": known.shape,
+            "attempts": [projection.attempt_row(a) for a in known.attempts],
+            "decisions": await self._decisions(known.id),
+        }
+
+    async def why(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Why a job is where it is: the reason, who stands before it, and what was decided before."""
+        known = admission.find_job(self._state, job)
+        row = projection.job_row(known)
+        ahead = []
+        if known.id in self._state.queue:
+            mine = (-known.priority, known.submitted_s)
+            queued = [self._state.jobs[j] for j in self._state.queue]
+            ahead = [j.spec.name for j in queued if (-j.priority, j.submitted_s) < mine]
+        holders: dict[str, int] = {}
+        for lease in self._state.leases.values():
+            name = self._state.jobs[lease.job].spec.name
+            holders[name] = holders.get(name, 0) + 1
+        hosts = [h.unusable for h in self._state.hosts.values() if h.unusable]
+        return {
+            **row,
+            "ahead": ahead,
+            "holders": holders,
+            "unusable": hosts,
+            "decisions": await self._decisions(known.id),
+        }
+
+    async def _decisions(self, job: str) -> list[dict[str, Any]]:
+        rows = await self._engine.journal.query(
+            "SELECT at_s, kind, host, reason FROM decisions WHERE job = ? ORDER BY id DESC LIMIT 50", (job,)
+        )
+        return [
+            {"at_s": at_s, "kind": kind, "host": host, "reason": reason} for at_s, kind, host, reason in reversed(rows)
+        ]
+
+    async def cancel(self, peer: Peer, job: str) -> dict[str, Any]:
+        """End a job; answers at once, `wait` tells when its devices are free."""
+        known = admission.find_job(self._state, job)
+        admission.may_act_on(known, peer.user, peer.is_operator)
+        if known.state.is_final:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value} already")
+        await self._engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known)
+
+    async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
+        """Change a job's priority."""
+        known = admission.find_job(self._state, job)
+        admission.may_act_on(known, peer.user, peer.is_operator)
+        if not isinstance(priority, int):
+            raise UsageError(f"priority is {priority!r}; it must be a whole number")
+        await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
+        return projection.job_row(known)
+
+    async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
+        """The training steps of an attempt, as its rank 0 wrote them."""
+        known = admission.find_job(self._state, job)
+        return {"job": known.id, "data": await self._logs.steps(known, attempt)}
+
+    async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
+        """The job's row whenever it changes, until it is over."""
+        known = admission.find_job(self._state, job)
+        last = None
+        while True:
+            number = self._feed.number
+            row = projection.job_row(known)
+            if row != last:
+                yield row
+                last = row
+            if known.state.is_final:
+                return
+            await self._feed.wait(number)
+
+    # --- hosts --------------------------------------------------------------------------------------------------------
+
+    async def hosts(self, peer: Peer) -> list[dict[str, Any]]:
+        """Rows of hosts."""
+        return [projection.host_row(self._state, h, self._hosts.link_row(h.id)) for h in self._state.hosts.values()]
+
+    async def host(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Everything about one host."""
+        known = admission.find_host(self._state, host)
+        return projection.host_row(self._state, known, self._hosts.link_row(known.id))
+
+    async def host_inspect(self, peer: Peer, address: str, accept: list[str]) -> dict[str, Any]:
+        """The first key on the way to a host that nobody vouches for; those in `accept` are kept on the way."""
+        _need_operator(peer, "add hosts")
+        return await self._invite.inspect(address, accept)
+
+    async def host_add(
+        self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Make a host part of the cluster; `accept` are the fingerprints its user saw and agreed to."""
+        _need_operator(peer, "add hosts")
+        known = msgspec.convert(options or {}, HostOptions)
+        name = await self._invite.admit(address, accept, self._state)
+        await self._hosts.add(name, address, known)
+        return {"name": name}
+
+    async def host_trust(self, peer: Peer, host: str, accept: list[str]) -> dict[str, Any]:
+        """Accept a host's changed key."""
+        _need_operator(peer, "trust hosts")
+        known = admission.find_host(self._state, host)
+        answer = await self._invite.trust(str(self._hosts.link_row(known.id)["address"]), accept)
+        self._hosts.retry_now(known.id)
+        return answer
+
+    async def host_drain(self, peer: Peer, host: str, why: str = "") -> dict[str, Any]:
+        """Give the host nothing new."""
+        _need_operator(peer, "drain hosts")
+        known = admission.find_host(self._state, host)
+        await self._engine.post(e.HostDrained(at_s=time.time(), host=known.id, by=peer.user, why=why))
+        return projection.host_row(self._state, known)
+
+    async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Use the host again."""
+        _need_operator(peer, "undrain hosts")
+        known = admission.find_host(self._state, host)
+        await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
+        return projection.host_row(self._state, known)
+
+    async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Take the host out of the cluster."""
+        _need_operator(peer, "remove hosts")
+        known = admission.find_host(self._state, host)
+        admission.may_remove(self._state, known)
+        await self._hosts.remove(known.id)
+        return {"name": known.id}
+
+    # --- watching -----------------------------------------------------------------------------------------------------
+
+    async def watch(self, peer: Peer, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
+        """A snapshot, then every change after it by number; `after` resumes without a snapshot where that is possible."""
+        number = after
+        while True:
+            changes = self._feed.after(number) if number is not None else None
+            if changes is None:
+                number = self._feed.number
+                yield {"snapshot": await self._snapshot(peer), "number": number}
+                continue
+            for change in changes:
+                yield self._change(change)
+                number = change.number
+            with anyio.move_on_after(ALIVE_EVERY_S) as quiet:
+                await self._feed.wait(number or 0)
+            if quiet.cancelled_caught:
+                yield {"alive_s": time.time(), "number": number}
+
+    async def _snapshot(self, peer: Peer) -> dict[str, Any]:
+        return {
+            "status": await self.status(peer),
+            "jobs": await self.jobs(peer, all=True),
+            "hosts": await self.hosts(peer),
+        }
+
+    def _change(self, change: Any) -> dict[str, Any]:
+        touched = [*change.events, *change.decisions]
+        jobs = {str(job): None for item in touched if (job := getattr(item, "job", None))}
+        hosts = {str(host): None for item in touched if (host := getattr(item, "host", None))}
+        for job in jobs:
+            known = self._state.jobs.get(job)
+            if known is not None and known.attempts:
+                hosts.update(dict.fromkeys(str(h) for h in known.attempts[-1].hosts))
+        return {
+            "number": change.number,
+            "events": [{"kind": type(event).__name__, **codec.plain(event)} for event in change.events],
+            "decisions": [codec.decision(decision) for decision in change.decisions],
+            "jobs": [projection.job_row(self._state.jobs[job]) for job in jobs if job in self._state.jobs],
+            "hosts": [
+                projection.host_row(
+                    self._state, self._state.hosts[host], self._hosts.link_row(self._state.hosts[host].id)
+                )
+                for host in hosts
+                if host in self._state.hosts
+            ],
+            "gone": [host for host in hosts if host not in self._state.hosts],
+        }
+
+
+def _need_operator(peer: Peer, what: str) -> None:
+    if not peer.is_operator:
+        raise ClusterError(f"user {peer.user} may not {what}: ask an operator (operators = [...] in clusterd.toml)")

@@ -1,0 +1,162 @@
+"""What the head node keeps for jobs beside the journal: code snapshots, secrets, and what came back (logs, steps)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.journal import Journal
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import HostId
+
+log = logging.getLogger(__name__)
+
+LOG_BYTES_KEPT = 16 << 20
+"""Of each rank's log, the end; the whole of it stays on its host."""
+
+CHUNK_BYTES = 1 << 20
+
+
+class Archive:
+    """Files below the state directory, and the secrets table."""
+
+    def __init__(self, directory: Path, journal: Journal) -> None:
+        self.directory = directory
+        self._journal = journal
+        for name in ("snapshots", "attempts"):
+            (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    # --- code snapshots -----------------------------------------------------------------------------------------------
+
+    def has_snapshot(self, digest: str) -> bool:
+        """It was received whole."""
+        return self._snapshot(digest).exists()
+
+    async def put_snapshot(self, digest: str, offset: int, data: bytes, last: bool) -> None:
+        """Take one chunk of a snapshot; the last one is checked against the digest.
+
+        Raises:
+            UsageError: chunks out of order, or content that is not what the digest says.
+            ClusterError: no room.
+        """
+        partial = self._snapshot(digest).with_suffix(".partial")
+        try:
+            await anyio.to_thread.run_sync(self._write_chunk, partial, offset, data)
+        except OSError as error:
+            raise ClusterError(
+                f"{partial.parent} cannot be written: {error.strerror}: free space on the head node"
+            ) from None
+        if last:
+            found = await anyio.to_thread.run_sync(_digest, partial)
+            if found != digest:
+                partial.unlink()
+                raise UsageError("the workdir's snapshot arrived damaged: submit again")
+            await anyio.to_thread.run_sync(_make_durable, partial, self._snapshot(digest))
+
+    def _write_chunk(self, partial: Path, offset: int, data: bytes) -> None:
+        with partial.open("r+b" if offset else "wb") as file:
+            if offset != os.fstat(file.fileno()).st_size:
+                raise UsageError("the workdir's snapshot arrived out of order: submit again")
+            file.seek(offset)
+            file.write(data)
+
+    async def snapshot_chunks(self, digest: str, size: int) -> AsyncIterator[tuple[bytes, bool]]:
+        """The snapshot's bytes, each with whether it is the last."""
+        async with await anyio.open_file(self._snapshot(digest), "rb") as file:
+            data = await file.read(size)
+            while True:
+                following = await file.read(size)
+                yield data, not following
+                if not following:
+                    return
+                data = following
+
+    def _snapshot(self, digest: str) -> Path:
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise UsageError(f"{digest!r} is no sha256 digest")
+        return self.directory / "snapshots" / f"{digest}.tar"
+
+    # --- secrets ------------------------------------------------------------------------------------------------------
+
+    async def secrets(self, job: str) -> dict[str, str]:
+        """By name; kept until the job ends."""
+        rows = await self._journal.query("SELECT name, value FROM secrets WHERE job = ?", (job,))
+        return dict(rows)
+
+    async def forget_secrets(self, job: str) -> None:
+        """The job is over."""
+        await self._journal.execute([("DELETE FROM secrets WHERE job = ?", (job,))])
+
+    # --- logs and steps -----------------------------------------------------------------------------------------------
+
+    def log_file(self, job: str, attempt: int, rank: int) -> Path:
+        """Where a rank's log is kept once its attempt is over; it need not exist."""
+        return self.directory / "attempts" / f"{job}.{attempt}" / f"rank-{rank}.log"
+
+    def steps_file(self, job: str, attempt: int) -> Path:
+        """Where an attempt's training steps are kept; it need not exist."""
+        return self.directory / "attempts" / f"{job}.{attempt}" / "steps.jsonl"
+
+    async def write_log(self, job: str, attempt: int, rank: int, data: bytes) -> None:
+        """Keep a log that is at hand."""
+        await anyio.to_thread.run_sync(_write, self.log_file(job, attempt, rank), data)
+
+    async def fetch_attempt(
+        self, hosts: Hosts, host: HostId, job: str, attempt: int, ranks: Iterable[dict[str, Any]]
+    ) -> None:
+        """Bring the end of each rank's log, and the steps, to the head node: hosts come and go.
+
+        A failure is logged and no more: the files are still on the host.
+        """
+        try:
+            for report in ranks:
+                await self._fetch(
+                    hosts, host, "logs", self.log_file(job, attempt, report["rank"]),
+                    job=job, attempt=attempt, rank=report["rank"],
+                )  # fmt: skip
+                if report["rank"] == 0:
+                    await self._fetch(hosts, host, "steps", self.steps_file(job, attempt), job=job, attempt=attempt)
+        except (ClusterError, OSError) as error:
+            log.warning("logs of attempt %s.%d stay on %s alone: %s", job, attempt, host, error)
+
+    async def _fetch(self, hosts: Hosts, host: HostId, verb: str, target: Path, **which: Any) -> None:
+        answer = await hosts.request(host, verb, offset=0, limit=0, **which)
+        offset = max(int(answer["size"]) - LOG_BYTES_KEPT, 0)
+        partial = target.with_suffix(".partial")
+        await anyio.to_thread.run_sync(_write, partial, b"")
+        async with await anyio.open_file(partial, "wb") as file:
+            while True:
+                answer = await hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+                await file.write(answer["data"])
+                offset = answer["offset"]
+                if not answer["data"] or offset >= answer["size"]:
+                    break
+        await anyio.to_thread.run_sync(partial.replace, target)
+
+    def remove_attempt(self, job: str, attempt: int) -> None:
+        """Forget what was kept of an attempt."""
+        shutil.rmtree(self.directory / "attempts" / f"{job}.{attempt}", ignore_errors=True)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _make_durable(partial: Path, target: Path) -> None:
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(target)
+
+
+def _write(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.write_bytes(data)

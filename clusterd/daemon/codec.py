@@ -1,0 +1,45 @@
+"""Events, decisions and the state as bytes for the journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from clusterd.core import decisions, events
+from clusterd.core.state import State
+
+_EVENT_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in events.EVENTS.items()}
+_STATE = msgspec.msgpack.Decoder(State)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(value: Any) -> bytes:
+    """An event, a decision or a state."""
+    return _encoder.encode(value)
+
+
+def event(kind: str, body: bytes) -> events.Event:
+    """The event of this kind.
+
+    Raises:
+        KeyError: no such kind; msgspec.ValidationError: another version wrote it.
+    """
+    decoded: events.Event = _EVENT_DECODERS[kind].decode(body)
+    return decoded
+
+
+def state(body: bytes) -> State:
+    """A snapshot of the state."""
+    decoded: State = _STATE.decode(body)
+    return decoded
+
+
+def plain(value: Any) -> Any:
+    """Maps, lists, text and numbers: what goes over the socket."""
+    return msgspec.to_builtins(value)
+
+
+def decision(value: decisions.Decision) -> dict[str, Any]:
+    """A decision as the journal and the socket show it."""
+    return {"kind": type(value).__name__, **msgspec.to_builtins(value)}

@@ -1,0 +1,144 @@
+"""The loop at the heart of the daemon: events in, journal, scheduler, decisions out.
+
+Whatever waits when the loop comes round is one batch: one commit, one scheduling pass. That is what lets hundreds of
+submits a second be durable, and arrivals of one moment be judged together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from clusterd.core.decisions import Decision
+from clusterd.core.events import Event, EventId
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon import codec
+from clusterd.daemon.journal import Journal
+from clusterd.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY = 2000
+"""Events between two snapshots of the state: what a restart has to replay at most."""
+
+BATCH_MAX = 512
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+@dataclass(slots=True)
+class _Posted:
+    event: Event
+    extra: tuple[Statement, ...]
+    done: anyio.Event
+    error: ClusterError | None = None
+
+
+class Engine:
+    """Owns journal and scheduler; everything else posts events to it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        scheduler: Scheduler,
+        on_handled: Callable[[Sequence[Event], Sequence[Decision]], None],
+    ) -> None:
+        """`on_handled` is called after each batch, in order; it must not block."""
+        self.journal = journal
+        self.scheduler = scheduler
+        self._on_handled = on_handled
+        self._posted: list[_Posted] = []
+        self._wake = anyio.Event()
+        self._last_id = 0
+        self._snapshot_at = 0
+        self.scheduling_s = 0.0
+        """Processor time spent in the scheduler since the start: the numerator of its cost."""
+
+    def restore(self) -> int:
+        """Bring the scheduler to where the journal ends, and return how many events were replayed."""
+        snapshot = self.journal.newest_snapshot()
+        after = 0
+        if snapshot is not None:
+            after, body = snapshot
+            try:
+                self.scheduler.state = codec.state(body)
+            except Exception as error:  # written by another version: the events are still all there
+                log.warning("the snapshot at event %d is of another version (%s): replaying every event", after, error)
+                after = 0
+        count = 0
+        for batch in self.journal.replay_after(after):
+            self.scheduler.handle(*batch)
+            count += len(batch)
+        self._last_id = self.journal.last_event_id()
+        self._snapshot_at = after
+        return count
+
+    async def post(self, event: Event, extra: Iterable[Statement] = ()) -> None:
+        """Hand over an event and wait until it is durable and handled.
+
+        Raises:
+            ClusterError: the journal could not be written; the event did not happen.
+        """
+        posted = _Posted(event, tuple(extra), anyio.Event())
+        self._posted.append(posted)
+        self._wake.set()
+        await posted.done.wait()
+        if posted.error is not None:
+            raise posted.error
+
+    async def run(self) -> None:
+        """Serve for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake = anyio.Event()
+            while self._posted:
+                batch, self._posted = self._posted[:BATCH_MAX], self._posted[BATCH_MAX:]
+                await self._handle(batch)
+
+    async def _handle(self, batch: list[_Posted]) -> None:
+        events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
+        try:
+            await self.journal.append(events, [s for p in batch for s in p.extra])
+        except ClusterError as error:
+            log.error("%s", error)
+            for posted in batch:
+                posted.error = error
+                posted.done.set()
+            return
+        self._last_id = events[-1].id
+        started_s = time.process_time()
+        decisions = self.scheduler.handle(*events)
+        self.scheduling_s += time.process_time() - started_s
+        self._on_handled(events, decisions)
+        for posted in batch:
+            posted.done.set()
+        if decisions:
+            await self._keep(self.journal.record(events[-1].at_s, decisions))
+        if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
+            await self.snapshot()
+
+    async def snapshot(self) -> None:
+        """Keep the state as of now, so that a restart replays only what follows."""
+        body = codec.encode(self.scheduler.state)
+        await self._keep(
+            self.journal.execute(
+                [
+                    ("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._last_id, body)),
+                    ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
+                ]
+            )
+        )
+        self._snapshot_at = self._last_id
+
+    async def _keep(self, write: Any) -> None:
+        """A write that history can do without: on a full disk the daemon goes on, and says so."""
+        try:
+            await write
+        except ClusterError as error:
+            log.error("%s", error)

@@ -1,0 +1,58 @@
+"""What happened, numbered, for those who watch: a window of the past, and a bell for what is new.
+
+Watchers pull at their own pace; one that falls out of the window is told to start from a snapshot again, so that a slow
+one costs the daemon nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+
+from clusterd.core.decisions import Decision
+from clusterd.core.events import Event
+
+WINDOW = 4096
+"""Batches a watcher may be behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One handled batch."""
+
+    number: int  # of its last event
+    events: tuple[Event, ...]
+    decisions: tuple[Decision, ...]
+
+
+class Feed:
+    """The newest changes."""
+
+    def __init__(self) -> None:
+        self._window: deque[Change] = deque(maxlen=WINDOW)
+        self._bell = anyio.Event()
+        self.number = 0
+        """Of the newest event."""
+
+    def add(self, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
+        """A batch was handled."""
+        self.number = events[-1].id
+        self._window.append(Change(self.number, tuple(events), tuple(decisions)))
+        self._bell.set()
+        self._bell = anyio.Event()
+
+    def after(self, number: int) -> list[Change] | None:
+        """Changes newer than `number`; None when some of them are out of the window."""
+        if number >= self.number:
+            return []
+        if not self._window or (self._window[0].events[0].id > number + 1):
+            return None
+        return [change for change in self._window if change.number > number]
+
+    async def wait(self, number: int) -> None:
+        """Until there is something newer than `number`."""
+        while self.number <= number:
+            await self._bell.wait()

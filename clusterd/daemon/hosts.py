@@ -1,0 +1,240 @@
+"""The hosts of the cluster: their links, kept for life, and their agents' words as events."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.abc
+import msgspec
+
+from clusterd.config import Config, HostOptions
+from clusterd.core import events as e
+from clusterd.daemon import facts
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.journal import Journal
+from clusterd.errors import AgentLost, ClusterError
+from clusterd.ssh.host import HostLink, LinkState
+from clusterd.types import HostId, JobId
+
+log = logging.getLogger(__name__)
+
+PROGRESS_EVERY_S = 2.0
+"""Between two progress events of one attempt in the journal; the steps themselves are on the host."""
+
+LinkFactory = Callable[["Hosts", HostId, str], HostLink]
+
+
+@dataclass(slots=True)
+class _Managed:
+    link: HostLink
+    address: str
+    options: HostOptions
+    stop: anyio.CancelScope
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Expected:
+    """One exit that somebody waits for."""
+
+    def __init__(self, hosts: Hosts, key: tuple[str, str, int]) -> None:
+        self._hosts = hosts
+        self._key = key
+        self._event = anyio.Event()
+        self._report: dict[str, Any] | None = None
+
+    def arrive(self, report: dict[str, Any] | None) -> None:
+        """It is here; None: the host is gone, it will not come."""
+        self._report = report
+        self._event.set()
+
+    async def wait(self) -> dict[str, Any] | None:
+        """Until it is here."""
+        await self._event.wait()
+        return self._report
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        self._hosts.expected.pop(self._key, None)
+
+
+class Hosts:
+    """One link per host; requests go through it, and what agents say unasked becomes events."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        config: Config,
+        tasks: anyio.abc.TaskGroup,
+        make_link: LinkFactory,
+    ) -> None:
+        self._engine = engine
+        self._journal = journal
+        self._config = config
+        self._tasks = tasks
+        self._make_link = make_link
+        self._managed: dict[HostId, _Managed] = {}
+        self._progress: dict[tuple[str, int], float] = {}
+        self.expected: dict[tuple[str, str, int], Expected] = {}
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    async def restore(self) -> None:
+        """Dial every host of the cluster again."""
+        for name, address, options in await self._journal.query("SELECT name, address, options FROM hosts"):
+            self._manage(HostId(name), address, msgspec.msgpack.decode(options, type=HostOptions))
+
+    async def add(self, host: HostId, address: str, options: HostOptions) -> None:
+        """Make it part of the cluster and dial it, for life."""
+        row = (host, address, msgspec.msgpack.encode(options))
+        statement = ("INSERT OR REPLACE INTO hosts VALUES (?, ?, ?)", row)
+        await self._engine.post(e.HostAdded(at_s=time.time(), host=host), [statement])
+        self._manage(host, address, options)
+
+    async def remove(self, host: HostId) -> None:
+        """Take it out of the cluster; its agent ends, for nothing runs there."""
+        statement = ("DELETE FROM hosts WHERE name = ?", (host,))
+        await self._engine.post(e.HostRemoved(at_s=time.time(), host=host), [statement])
+        managed = self._managed.pop(host, None)
+        if managed is None:
+            return
+        with anyio.move_on_after(5.0):
+            try:
+                await managed.link.request("shutdown", timeout_s=5.0, force=False)
+            except ClusterError as error:
+                log.info("the agent of %s was not told: %s", host, error)
+        managed.stop.cancel()
+
+    def _manage(self, host: HostId, address: str, options: HostOptions) -> None:
+        options = self._config.hosts.get(host, options)
+        managed = _Managed(self._make_link(self, host, address), address, options, anyio.CancelScope())
+        self._managed[host] = managed
+        self._tasks.start_soon(self._serve, managed)
+
+    async def _serve(self, managed: _Managed) -> None:
+        with managed.stop:
+            await managed.link.run()
+
+    # --- what links tell ----------------------------------------------------------------------------------------------
+
+    def on_state(self, host: HostId, state: LinkState) -> None:
+        """The link took a step; only a broken one, or one that cannot be made, is news."""
+        if state.name == "waiting":
+            self._tasks.start_soon(self._on_down, host, state.why)
+
+    async def on_up(self, host: HostId, hello: dict[str, Any], reached_at: str) -> None:
+        """The agent answered: what it runs is news."""
+        managed = self._managed[host]
+        managed.facts = {**hello["facts"], "clock_skew_s": hello["now_s"] - time.time()}
+        address = facts.address(hello["facts"], reached_at)
+        known = facts.host_facts(host, hello["facts"], managed.options, address)
+        reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] > 0)
+        await self._engine.post(e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports))
+
+    async def _on_down(self, host: HostId, why: str) -> None:
+        for key, expected in list(self.expected.items()):
+            if key[0] == host:
+                expected.arrive(None)
+        await self._engine.post(e.HostDisconnected(at_s=time.time(), host=host, why=why))
+
+    async def on_event(self, host: HostId, message: dict[str, Any]) -> None:
+        """The agent said something unasked."""
+        match message["event"]:
+            case "rank_exited":
+                await self._on_rank_exited(host, message)
+            case "progress":
+                await self._on_progress(message)
+            case "facts":
+                managed = self._managed[host]
+                managed.facts = message["facts"]
+                address = self._address(host)
+                known = facts.host_facts(host, message["facts"], managed.options, address)
+                before = self._engine.scheduler.state.hosts[host].facts
+                if before is None or known.devices != before.devices:
+                    await self._engine.post(e.HostChanged(at_s=time.time(), host=host, facts=known))
+            case unknown:
+                log.warning("%s said something this version does not know: %s", host, unknown)
+
+    async def _on_rank_exited(self, host: HostId, message: dict[str, Any]) -> None:
+        expected = self.expected.get((host, message["job"], message["attempt"]))
+        if expected is not None:
+            expected.arrive({**message, "state": "exited"})
+        if message["attempt"] == 0:
+            return
+        await self._engine.post(
+            e.RankExited(
+                at_s=float(message["at_s"]),
+                job=JobId(message["job"]),
+                attempt=message["attempt"],
+                generation=message["generation"],
+                host=host,
+                rank=message["rank"],
+                end=facts.rank_end({**message, "state": "exited"}),
+            )
+        )
+
+    async def _on_progress(self, message: dict[str, Any]) -> None:
+        key = (message["job"], message["attempt"])
+        now_s = time.monotonic()
+        if now_s - self._progress.get(key, -PROGRESS_EVERY_S) < PROGRESS_EVERY_S and not message.get("last"):
+            return
+        self._progress[key] = now_s
+        await self._engine.post(
+            e.AttemptProgressed(
+                at_s=time.time(),
+                job=JobId(message["job"]),
+                attempt=message["attempt"],
+                step=message["step"],
+                loss=message["loss"],
+                step_time_s=message["step_time_s"],
+            )
+        )
+
+    # --- talking to agents --------------------------------------------------------------------------------------------
+
+    async def request(self, host: HostId, verb: str, timeout_s: float = 60.0, **args: Any) -> dict[str, Any]:
+        """Ask the host's agent.
+
+        Raises:
+            AgentLost: not connected, or the link broke before the answer.
+            HostError: the agent refused; its words.
+        """
+        managed = self._managed.get(host)
+        if managed is None:
+            raise AgentLost(f"{host} is not part of the cluster any more")
+        return await managed.link.request(verb, timeout_s=timeout_s, **args)
+
+    def retry_now(self, host: HostId) -> None:
+        """Dial at once: what was in the way may be gone."""
+        self._managed[host].link.retry_now()
+
+    async def addresses(self) -> list[tuple[str, str]]:
+        """Name and address of every host of the cluster."""
+        return [(n, a) for n, a in await self._journal.query("SELECT name, address FROM hosts")]
+
+    def expect_exit(self, host: HostId, job: str, attempt: int) -> Expected:
+        """Wait for the end of a rank that is no attempt of the scheduler's."""
+        key = (str(host), job, attempt)
+        self.expected[key] = Expected(self, key)
+        return self.expected[key]
+
+    def link_row(self, host: HostId) -> dict[str, Any]:
+        """What the link says of itself, and the agent's own facts."""
+        managed = self._managed.get(host)
+        if managed is None:
+            return {}
+        return {"address": managed.address, "state": str(managed.link.state), "facts": managed.facts}
+
+    def _address(self, host: HostId) -> str:
+        known = self._engine.scheduler.state.hosts[host].facts
+        return known.address if known else ""
+
+    async def close(self) -> None:
+        """Hang up everywhere; agents and ranks go on."""
+        for managed in self._managed.values():
+            managed.stop.cancel()

@@ -1,0 +1,82 @@
+"""The first meeting with a host: who it is, before anything is sent to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clusterd.core.state import State
+from clusterd.errors import ClusterError
+from clusterd.ssh.address import parse
+from clusterd.ssh.connection import Dialer
+from clusterd.ssh.hostkeys import Changed, Unknown
+from clusterd.ssh.resolve import Route, resolve
+from clusterd.types import HostId
+
+
+class Invite:
+    """Looks at host keys along a route, and keeps those that a person agreed to."""
+
+    def __init__(self, dialer: Dialer, ssh_config: Path | None) -> None:
+        self._dialer = dialer
+        self._ssh_config = ssh_config
+
+    async def route(self, address: str) -> Route:
+        """The way that ``ssh ADDRESS`` would take.
+
+        Raises:
+            UsageError: it is no address. HostError: ssh does not know the way.
+        """
+        return await resolve(parse(address), config=self._ssh_config)
+
+    async def inspect(self, address: str, accept: list[str]) -> dict[str, Any]:
+        """Keys on the way that nobody vouches for, or that changed, up to the first such hop.
+
+        What is behind an unknown jump host cannot be seen before that one is accepted; `accept` are the fingerprints
+        that the person agreed to so far, which are kept.
+        """
+        route = await self.route(address)
+        for hop in route.hops:
+            verdict = await self._dialer.inspect(hop)
+            if isinstance(verdict, Unknown):
+                if verdict.fingerprint not in accept:
+                    return {"unknown": [_shown(hop, verdict)], "changed": []}
+                self._dialer.keys.accept(hop, verdict.key)
+            elif isinstance(verdict, Changed):
+                old = {"old_fingerprint": verdict.old.fingerprint, "place": verdict.old.place}
+                return {"unknown": [], "changed": [_shown(hop, verdict) | old]}
+        return {"unknown": [], "changed": []}
+
+    async def admit(self, address: str, accept: list[str], state: State) -> HostId:
+        """The name that the host gets in the cluster, once every key on the way is known.
+
+        Raises:
+            HostKeyUnknown, HostKeyChanged: of any hop; ClusterError: there is a host of that name.
+        """
+        name = HostId(parse(address).host)
+        if name in state.hosts:
+            raise ClusterError(f"{name} is in the cluster already: clusterd host show {name}")
+        route = await self.route(address)
+        for hop in route.hops:
+            verdict = await self._dialer.inspect(hop)
+            if isinstance(verdict, Unknown) and verdict.fingerprint in accept:
+                self._dialer.keys.accept(hop, verdict.key)
+            elif isinstance(verdict, Unknown | Changed):
+                raise verdict.error()
+        return name
+
+    async def trust(self, address: str, accept: list[str]) -> dict[str, Any]:
+        """Take the keys that the hosts on the way show now in place of the known ones, if the person agreed to them."""
+        route = await self.route(address)
+        for hop in route.hops:
+            verdict = await self._dialer.inspect(hop)
+            if isinstance(verdict, Unknown | Changed):
+                if verdict.fingerprint not in accept:
+                    raise verdict.error()
+                self._dialer.keys.trust(hop, verdict.key)
+        return {"trusted": accept}
+
+
+def _shown(hop: Route, verdict: Unknown | Changed) -> dict[str, Any]:
+    kind = verdict.key.get_algorithm().removeprefix("ssh-")
+    return {"host": hop.name, "fingerprint": verdict.fingerprint, "kind": kind}

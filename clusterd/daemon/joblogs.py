@@ -1,0 +1,150 @@
+"""A job's output, wherever it is: on its hosts while it runs, on the head node when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from clusterd.core import admission
+from clusterd.core.state import Attempt, Job
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.feed import Feed
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.server import Peer
+from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.types import AttemptState, HostId
+
+CHUNK_BYTES = 1 << 18
+POLL_S = 0.2
+"""Between two looks at a log that did not grow."""
+
+
+class JobLogs:
+    """Pulls by offset: what a broken connection swallowed is asked for again."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, feed: Feed) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._feed = feed
+
+    async def follow(
+        self,
+        peer: Peer,
+        job: str,
+        rank: int | None = None,
+        attempt: int | None = None,
+        follow: bool = False,
+        offsets: dict[str, int] | None = None,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Pieces of the log of one rank, or of all: ``{attempt, rank, data, offset}``; with `follow` until the job is over."""
+        state = self._engine.scheduler.state
+        known = admission.find_job(state, job)
+        number = attempt
+        while True:
+            if number is None and not known.attempts:
+                if known.state.is_final:
+                    async for piece in self._description(known):
+                        yield piece
+                    return
+                if not follow:
+                    raise ClusterError(
+                        f"job {known.id} ({known.spec.name}) has not started yet: clusterd why {known.id}"
+                    )
+                await self._feed.wait(self._feed.number)
+                continue
+            current = self._attempt(known, number)
+            async for piece in self._attempt_logs(known, current, rank, follow, dict(offsets or {})):
+                yield piece
+            offsets = None
+            if not follow or attempt is not None or known.state.is_final:
+                return
+            if known.attempts[-1].number == current.number:  # over, and the next one not begun
+                if known.state.is_final:
+                    return
+                await self._feed.wait(self._feed.number)
+            number = current.number + 1 if known.attempts[-1].number > current.number else current.number
+
+    async def _attempt_logs(
+        self, job: Job, attempt: Attempt, rank: int | None, follow: bool, offsets: dict[str, int]
+    ) -> AsyncIterator[dict[str, Any]]:
+        ranks = sorted(attempt.ranks) if rank is None else [rank]
+        if rank is not None and rank not in attempt.ranks:
+            raise UsageError(
+                f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(attempt.ranks) - 1}, not {rank}"
+            )
+        at = {r: offsets.get(str(r), 0) for r in ranks}
+        while True:
+            is_over = attempt.state is AttemptState.ENDED  # looked up before reading: nothing comes after it
+            grew = False
+            for number in ranks:
+                try:
+                    answer = await self._read(job, attempt, number, at[number])
+                except AgentLost as lost:
+                    if not follow:
+                        raise ClusterError(
+                            f"{attempt.ranks[number].place.host} cannot be reached now: {lost}"
+                        ) from None
+                    continue
+                if answer["data"]:
+                    grew = True
+                    at[number] = answer["offset"]
+                    yield {"attempt": attempt.number, "rank": number, **answer}
+            if not grew:
+                if is_over or not follow:
+                    return
+                await anyio.sleep(POLL_S)
+
+    async def _read(self, job: Job, attempt: Attempt, rank: int, offset: int) -> dict[str, Any]:
+        kept = self._archive.log_file(job.id, attempt.number, rank)
+        if kept.exists():
+            return await _read_file(kept, offset)
+        host = attempt.ranks[rank].place.host
+        which = {"job": job.id, "attempt": attempt.number, "rank": rank}
+        return await self._pull(host, "logs", offset, which)
+
+    async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+        return {"data": answer["data"], "offset": answer["offset"]}
+
+    async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+        kept = self._archive.log_file(job.id, 0, 0)
+        if kept.exists():
+            yield {"attempt": 0, "rank": 0, **await _read_file(kept, 0)}
+
+    async def steps(self, job: Job, attempt: int | None) -> bytes:
+        """All training steps of an attempt, one JSON object a line."""
+        if not job.attempts:
+            return b""
+        current = self._attempt(job, attempt)
+        kept = self._archive.steps_file(job.id, current.number)
+        if kept.exists():
+            return await anyio.Path(kept).read_bytes()
+        host = current.ranks[0].place.host
+        which = {"job": job.id, "attempt": current.number}
+        pieces: list[bytes] = []
+        offset = 0
+        while True:
+            answer = await self._pull(host, "steps", offset, which)
+            if not answer["data"]:
+                return b"".join(pieces)
+            pieces.append(answer["data"])
+            offset = answer["offset"]
+
+    def _attempt(self, job: Job, number: int | None) -> Attempt:
+        if number is None:
+            return job.attempts[-1]
+        if not 1 <= number <= len(job.attempts):
+            raise UsageError(f"job {job.id} has had {len(job.attempts)} attempts; there is no attempt {number}")
+        return job.attempts[number - 1]
+
+
+async def _read_file(file: Path, offset: int) -> dict[str, Any]:
+    async with await anyio.open_file(file, "rb") as opened:
+        await opened.seek(offset)
+        data = await opened.read(CHUNK_BYTES)
+    return {"data": data, "offset": offset + len(data)}

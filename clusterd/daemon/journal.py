@@ -1,0 +1,215 @@
+"""The journal: what happened and what was decided, in one SQLite file, written before it is acted upon.
+
+One thread owns the connection; the event loop waits for it without blocking. Commits reach the disk (WAL with
+``synchronous=FULL``): an event that was acknowledged survives a power cut. What waits together is committed together.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from clusterd.core.events import Event
+from clusterd.daemon import codec
+from clusterd.errors import ClusterError
+
+R = TypeVar("R")
+
+MIGRATIONS = (
+    """
+    CREATE TABLE events (id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL);
+    CREATE TABLE decisions (
+        id INTEGER PRIMARY KEY, cause INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL,
+        job TEXT, host TEXT, reason TEXT NOT NULL, body BLOB NOT NULL
+    );
+    CREATE INDEX decisions_of_job ON decisions (job, id);
+    CREATE TABLE snapshots (event INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    CREATE TABLE hosts (name TEXT PRIMARY KEY, address TEXT NOT NULL, options BLOB NOT NULL);
+    CREATE TABLE secrets (job TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (job, name));
+    CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+    """,
+)
+"""Each brings the file one version further; a version once released is never changed."""
+
+_NETWORK_FILE_SYSTEMS = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs",
+}  # fmt: skip
+
+
+class Journal:
+    """The file and its writer thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Open, or make, the journal and bring it to this version.
+
+        Raises:
+            ClusterError: on a network file system; of a newer version; no journal at all.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        refuse_network_file_system(path.parent)
+        self.path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._db = self._thread.submit(self._open).result()
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(self.path, isolation_level=None)
+            self.path.chmod(0o600)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise ClusterError(
+                f"{self.path} cannot be used as the journal: {error}: move it away, or restore a copy"
+            ) from None
+        if version > len(MIGRATIONS):
+            db.close()
+            raise ClusterError(
+                f"{self.path} was written by a newer clusterd (format {version}, this one knows {len(MIGRATIONS)}): "
+                "run that version"
+            )
+        for number, script in enumerate(MIGRATIONS[version:], version + 1):
+            db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
+        return db
+
+    async def _run(self, work: Callable[[], R]) -> R:
+        """Let the writer thread do `work` to its end, whatever becomes of the waiting task: a half-heard commit is none."""
+        with anyio.CancelScope(shield=True):
+            future = self._thread.submit(work)
+            done = anyio.Event()
+            token = anyio.lowlevel.current_token()
+            future.add_done_callback(lambda _: anyio.from_thread.run_sync(done.set, token=token))
+            await done.wait()
+        return future.result()
+
+    async def append(self, events: Sequence[Event], extra: Iterable[tuple[str, tuple[Any, ...]]] = ()) -> None:
+        """Make one batch durable, with further statements that must hold exactly if it does.
+
+        Raises:
+            ClusterError: the disk is full or failing; nothing of the batch was kept.
+        """
+        batch = events[0].id
+        rows = [(event.id, batch, event.at_s, type(event).__name__, codec.encode(event)) for event in events]
+        await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
+
+    async def record(self, at_s: float, decisions: Sequence[Any]) -> None:
+        """Keep decisions with their reasons, for people: replay makes them again."""
+        rows = [
+            (
+                d.cause,
+                at_s,
+                type(d).__name__,
+                getattr(d, "job", None),
+                getattr(d, "host", None),
+                d.reason,
+                codec.encode(d),
+            )
+            for d in decisions
+        ]
+        statement = "INSERT INTO decisions (cause, at_s, kind, job, host, reason, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        await self._transaction([(statement, row) for row in rows])
+
+    async def execute(self, statements: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
+        """Other tables' rows, in one transaction."""
+        await self._transaction(list(statements))
+
+    async def query(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """All rows."""
+        return await self._run(lambda: self._db.execute(statement, arguments).fetchall())
+
+    async def _transaction(self, statements: list[tuple[str, tuple[Any, ...]]]) -> None:
+        def write() -> None:
+            self._db.execute("BEGIN")
+            try:
+                for statement, arguments in statements:
+                    self._db.execute(statement, arguments)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+        try:
+            await self._run(write)
+        except sqlite3.Error as error:
+            raise ClusterError(f"the journal {self.path} cannot be written: {error}: free space on its disk") from None
+
+    def replay(self) -> Iterator[list[Event]]:
+        """All batches, in order; for the start of the daemon, before its loop runs."""
+        return self._read_batches(0)
+
+    def replay_after(self, event: int) -> Iterator[list[Event]]:
+        """The batches after an event that a snapshot covers."""
+        return self._read_batches(event)
+
+    def _read_batches(self, after: int) -> Iterator[list[Event]]:
+        statement = "SELECT batch, kind, body FROM events WHERE id > ? ORDER BY id"
+        rows = self._thread.submit(lambda: self._db.execute(statement, (after,)).fetchall()).result()
+        batch: list[Event] = []
+        current = None
+        for number, kind, body in rows:
+            if number != current and batch:
+                yield batch
+                batch = []
+            current = number
+            batch.append(codec.event(kind, body))
+        if batch:
+            yield batch
+
+    def newest_snapshot(self) -> tuple[int, bytes] | None:
+        """The last event a snapshot covers, and the snapshot; None before the first."""
+        statement = "SELECT event, body FROM snapshots ORDER BY event DESC LIMIT 1"
+        row = self._thread.submit(lambda: self._db.execute(statement).fetchone()).result()
+        return (row[0], row[1]) if row else None
+
+    def last_event_id(self) -> int:
+        """The newest event's number; 0 for an empty journal."""
+        row = self._thread.submit(lambda: self._db.execute("SELECT max(id) FROM events").fetchone()).result()
+        return int(row[0] or 0)
+
+    def fact(self, name: str, default: str) -> str:
+        """A lasting value, such as the cluster's id; `default` is kept if there is none yet."""
+
+        def read() -> str:
+            self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
+            return str(self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()[0])
+
+        return self._thread.submit(read).result()
+
+    def close(self) -> None:
+        """Finish what was handed over, and close the file."""
+        self._thread.submit(self._db.close).result()
+        self._thread.shutdown()
+
+
+def refuse_network_file_system(directory: Path) -> None:
+    """SQLite's locks do not hold on network file systems: a journal there corrupts without a word.
+
+    Raises:
+        ClusterError: `directory` is on one.
+    """
+    kind, mount = _file_system(directory.resolve())
+    if kind in _NETWORK_FILE_SYSTEMS:
+        raise ClusterError(
+            f"{directory} is on a network file system ({kind} at {mount}), where the journal would corrupt: "
+            "set CLUSTERD_STATE_DIR to a directory on a local disk"
+        )
+
+
+def _file_system(directory: Path) -> tuple[str, str]:
+    best = ("", "")
+    try:
+        lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # no Linux: nothing to tell by
+        return best
+    for line in lines:
+        _, mount, kind, *_ = line.split()
+        mount = mount.replace("\\040", " ")
+        if directory.is_relative_to(mount) and len(mount) >= len(best[1]):
+            best = (kind, mount)
+    return best

@@ -1,0 +1,208 @@
+"""The daemon: everything wired together, started, and ended cleanly."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from clusterd import __version__, config as configuration
+from clusterd.config import Config, HostOptions
+from clusterd.core import events as e
+from clusterd.core.policies import POLICIES
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon import logs
+from clusterd.daemon.api import Api
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.executor import Executor
+from clusterd.daemon.feed import Feed
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.instance import only_instance
+from clusterd.daemon.invite import Invite
+from clusterd.daemon.journal import Journal
+from clusterd.daemon.notify import notify
+from clusterd.daemon.server import Server
+from clusterd.daemon.timers import Timers
+from clusterd.errors import ClusterError, ConfigError
+from clusterd.ssh.connection import Dialer
+from clusterd.ssh.embedded import EmbeddedHost
+from clusterd.ssh.host import HostLink
+from clusterd.ssh.hostkeys import HostKeys
+from clusterd.ssh.resolve import Route
+from clusterd.types import HostId
+
+log = logging.getLogger(__name__)
+
+LOCAL = "local:"
+"""Address of hosts inside this machine: ``local:0``."""
+
+WATCHDOG_S = 10.0
+
+
+class Daemon:
+    """One serving daemon; lives inside `run`."""
+
+    def __init__(self, config: Config, local: int = 0, devices: int = 2) -> None:
+        self._config = config
+        self._local = local
+        self._devices = devices
+        self._embedded: dict[int, EmbeddedHost] = {}
+
+    async def run(self, ready: anyio.Event | None = None) -> None:
+        """Serve until told to stop; what runs on hosts, runs on."""
+        config = self._config
+        async with AsyncExitStack() as stack:
+            journal = Journal(config.state_dir / "journal.db")
+            stack.callback(journal.close)
+            if config.policy not in POLICIES:
+                raise ConfigError(f"policy is {config.policy!r}; it must be one of {', '.join(sorted(POLICIES))}")
+            scheduler = Scheduler(POLICIES[config.policy](), host_lost_after_s=config.host_lost_after_s)
+            feed = Feed()
+            engine = Engine(journal, scheduler, lambda events, decisions: handled(events, decisions))
+            started_s = time.monotonic()
+            replayed = engine.restore()
+            feed.number = journal.last_event_id()
+            if replayed:
+                log.info("replayed %d events in %.2f s", replayed, time.monotonic() - started_s)
+            cluster = journal.fact("cluster", uuid.uuid4().hex[:12])
+            stop = anyio.Event()
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            timers = Timers(engine)
+            dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
+            invite = Invite(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
+            epoch = scheduler.state.epoch + 1
+
+            def make_link(hosts: Hosts, host: HostId, address: str) -> HostLink:
+                return self._link(hosts, host, address, dialer, invite, cluster, epoch)
+
+            hosts = Hosts(engine, journal, config, tasks, make_link)
+            archive = Archive(config.state_dir, journal)
+            executor = Executor(engine, hosts, archive, timers, tasks)
+
+            def handled(events: Any, decisions: Any) -> None:
+                feed.add(events, decisions)
+                executor.carry_out(decisions)
+
+            api = Api(config, engine, hosts, archive, feed, invite, stop)
+            server = Server(config.socket, config.socket_group, config.operators, api.verbs, api.streams)
+            listener = await server.listen()
+            stack.callback(config.socket.unlink, missing_ok=True)
+            tasks.start_soon(engine.run)
+            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch))
+            tasks.start_soon(timers.run)
+            await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))
+            tasks.start_soon(server.serve, listener)
+            tasks.start_soon(_watchdog)
+            tasks.start_soon(_signals, stop)
+            notify(f"READY=1\nSTATUS=serving {config.socket}")
+            log.info("clusterd %s serves %s (pid %d, state in %s)", __version__, config.socket, os.getpid(), config.state_dir)
+            if ready is not None:
+                ready.set()
+            await stop.wait()
+            notify("STOPPING=1")
+            log.info("stopping; jobs keep running: %s", ", ".join(scheduler.state.active) or "none")
+            with anyio.move_on_after(5.0):
+                await engine.snapshot()
+            tasks.cancel_scope.cancel()
+
+    @asynccontextmanager
+    async def _embedded_hosts(self, hosts: Hosts, scheduler: Scheduler) -> AsyncIterator[None]:
+        """SSH servers for the hosts inside this machine, then every host dialed."""
+        known = [int(address.removeprefix(LOCAL)) for _, address in await hosts.addresses() if address.startswith(LOCAL)]
+        async with AsyncExitStack() as stack:
+            for number in sorted({*known, *range(self._local)}):
+                embedded = EmbeddedHost(f"local{number}", self._config.state_dir / "local" / str(number))
+                await embedded.start()
+                stack.push_async_callback(embedded.stop)
+                self._embedded[number] = embedded
+            await hosts.restore()
+            for number in range(self._local):
+                name = HostId(f"local{number}")
+                if name not in scheduler.state.hosts:
+                    await hosts.add(name, f"{LOCAL}{number}", HostOptions(cpu_devices=self._devices))
+            yield
+
+    def _link(
+        self, hosts: Hosts, host: HostId, address: str, dialer: Dialer, invite: Invite, cluster: str, epoch: int
+    ) -> HostLink:
+        async def route() -> Route:
+            if address.startswith(LOCAL):
+                return self._embedded[int(address.removeprefix(LOCAL))].route
+            return await invite.route(address)
+
+        async def up(hello: dict[str, Any]) -> None:
+            await hosts.on_up(host, hello, await _ip_address((await route()).host))
+
+        return HostLink(
+            host,
+            route,
+            dialer,
+            daemon_id=cluster,
+            epoch=epoch,
+            on_state=lambda state: hosts.on_state(host, state),
+            on_up=up,
+            on_event=lambda message: hosts.on_event(host, message),
+            agent_home=self._config.hosts.get(host, HostOptions()).agent_home,
+        )
+
+
+async def _ip_address(host: str) -> str:
+    """Of a host name, as far as this machine can tell; the name itself where only a jump host knows it."""
+    try:
+        found = await anyio.getaddrinfo(host, None, family=socket.AF_INET)
+    except OSError:
+        return host
+    return str(found[0][4][0])
+
+
+async def _signals(stop: anyio.Event) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                log.info("SIGHUP: settings are read at the start; restart to change them, jobs keep running")
+                continue
+            stop.set()
+
+
+async def _watchdog() -> None:
+    """Tell systemd that the loop turns; half of what it waits for, as its manual asks."""
+    interval_s = float(os.environ.get("WATCHDOG_USEC", 0)) / 2e6 or WATCHDOG_S
+    while True:
+        notify("WATCHDOG=1")
+        await anyio.sleep(interval_s)
+
+
+def main(argv: list[str]) -> int:
+    """Parse what `clusterd start` passed on, and serve."""
+    parser = argparse.ArgumentParser(prog="clusterd.daemon")
+    parser.add_argument("--local", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--system", action="store_true")
+    parser.add_argument("--foreground", action="store_true")
+    options = parser.parse_args(argv)
+    try:
+        config = configuration.load(options.config, system=options.system)
+        with only_instance(config.state_dir):
+            logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
+            try:
+                anyio.run(Daemon(config, options.local, options.devices).run)
+            except* ClusterError as errors:
+                raise errors.exceptions[0] from None
+    except ClusterError as error:
+        print(f"clusterd: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0

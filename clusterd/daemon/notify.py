@@ -1,0 +1,17 @@
+"""Telling systemd how the daemon is (`sd_notify`): ten lines of datagram, not a dependency."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+
+def notify(message: str) -> None:
+    """Send one notification; does nothing outside a systemd unit of ``Type=notify``."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(message.encode(), address)

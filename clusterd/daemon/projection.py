@@ -1,0 +1,99 @@
+"""Jobs and hosts as plain rows: what clients see of the state, and all they see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clusterd.core.classify import is_predictable
+from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.types import AttemptState
+
+Row = dict[str, Any]
+
+
+def job_row(job: Job) -> Row:
+    """One line of `clusterd ls`."""
+    last = job.attempts[-1] if job.attempts else None
+    running = job.attempt
+    return {
+        "id": job.id,
+        "name": job.spec.name,
+        "kind": job.spec.kind.value,
+        "state": job.state.value,
+        "reason": job.reason,
+        "priority": job.priority,
+        "guaranteed": job.spec.guaranteed,
+        "user": job.spec.user,
+        "tenant": job.spec.tenant,
+        "asked": job.spec.resources.devices,
+        "asked_kind": job.spec.resources.kind,
+        "plan": str(last.plan) if last and last.plan else None,
+        "attempt": last.number if last else 0,
+        "devices": list(last.devices) if last else [],
+        "hosts": list(last.hosts) if last else [],
+        "holds_devices": running is not None,
+        "step": job.step,
+        "steps": (job.shape or {}).get("steps"),
+        "first_loss": job.first_loss,
+        "loss": job.loss,
+        "step_time_s": job.step_time_s,
+        "predictable": is_predictable(job),
+        "submitted_s": job.submitted_s,
+        "started_s": job.started_s,
+        "ended_s": job.ended_s,
+        "exit_code": job.exit_code,
+    }
+
+
+def attempt_row(attempt: Attempt) -> Row:
+    """One attempt of `clusterd show`."""
+    return {
+        "number": attempt.number,
+        "generation": attempt.generation,
+        "state": attempt.state.value,
+        "plan": str(attempt.plan) if attempt.plan else None,
+        "started_s": attempt.started_s,
+        "ended_s": attempt.ended_s,
+        "why": attempt.why,
+        "ranks": [
+            {
+                "rank": number,
+                "host": rank.place.host,
+                "device": rank.place.device,
+                "end": str(rank.end) if rank.end else None,
+            }
+            for number, rank in sorted(attempt.ranks.items())
+        ],
+    }
+
+
+def host_row(state: State, host: Host, link: Row | None = None) -> Row:
+    """One line of `clusterd host ls`; `link` is what the connection says of itself."""
+    running = [a for a in state.attempts_on(host.id) if a.state is not AttemptState.ENDED]
+    return {
+        "name": host.id,
+        "state": host.state.value,
+        "why": host.why,
+        "since_s": host.since_s,
+        "drained": host.drained,
+        "address": host.facts.address if host.facts else None,
+        "cpu_cores": host.facts.cpu_cores if host.facts else None,
+        "cores_used": host.cores_used,
+        "memory_bytes": host.facts.memory_bytes if host.facts else None,
+        "memory_used_bytes": host.memory_used_bytes,
+        "boot_id": host.facts.boot_id if host.facts else None,
+        "jobs": sorted({state.jobs[a.job].spec.name for a in running}),
+        "devices": [
+            {
+                "id": device.id,
+                "kind": device.kind,
+                "name": device.name,
+                "memory_bytes": device.memory_bytes,
+                "foreign": device.foreign,
+                "job": lease.job if (lease := state.leases.get(device.id)) else None,
+                "job_name": state.jobs[lease.job].spec.name if lease else None,
+            }
+            for device in host.devices
+        ],
+        "link": link or {},
+    }

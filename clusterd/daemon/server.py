@@ -1,0 +1,165 @@
+"""The local socket: frames in, verbs called, frames out.
+
+Requests of one connection are served side by side, so that a client may send a thousand submits without waiting. What a
+client does not read waits in its own small buffer and holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import grp
+import logging
+import os
+import pwd
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from clusterd import __version__, protocol
+from clusterd.errors import ClusterError, UsageError
+
+log = logging.getLogger(__name__)
+
+REQUESTS_AT_ONCE = 512
+"""Of one connection; the next ones wait in its socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end, by the kernel's word."""
+
+    user: str
+    uid: int
+    is_operator: bool
+
+
+Verb = Callable[..., Awaitable[Any]]
+Streaming = Callable[..., AsyncIterator[Any]]
+
+
+class Server:
+    """Listens on the socket and serves `verbs` and `streams` (by name)."""
+
+    def __init__(
+        self,
+        path: Path,
+        group: str | None,
+        operators: tuple[str, ...],
+        verbs: dict[str, Verb],
+        streams: dict[str, Streaming],
+    ) -> None:
+        self._path = path
+        self._group = group
+        self._operators = operators
+        self._verbs = verbs
+        self._streams = streams
+
+    async def listen(self) -> anyio.abc.SocketListener:
+        """The listener, with nobody let in but the owner and the configured group.
+
+        Raises:
+            ClusterError: the socket cannot be made there.
+        """
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._path.unlink(missing_ok=True)
+            listener = await anyio.create_unix_listener(self._path, mode=0o660 if self._group else 0o600)
+            if self._group:
+                os.chown(self._path, -1, grp.getgrnam(self._group).gr_gid)
+        except OSError as error:
+            raise ClusterError(
+                f"{self._path}: {error.strerror}: set CLUSTERD_SOCKET to a path that can be written"
+            ) from None
+        except KeyError:
+            raise UsageError(f"socket_group: there is no group {self._group!r} on this machine") from None
+        return listener
+
+    async def serve(self, listener: anyio.abc.SocketListener) -> None:
+        """Serve for ever."""
+        await listener.serve(self._connection)
+
+    async def _connection(self, stream: anyio.abc.SocketStream) -> None:
+        peer = self._peer(stream)
+        reader = _Reader(stream)
+        lock = anyio.Lock()
+
+        async def send(message: dict[str, Any]) -> None:
+            frame = protocol.encode(message)
+            async with lock:
+                await stream.send(frame)
+
+        slots = anyio.Semaphore(REQUESTS_AT_ONCE)
+        try:
+            async with stream, anyio.create_task_group() as group:
+                try:
+                    while True:
+                        request = await protocol.read(reader)
+                        await slots.acquire()
+                        group.start_soon(self._serve, request, peer, send, slots)
+                except (anyio.EndOfStream, anyio.IncompleteRead):
+                    group.cancel_scope.cancel()
+        except* (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the client went away in the middle of an answer: its right
+        except* protocol.ProtocolError as errors:
+            log.warning("a client of user %s was cut off: %s", peer.user, errors.exceptions[0])
+
+    async def _serve(
+        self,
+        request: dict[str, Any],
+        peer: Peer,
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+        slots: anyio.Semaphore,
+    ) -> None:
+        number = request.pop("id", None)
+        verb = request.pop("verb", None)
+        try:
+            if verb in self._streams:
+                async for item in self._streams[verb](peer, **request):
+                    await send({"id": number, "item": item})
+                await send({"id": number, "ok": None})
+            elif verb in self._verbs:
+                await send({"id": number, "ok": await self._verbs[verb](peer, **request)})
+            else:
+                raise UsageError(
+                    f"this daemon ({__version__}) does not know {verb!r}: is the client of another version?"
+                )
+        except ClusterError as error:
+            await send({"id": number, "error": {"message": str(error), "exit_code": error.exit_code}})
+        except TypeError as error:
+            if "argument" not in str(error):
+                raise
+            await send({"id": number, "error": {"message": f"{verb}: {error}", "exit_code": 2}})
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            raise
+        except Exception:
+            # One bad request must not end the daemon, nor may it pass in silence.
+            log.exception("serving %r failed", verb)
+            message = f"the daemon failed while serving {verb!r}: its log says more"
+            await send({"id": number, "error": {"message": message, "exit_code": 1}})
+        finally:
+            slots.release()
+
+    def _peer(self, stream: anyio.abc.SocketStream) -> Peer:
+        raw = stream.extra(anyio.abc.SocketAttribute.raw_socket)
+        _, uid, _ = struct.unpack("3i", raw.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        try:
+            user = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            user = str(uid)
+        return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators)
+
+
+class _Reader:
+    """`protocol.read`'s reader over an anyio stream."""
+
+    def __init__(self, stream: anyio.abc.ByteReceiveStream) -> None:
+        self._buffered = BufferedByteReceiveStream(stream)
+
+    async def readexactly(self, n: int) -> bytes:
+        return await self._buffered.receive_exactly(n)

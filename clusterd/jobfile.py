@@ -1,0 +1,216 @@
+"""Job files and command lines into `JobSpec`: every mistake in one line that names file and key."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterd.config import check_keys, read_toml
+from clusterd.errors import ConfigError, UsageError
+from clusterd.types import HostId, JobKind, JobSpec, Resources
+from clusterd.units import parse_duration_s, parse_size
+from plans.plan import Plan, PlanError
+
+_TOP = {
+    "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env", "secrets",
+}  # fmt: skip
+_RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "hosts"}
+_LIMITS = {"time", "grace", "retries"}
+
+_TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "a table", float: "a number"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A job to submit: what goes into the journal, and the secrets that do not."""
+
+    spec: JobSpec
+    secrets: dict[str, str]
+
+
+def read_job_file(file: Path) -> Request:
+    """The job a TOML file describes; its workdir is relative to the file.
+
+    Raises:
+        ConfigError: naming file and key.
+    """
+    values = read_toml(file)
+    where = str(file)
+    check_keys(values, _TOP, where)
+    get = _Getter(values, where)
+    resources = _resources(get.table("resources"), f"{where}: [resources]")
+    limits = get.table("limits")
+    check_keys(limits, _LIMITS, f"{where}: [limits]")
+    limit = _Getter(limits, f"{where}: [limits]")
+    command = get("command", list, None)
+    if command is None:
+        raise ConfigError(f'{where}: command is missing: the argv to run, as in command = ["python", "train.py"]')
+    kind = get("kind", str, "command")
+    if kind not in list(JobKind):
+        raise ConfigError(f"{where}: kind is {kind!r}; it must be one of {', '.join(k.value for k in JobKind)}")
+    secrets = _secrets(get.table("secrets"), f"{where}: [secrets]")
+    spec = JobSpec(
+        name=_name(get("name", str, file.stem), where),
+        kind=JobKind(kind),
+        command=tuple(_texts(command, f"{where}: command")),
+        workdir=str((file.parent / os.path.expanduser(get("workdir", str, "."))).resolve()),
+        python=get("python", str, None),
+        env=dict(_text_table(get.table("env"), f"{where}: [env]")),
+        secrets=tuple(sorted(secrets)),
+        resources=resources,
+        priority=get("priority", int, 0),
+        guaranteed=get("guaranteed", bool, False),
+        tenant=get("tenant", str, "default"),
+        time_limit_s=limit.duration_s("time", None),
+        grace_s=limit.duration_s("grace", 30.0) or 0.0,
+        retries=limit("retries", int, 0),
+    )
+    return Request(spec, secrets)
+
+
+def command_line_job(
+    argv: Sequence[str],
+    *,
+    name: str | None = None,
+    devices: int = 0,
+    device_kind: str | None = None,
+    priority: int = 0,
+    time_limit: str | None = None,
+    env: Sequence[str] = (),
+    hosts: Sequence[str] = (),
+) -> Request:
+    """The job of ``clusterd run -- ARGV``.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if not argv:
+        raise UsageError("nothing to run: give the command after --, as in clusterd run --gpus 1 -- python train.py")
+    pairs: dict[str, str] = {}
+    for item in env:
+        key, given, value = item.partition("=")
+        if not key or (not given and key not in os.environ):
+            raise UsageError(f"--env {item}: write NAME=VALUE, or NAME of a variable that is set")
+        pairs[key] = value if given else os.environ[key]
+    try:
+        limit_s = parse_duration_s(time_limit) if time_limit is not None else None
+    except ValueError as error:
+        raise UsageError(f"--time: {error}") from None
+    spec = JobSpec(
+        name=_name(name or _default_name(argv), "--name"),
+        command=tuple(argv),
+        workdir=os.getcwd(),
+        env=pairs,
+        resources=Resources(devices=devices, kind=device_kind, hosts=tuple(HostId(h) for h in hosts)),
+        priority=priority,
+        time_limit_s=limit_s,
+    )
+    return Request(spec, {})
+
+
+def _default_name(argv: Sequence[str]) -> str:
+    """``train`` of ``python -u train.py --steps 5``: what a person would call it."""
+    words = [Path(word).stem for word in argv if not word.startswith("-")]
+    scripts = [
+        w for w, given in zip(words, (a for a in argv if not a.startswith("-")), strict=True) if given.endswith(".py")
+    ]
+    chosen = (scripts or words or ["job"])[0]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", chosen).strip("-.")[:40] or "job"
+
+
+def _resources(table: Mapping[str, Any], where: str) -> Resources:
+    check_keys(table, _RESOURCES, where)
+    get = _Getter(table, where)
+    gpus, devices = get("gpus", int, None), get("devices", int, None)
+    if gpus is not None and devices is not None:
+        raise ConfigError(f"{where}: gpus and devices are both given; devices means any kind: give one of them")
+    wish = get("plan", object, None)
+    plan = None
+    if wish is not None:
+        try:
+            plan = Plan.parse(wish) if isinstance(wish, str) else Plan.from_dict(wish)
+        except (PlanError, TypeError) as error:
+            raise ConfigError(f"{where}: plan: {error}") from None
+    asked = gpus if gpus is not None else devices
+    memory = get("memory", object, 0)
+    try:
+        memory_bytes = parse_size(memory)
+    except ValueError as error:
+        raise ConfigError(f"{where}: memory: {error}") from None
+    return Resources(
+        devices=asked if asked is not None else (plan.ranks if plan else 0),
+        kind="cuda" if gpus is not None else None,
+        cpus=get("cpus", int, 0),
+        memory_bytes=memory_bytes,
+        plan=plan,
+        hosts=tuple(HostId(h) for h in _texts(get("hosts", list, []), f"{where}: hosts")),
+    )
+
+
+def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Values of ``NAME = "env:VARIABLE"`` and ``NAME = "file:PATH"``; a bare value would be in the file for all to read."""
+    found: dict[str, str] = {}
+    for name, source in _text_table(table, where).items():
+        kind, _, at = source.partition(":")
+        if kind == "env":
+            if at not in os.environ:
+                raise ConfigError(f"{where}: {name}: the environment variable {at} is not set here")
+            found[name] = os.environ[at]
+        elif kind == "file":
+            try:
+                found[name] = Path(at).expanduser().read_text(encoding="utf-8").rstrip("\n")
+            except OSError as error:
+                raise ConfigError(f"{where}: {name}: {at}: {error.strerror}") from None
+        else:
+            raise ConfigError(
+                f"{where}: {name}: write env:VARIABLE or file:PATH, so that the secret is not in this file"
+            )
+    return found
+
+
+class _Getter:
+    def __init__(self, table: Mapping[str, Any], where: str) -> None:
+        self.values = table
+        self.where = where
+
+    def __call__(self, key: str, kind: type, default: Any) -> Any:
+        value = self.values.get(key, default)
+        if key in self.values and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be {_TYPES.get(kind, kind.__name__)}")
+        return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        value = self.values.get(key, {})
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}: {key} is {value!r}; it must be a table, [{key}]")
+        return value
+
+    def duration_s(self, key: str, default: float | None) -> float | None:
+        try:
+            return parse_duration_s(self.values[key]) if key in self.values else default
+        except ValueError as error:
+            raise ConfigError(f"{self.where}: {key}: {error}") from None
+
+
+def _name(name: str, where: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
+        raise ConfigError(f"{where}: the name {name!r} must be letters, digits, '.', '_' and '-', 63 at most")
+    return name
+
+
+def _texts(values: list[Any], where: str) -> list[str]:
+    for value in values:
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {value!r} is no text; put it in quotes")
+    return values
+
+
+def _text_table(table: Mapping[str, Any], where: str) -> dict[str, str]:
+    for key, value in table.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {key} is {value!r}; put the value in quotes")
+    return dict(table)

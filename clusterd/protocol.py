@@ -1,0 +1,92 @@
+"""Frames of the wire: a length of four bytes, then one msgpack map.
+
+The same frames travel between client and daemon (Unix socket), daemon and agent (over SSH), and agent and rank
+(Unix socket). Requests carry ``id`` and ``verb``; the reply carries the same ``id`` and either ``ok`` or ``error``.
+What is sent unasked carries ``event``. Runs on hosts: standard library and msgpack only, Python 3.10.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, Protocol
+
+import msgpack
+
+VERSION = 1
+"""Of the messages; a peer of another major version is refused with both versions named."""
+
+FRAME_BYTES_MAX = 64 << 20
+"""A longer frame is a peer gone wrong, not data: bulk data travels in chunks."""
+
+_LENGTH = struct.Struct("!I")
+
+Message = dict[str, Any]
+
+
+class ProtocolError(Exception):
+    """The peer sent something that is no frame of ours."""
+
+
+class Reader(Protocol):
+    """What frames are read from; `asyncio.StreamReader` is one."""
+
+    async def readexactly(self, n: int, /) -> bytes:
+        """Exactly `n` bytes; `asyncio.IncompleteReadError` at the end."""
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body: bytes = msgpack.packb(message, use_bin_type=True)
+    if len(body) > FRAME_BYTES_MAX:
+        raise ProtocolError(f"a frame of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """The message of a frame's body.
+
+    Raises:
+        ProtocolError: it is no msgpack map with text keys.
+    """
+    try:
+        message = msgpack.unpackb(body, raw=False, strict_map_key=False)
+    except Exception as error:  # msgpack raises many kinds, and every one means the same here
+        raise ProtocolError(f"a frame that is no msgpack: {error}") from error
+    if not isinstance(message, dict):
+        raise ProtocolError(f"a frame that is no map but {type(message).__name__}")
+    return message
+
+
+async def read(reader: Reader) -> Message:
+    """The next message.
+
+    Raises:
+        ProtocolError: not one of our frames.
+        asyncio.IncompleteReadError: the peer closed; ``partial`` is empty when it did so between frames.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > FRAME_BYTES_MAX:
+        raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {FRAME_BYTES_MAX}")
+    return decode(await reader.readexactly(length))
+
+
+class Decoder:
+    """Messages out of bytes as they come, for readers that do not await (ranks, fork server)."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that `data` completes, in order."""
+        self._pending += data
+        messages: list[Message] = []
+        while len(self._pending) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._pending)
+            if length > FRAME_BYTES_MAX:
+                raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {FRAME_BYTES_MAX}")
+            end = _LENGTH.size + length
+            if len(self._pending) < end:
+                break
+            messages.append(decode(bytes(self._pending[_LENGTH.size : end])))
+            del self._pending[:end]
+        return messages

@@ -1,0 +1,161 @@
+"""From a shell on a host to its agent: one constant command, everything else over its stdin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import asyncssh
+
+from clusterd import protocol
+from clusterd.agent.bundle import Bundle
+from clusterd.errors import AgentLost, HostError
+
+# The same bytes for every host and user: nothing is ever put into it. Parses alike in sh, bash, zsh, csh and fish.
+COMMAND = (
+    'exec python3 -c "import sys;n=int(sys.stdin.buffer.readline());'
+    "exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))\""
+)
+
+TIMEOUT_S = 90.0
+"""For the first answer, with shells that do a lot at login, and home directories that are slow."""
+
+_NOISE_LINES_MAX = 1000
+_SENT_AT_ONCE = 1 << 16
+
+
+class BootstrapFailed(HostError):
+    """The host was reached, but cannot run the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStream:
+    """Frames to and from the agent of one host."""
+
+    reader: asyncssh.SSHReader[bytes]
+    writer: asyncssh.SSHWriter[bytes]
+    agent_home: str
+
+    async def send(self, message: protocol.Message) -> None:
+        """One frame, when the connection has room for it.
+
+        Raises:
+            AgentLost: the connection is gone.
+        """
+        try:
+            self.writer.write(protocol.encode(message))
+            await self.writer.drain()
+        except (OSError, asyncssh.Error) as error:
+            raise AgentLost(f"the connection ended: {error}") from error
+
+    async def receive(self) -> protocol.Message:
+        """The next frame.
+
+        Raises:
+            AgentLost: the connection is gone, or what came is no frame.
+        """
+        try:
+            return await protocol.read(self.reader)
+        except asyncio.IncompleteReadError as error:
+            raise AgentLost("the connection ended") from error
+        except (OSError, asyncssh.Error, protocol.ProtocolError) as error:
+            raise AgentLost(f"the connection ended: {error}") from error
+
+
+@asynccontextmanager
+async def attach(
+    connection: asyncssh.SSHClientConnection, name: str, bundle: Bundle, agent_home: str | None
+) -> AsyncIterator[AgentStream]:
+    """The agent of the host at the other end, its code sent and its process started where need be.
+
+    Args:
+        name: of the host, for messages.
+        agent_home: where the agent keeps its records there; None: its default.
+    Raises:
+        BootstrapFailed: no Python, one that is too old, no space, an agent that does not start.
+        HostError: the connection broke.
+    """
+    try:
+        process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(COMMAND, encoding=None)
+    except (OSError, asyncssh.Error) as error:
+        raise HostError(f"{name}: no command can be run there: {error}") from error
+    said = bytearray()
+    listening = asyncio.create_task(_keep_errors(process.stderr, said))
+    try:
+        try:
+            attached = await asyncio.wait_for(_speak(process, name, bundle, agent_home, said), TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{_quote(said)}") from None
+        except (OSError, asyncssh.Error) as error:
+            raise HostError(f"{name}: the connection broke while the agent was started: {error}") from error
+        yield AgentStream(process.stdout, process.stdin, attached["home"])
+    finally:
+        listening.cancel()
+        process.close()
+
+
+async def _speak(
+    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, agent_home: str | None, said: bytearray
+) -> dict[str, Any]:
+    stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
+    given = {"sha256": bundle.sha256, "bytes": len(bundle.data), "agent_home": agent_home}
+    source = f"S = {stage1!r}\nexec(compile(S, 'clusterd', 'exec'))\nimport json\nmain(json.loads({json.dumps(given)!r}), S)\n".encode()
+    process.stdin.write(b"%d\n" % len(source) + source)
+    word, what = await _next_word(process, name, said)
+    if word == "need":
+        # Not all at once: the window of the channel is what the host has room for.
+        for start in range(0, len(bundle.data), _SENT_AT_ONCE):
+            process.stdin.write(bundle.data[start : start + _SENT_AT_ONCE])
+            await process.stdin.drain()
+        word, what = await _next_word(process, name, said)
+    if word != "attached":
+        raise BootstrapFailed(f"{name}: {what.get('message', word)}")
+    return what
+
+
+async def _next_word(
+    process: asyncssh.SSHClientProcess[bytes], name: str, said: bytearray
+) -> tuple[str, dict[str, Any]]:
+    """The next line of ours; what a login's start-up files print is passed over."""
+    for _ in range(_NOISE_LINES_MAX):
+        line = await process.stdout.readline()
+        if not line:
+            await process.wait_closed()
+            raise BootstrapFailed(_no_python(process, name, said))
+        at = line.find(b"clusterd-")  # start-up files may print without a newline
+        if at < 0:
+            continue
+        word, _, rest = line[at + len(b"clusterd-") :].partition(b" ")
+        try:
+            what = json.loads(rest)
+        except ValueError:
+            continue
+        return word.decode(errors="replace"), what
+    raise BootstrapFailed(f"{name}: its login prints without end; make its start-up files silent for commands")
+
+
+def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, said: bytearray) -> str:
+    if process.exit_status == 127 or b"not found" in said:
+        return f"{name}: there is no python3 in the PATH of a command run over SSH; clusterd needs Python 3.10 or newer there"
+    code = f"with exit code {process.exit_status}" if process.exit_status is not None else "without an exit code"
+    return f"{name}: Python ended {code} before the agent was reached{_quote(said)}"
+
+
+def _quote(said: bytearray) -> str:
+    lines = said.decode(errors="replace").strip().splitlines()
+    return f"; it said: {lines[-1]}" if lines else ""
+
+
+async def _keep_errors(stream: asyncssh.SSHReader[bytes], said: bytearray) -> None:
+    """The end of what the host says on stderr; read always, or a talkative one would block itself."""
+    try:
+        while data := await stream.read(4096):
+            said += data
+            del said[:-4096]
+    except (OSError, asyncssh.Error):
+        return

@@ -1,0 +1,330 @@
+"""SSH connections along a route: every hop's key checked, every failure one line that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import asyncssh
+
+from clusterd.errors import HostError
+from clusterd.ssh.hostkeys import Changed, HostKeys, Known, Unknown
+from clusterd.ssh.resolve import Route, fill
+
+KEEPALIVE_S = 15.0
+KEEPALIVES_MISSED_MAX = 3
+AUTHENTICATION_S = 20.0
+"""On top of the time to connect: agents may ask their user, servers may ask a directory."""
+
+Tunnel = asyncssh.SSHClientConnection
+
+
+class Dialer:
+    """Opens connections, few at a time, and shares the connections to jump hosts.
+
+    sshd drops new connections at random when ten have not authenticated yet (MaxStartups 10:30:100), so a start with
+    fifty hosts must not dial them all at once, and fifty hosts behind one jump host must not be fifty connections there.
+
+    Args:
+        at_once: dials under way in this process.
+        per_jump: dials under way through, or to, one jump host.
+    """
+
+    def __init__(self, keys: HostKeys, *, at_once: int = 8, per_jump: int = 3) -> None:
+        self.keys = keys
+        self._slots = asyncio.Semaphore(at_once)
+        self._per_jump = per_jump
+        self._jump_slots: dict[tuple[str, str, int], asyncio.Semaphore] = {}
+        self._jumps: dict[Route, _Jump] = {}
+
+    @asynccontextmanager
+    async def connect(self, route: Route) -> AsyncIterator[Tunnel]:
+        """A connection to the last hop of `route`, closed at the end, and its jumps with their last user.
+
+        Raises:
+            HostKeyUnknown, HostKeyChanged: of any hop.
+            HostError: whatever else is in the way, in one line.
+        """
+        async with AsyncExitStack() as stack:
+            tunnel = await stack.enter_async_context(self._through(route))
+            connection = await self._dial(route, tunnel)
+            try:
+                yield connection
+            finally:
+                await close(connection)
+
+    async def inspect(self, route: Route) -> Known | Unknown | Changed:
+        """What to think of the host's key; every hop before it must be known already.
+
+        Raises:
+            HostKeyUnknown, HostKeyChanged: of a hop before.
+            HostError: the host cannot be reached.
+        """
+        async with self._through(route) as tunnel, self._turn(route):
+            return await inspect(route, tunnel, self.keys)
+
+    @asynccontextmanager
+    async def _through(self, route: Route) -> AsyncIterator[Tunnel | None]:
+        if route.via is None:
+            yield None
+            return
+        jump = self._jumps.setdefault(route.via, _Jump())
+        jump.users += 1
+        try:
+            async with jump.lock:
+                if jump.connection is None or jump.connection.is_closed():
+                    await jump.stack.aclose()
+                    jump.stack = AsyncExitStack()
+                    before = await jump.stack.enter_async_context(self._through(route.via))
+                    jump.connection = await self._dial(route.via, before)
+                    jump.stack.push_async_callback(close, jump.connection)
+            yield jump.connection
+        finally:
+            jump.users -= 1
+            if jump.users == 0 and self._jumps.get(route.via) is jump:
+                del self._jumps[route.via]
+                await jump.stack.aclose()
+
+    async def _dial(self, route: Route, tunnel: Tunnel | None) -> Tunnel:
+        async with self._turn(route):
+            return await dial(route, tunnel, self.keys)
+
+    @asynccontextmanager
+    async def _turn(self, route: Route) -> AsyncIterator[None]:
+        hop = route.via or route
+        place = (hop.user, hop.host, hop.port)
+        async with self._jump_slots.setdefault(place, asyncio.Semaphore(self._per_jump)), self._slots:
+            yield
+
+
+@dataclass
+class _Jump:
+    users: int = 0
+    connection: Tunnel | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+
+class _Watcher(asyncssh.SSHClient):
+    """Sees the host's key where no known_hosts file vouches for it, and why the connection ended."""
+
+    def __init__(self) -> None:
+        self.shown: asyncssh.SSHKey | None = None
+
+    def validate_host_public_key(self, host: str, addr: str, port: int, key: asyncssh.SSHKey) -> bool:
+        """Never vouches itself: what is known was given with the connection."""
+        self.shown = key
+        return False
+
+
+async def dial(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Tunnel:
+    """Connect to `route`, through `tunnel` if it has hops before. Errors as of `Dialer.connect`."""
+    watcher = _Watcher()
+    credentials = await load_credentials(route)
+    try:
+        return await asyncssh.connect(
+            route.host,
+            route.port,
+            **_options(route, tunnel, watcher),
+            username=route.user,
+            known_hosts=lambda _host, _addr, _port: keys.for_asyncssh(route),
+            client_keys=credentials.pairs or None,
+            client_certs=[path for path in route.certificate_files if os.path.exists(path)],
+            connect_timeout=route.connect_timeout_s + AUTHENTICATION_S,
+            login_timeout=0,
+            keepalive_interval=KEEPALIVE_S,
+            keepalive_count_max=KEEPALIVES_MISSED_MAX,
+        )
+    except (OSError, asyncssh.Error, ValueError) as error:
+        raise await _explain(error, route, tunnel, keys, watcher, credentials) from error
+    finally:
+        credentials.close()
+
+
+async def inspect(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
+    """What to think of the key that the host shows now. Errors as of `Dialer.inspect`."""
+    if any(entry.marker == "cert-authority" for entry in keys.entries(route)):
+        # Only a handshake shows the host's certificate; whether it would also let us in is not asked here.
+        try:
+            connection = await dial(route, tunnel, keys)
+            await close(connection)
+            return Known()
+        except HostError as error:
+            if isinstance(error.__cause__, asyncssh.PermissionDenied):
+                return Known()
+    try:
+        key = await asyncio.wait_for(
+            asyncssh.get_server_host_key(
+                route.host, route.port, **_options(route, tunnel, None), server_host_key_algs="default"
+            ),
+            route.connect_timeout_s + AUTHENTICATION_S,
+        )
+    except (OSError, asyncssh.Error, asyncio.TimeoutError) as error:
+        raise HostError(f"{_place(route)}: {_why(error, route)}") from error
+    if key is None:
+        raise HostError(f"{_place(route)}: it showed no host key")
+    return keys.judge(route, key)
+
+
+def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher | None) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "config": None,  # what the user's files say is in the route already
+        "x509_trusted_certs": None,
+        "gss_kex": False,
+        "compression_algs": ["none"],
+    }
+    if watcher is not None:
+        options |= {
+            "client_factory": lambda: watcher,
+            "agent_forwarding": False,
+            "password_auth": False,
+            "kbdint_auth": False,
+            "host_based_auth": False,
+            "host_key_alias": route.host_key_alias,
+            "agent_path": None,
+            "x509_trusted_cert_paths": [],
+        }
+    if tunnel is not None:
+        options["tunnel"] = tunnel
+    elif route.proxy_command:
+        options["proxy_command"] = proxy_argv(route)
+    return options
+
+
+def proxy_argv(route: Route) -> list[str]:
+    """The ProxyCommand as an argv. Without shell syntax there is no shell; with it, host and port are its arguments."""
+    command = route.proxy_command or ""
+    values = {"h": route.host, "p": str(route.port), "r": route.user, "n": route.name}
+    if not any(mark in command for mark in "|&;<>()$`\n*?~"):
+        return [fill(word, values) for word in shlex.split(command)]
+    script = fill(command, {"h": '"$1"', "p": '"$2"', "r": '"$3"', "n": '"$4"'})
+    return ["/bin/sh", "-c", script, "proxy", *values.values()]
+
+
+@dataclass
+class Credentials:
+    """What a host is offered, and what was left out and why."""
+
+    pairs: list[Any]
+    tried: list[str]
+    skipped: list[str]
+    agent: Any = None
+
+    def close(self) -> None:
+        """Let go of the agent's connection."""
+        if self.agent is not None:
+            self.agent.close()
+
+
+async def load_credentials(route: Route) -> Credentials:
+    """Keys of the agent, then of files, as the route names them. Never raises: what cannot be used is in `skipped`."""
+    found = Credentials([], [], [])
+    files = [
+        path for path in dict.fromkeys(route.identity_files) if os.path.exists(path) or os.path.exists(f"{path}.pub")
+    ]
+    if route.identity_agent:
+        try:
+            found.agent = await asyncssh.connect_agent(route.identity_agent)
+            pairs = list(await found.agent.get_keys(_public_blobs(files) if route.identities_only else None))
+            found.pairs += pairs
+            found.tried.append(f"{len(pairs)} keys of the SSH agent")
+        except (OSError, ValueError, asyncssh.Error) as error:
+            found.skipped.append(f"the SSH agent at {route.identity_agent}: {error}")
+    for path in files:
+        try:
+            found.pairs += asyncssh.load_keypairs([path])
+            found.tried.append(path)
+        except asyncssh.KeyEncryptionError:
+            found.skipped.append(f"{path} (needs a passphrase: ssh-add {path})")
+        except (OSError, ValueError, asyncssh.KeyImportError) as error:
+            found.skipped.append(f"{path} ({error})")
+    return found
+
+
+def _public_blobs(files: list[str]) -> list[bytes]:
+    blobs = []
+    for path in files:
+        for candidate in (f"{path}.pub", path):
+            try:
+                blobs.append(asyncssh.read_public_key(candidate).public_data)
+                break
+            except (OSError, ValueError, asyncssh.KeyImportError):
+                continue
+    return blobs
+
+
+async def close(connection: Tunnel) -> None:
+    """Close and wait, but not for long: the other side may be gone."""
+    connection.close()
+    try:
+        await asyncio.wait_for(connection.wait_closed(), 2.0)
+    except (asyncio.TimeoutError, OSError, asyncssh.Error):
+        connection.abort()
+
+
+async def _explain(
+    error: Exception, route: Route, tunnel: Tunnel | None, keys: HostKeys, watcher: _Watcher, credentials: Credentials
+) -> HostError:
+    """`error` in one line: what happened, where, what to do."""
+    if isinstance(error, asyncssh.HostKeyNotVerifiable) and watcher.shown is not None:
+        verdict = keys.judge(route, watcher.shown)
+        if not isinstance(verdict, Known):
+            return verdict.error()
+    if isinstance(error, (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed)):
+        # Only keys of the known types were asked for, so a new type looks like no common algorithm; or the key is revoked.
+        try:
+            verdict = await inspect_key_only(route, tunnel, keys)
+        except HostError:
+            verdict = Known()
+        if not isinstance(verdict, Known):
+            return verdict.error()
+    if isinstance(error, asyncssh.PermissionDenied):
+        tried = ", ".join(credentials.tried) or "no key at all"
+        skipped = f"; not usable: {'; '.join(credentials.skipped)}" if credentials.skipped else ""
+        return HostError(
+            f"{_place(route)} does not let {route.user} in: tried {tried}{skipped}. "
+            f"Make `ssh {route.name}` work without a password, for example with ssh-copy-id"
+        )
+    return HostError(f"{_place(route)}: {_why(error, route)}")
+
+
+async def inspect_key_only(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
+    """As `inspect`, without a look at certificates."""
+    try:
+        key = await asyncio.wait_for(
+            asyncssh.get_server_host_key(
+                route.host, route.port, **_options(route, tunnel, None), server_host_key_algs="default"
+            ),
+            route.connect_timeout_s,
+        )
+    except (OSError, asyncssh.Error, asyncio.TimeoutError) as error:
+        raise HostError(f"{_place(route)}: {_why(error, route)}") from error
+    return keys.judge(route, key) if key is not None else Known()
+
+
+def _place(route: Route) -> str:
+    return f"{route} (through {route.via})" if route.via else str(route)
+
+
+def _why(error: BaseException, route: Route) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name {route.host!r} cannot be resolved; correct the address, or HostName in your SSH configuration"
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return f"no answer within {route.connect_timeout_s:.0f} s; is it switched on, and does `ssh {route.name}` work?"
+    if isinstance(error, ConnectionRefusedError):
+        return f"nothing listens on port {route.port}; is sshd running there?"
+    if isinstance(error, asyncssh.ChannelOpenError):
+        return f"the jump host cannot reach {route.host}:{route.port}: {error.reason}"
+    if isinstance(error, FileNotFoundError) and route.proxy_command:
+        return f"its ProxyCommand cannot be run: {error.strerror}: {error.filename}"
+    if isinstance(error, (asyncssh.ConnectionLost, asyncssh.DisconnectError)):
+        return f"the connection was closed before it was ready ({error.reason or 'no reason given'}); sshd's log there knows more"
+    if isinstance(error, OSError):
+        return f"cannot be reached: {error.strerror or error}"
+    return str(error)

@@ -1,0 +1,196 @@
+"""A host inside this machine, behind a real SSH server on loopback: the demo, the test bed and the laptop mode.
+
+Every command runs as a process with a home of its own, so several of them are several hosts, reached by the same code
+as remote ones. Their agents and ranks outlive the daemon as those do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import asyncssh
+
+from clusterd.ssh.resolve import Route
+
+_CHUNK = 1 << 16
+
+
+class EmbeddedHost:
+    """One host in `directory`, which keeps its key, its home and its agent over restarts.
+
+    Args:
+        port: on 127.0.0.1; 0 takes a free one, a new one at every start.
+    """
+
+    def __init__(self, name: str, directory: Path, port: int = 0) -> None:
+        self.name = name
+        self.directory = directory.absolute()
+        self._port = port
+        self._server: asyncssh.SSHAcceptor | None = None
+        self._host_key: asyncssh.SSHKey | None = None
+        self._running: set[asyncio.subprocess.Process] = set()
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncssh.SSHServerConnection] = set()
+
+    @property
+    def agent_home(self) -> Path:
+        """Where its agent keeps its records."""
+        return self.directory / "agent"
+
+    @property
+    def route(self) -> Route:
+        """The way in, its key known: valid while the host is started."""
+        assert self._server is not None and self._host_key is not None, (
+            "an embedded host has a route once it is started"
+        )
+        return Route(
+            name=self.name,
+            host="127.0.0.1",
+            port=self._server.get_port(),
+            user="clusterd",
+            identity_files=(str(self.directory / "client_key"),),
+            identities_only=True,
+            trusted_keys=(self._host_key.export_public_key().decode().strip(),),
+        )
+
+    async def start(self) -> None:
+        """Listen. Raises OSError where the port is taken."""
+        for place in (self.directory, self.directory / "home", self.agent_home):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._host_key = _kept_key(self.directory / "host_key")
+        client_key = _kept_key(self.directory / "client_key")
+        self._server = await asyncssh.listen(
+            "127.0.0.1",
+            self._port,
+            server_host_keys=[self._host_key],
+            authorized_client_keys=asyncssh.import_authorized_keys(client_key.export_public_key().decode()),
+            process_factory=self._run,
+            acceptor=self._connections.add,
+            encoding=None,
+            config=None,
+            allow_pty=False,
+            agent_forwarding=False,
+            x11_forwarding=False,
+            password_auth=False,
+            gss_auth=False,
+            gss_kex=False,
+        )
+
+    async def stop(self) -> None:
+        """Hang up and stop listening; its agent and ranks live on."""
+        self.hang_up()
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+            self._server = None
+        for process in list(self._running):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if self._handlers:
+            await asyncio.wait(self._handlers)
+
+    def hang_up(self) -> None:
+        """Cut all connections, as a network does."""
+        for connection in self._connections:
+            connection.abort()
+        self._connections.clear()
+
+    def environment(self) -> dict[str, str]:
+        """Of the commands that run here: this machine's, with a home and XDG directories of its own."""
+        home = self.directory / "home"
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERD_", "SSH_", "XDG_"))}
+        return {
+            **kept,
+            "HOME": str(home),
+            "XDG_CACHE_HOME": str(home / ".cache"),
+            "XDG_CONFIG_HOME": str(home / ".config"),
+            "XDG_DATA_HOME": str(home / ".local/share"),
+            "XDG_STATE_HOME": str(home / ".local/state"),
+            "CLUSTERD_AGENT_HOME": str(self.agent_home),
+            "PATH": os.pathsep.join([str(self._python_directory()), os.environ.get("PATH", os.defpath)]),
+        }
+
+    def _python_directory(self) -> Path:
+        """A directory whose `python3` is this interpreter, so that the host's Python is the daemon's."""
+        beside = Path(sys.executable).parent
+        if (beside / "python3").exists():
+            return beside
+        place = self.directory / "bin"
+        place.mkdir(exist_ok=True)
+        (place / "python3").unlink(missing_ok=True)
+        (place / "python3").symlink_to(sys.executable)
+        return place
+
+    async def _run(self, process: asyncssh.SSHServerProcess[bytes]) -> None:
+        if process.command is None:
+            process.stderr.write(b"this host runs commands only\n")
+            process.exit(1)
+            return
+        child = await asyncio.create_subprocess_exec(
+            "/bin/sh",
+            "-c",
+            process.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=self.environment(),
+            cwd=self.directory / "home",
+        )
+        self._running.add(child)
+        if (handler := asyncio.current_task()) is not None:
+            self._handlers.add(handler)
+            handler.add_done_callback(self._handlers.discard)
+        assert child.stdin is not None and child.stdout is not None and child.stderr is not None
+        feeding = asyncio.create_task(_feed(process.stdin, child.stdin))
+        try:
+            await asyncio.gather(_drain(child.stdout, process.stdout), _drain(child.stderr, process.stderr))
+            code = await child.wait()
+            if code < 0:
+                process.exit_with_signal(signal.Signals(-code).name.removeprefix("SIG"))
+            else:
+                process.exit(code)
+        finally:
+            feeding.cancel()
+            if child.returncode is None:
+                # The connection is gone. A bridge ends by itself when its stdin does; anything else is told to.
+                child.stdin.close()
+                with contextlib.suppress(ProcessLookupError):
+                    child.terminate()
+                await child.wait()
+            self._running.discard(child)
+
+
+async def _feed(source: asyncssh.SSHReader[bytes], sink: asyncio.StreamWriter) -> None:
+    try:
+        while data := await source.read(_CHUNK):
+            sink.write(data)
+            await sink.drain()
+    except (OSError, asyncssh.Error):
+        pass
+    finally:
+        sink.close()
+
+
+async def _drain(source: asyncio.StreamReader, sink: asyncssh.SSHWriter[bytes]) -> None:
+    while data := await source.read(_CHUNK):
+        try:
+            sink.write(data)
+            await sink.drain()
+        except (OSError, asyncssh.Error):
+            return
+
+
+def _kept_key(path: Path) -> asyncssh.SSHKey:
+    """The key in `path`, made at the first call."""
+    if not path.exists():
+        key = asyncssh.generate_private_key("ssh-ed25519", comment="clusterd")
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(key.export_private_key())
+        beside.replace(path)
+    return asyncssh.read_private_key(str(path))

@@ -1,0 +1,259 @@
+"""The link to one host: dialed, bootstrapped, kept up; requests go in, events come out, the state is there to be seen."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import anyio
+
+from clusterd import protocol
+from clusterd.agent.bundle import Bundle, bundle
+from clusterd.errors import AgentLost, HostError
+from clusterd.ssh.bootstrap import AgentStream, attach
+from clusterd.ssh.connection import Dialer
+from clusterd.ssh.resolve import Route
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 60.0
+STEADY_S = 30.0
+"""A link that held this long starts its next wait from the shortest."""
+
+REQUEST_TIMEOUT_S = 60.0
+
+Message = dict[str, Any]
+StateName = Literal["idle", "dialing", "bootstrapping", "up", "waiting", "closed"]
+RouteSource = Callable[[], Awaitable[Route]]
+Callback = Callable[[Message], Awaitable[None] | None]
+
+
+class AgentRefused(HostError):
+    """The agent answered, and declined. `kind` is its reason for programs: stale, busy, unknown, disk-full, ..."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class LinkState:
+    """Where a link stands."""
+
+    name: StateName
+    at_s: float  # wall clock
+    why: str = ""  # for "waiting": the last failure, in one line
+    until_s: float | None = None  # for "waiting": wall clock of the next dial
+    failures: int = 0  # in a row
+    error: HostError | None = None  # behind `why`
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
+
+
+class HostLink:
+    """One connection to one host, for as long as `run` runs.
+
+    ::
+
+        idle -> dialing -> bootstrapping -> up
+                  ^  \\___________|__________|
+                  |              v
+                  +---------- waiting                  closed: `run` was cancelled
+
+    Args:
+        name: of the host, for messages.
+        route_source: asked before every dial, so that an edited SSH configuration counts.
+        on_state: at every change; must not block.
+        on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests.
+        on_event: with each unasked frame, one after the other.
+        daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
+        agent_home: the agent's directory on the host; None: its default.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        route_source: RouteSource,
+        dialer: Dialer,
+        *,
+        daemon_id: str,
+        epoch: int,
+        on_state: Callable[[LinkState], None],
+        on_up: Callback,
+        on_event: Callback,
+        agent_home: str | None = None,
+        code: Bundle | None = None,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self.name = name
+        self.state = LinkState("idle", time.time())
+        self._route_source = route_source
+        self._dialer = dialer
+        self._daemon_id = daemon_id
+        self._epoch = epoch
+        self._on_state = on_state
+        self._on_up = on_up
+        self._on_event = on_event
+        self._agent_home = agent_home
+        self._code = code
+        self._jitter = jitter or random.Random()
+        self._stream: AgentStream | None = None
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._next_id = 0
+        self._wake = anyio.Event()
+
+    async def run(self) -> None:
+        """Keep the link up until cancelled."""
+        failures = 0
+        try:
+            while True:
+                self._become("dialing", failures=failures)
+                up_since = None
+                try:
+                    async with self._dialer.connect(await self._route_source()) as connection:
+                        while True:
+                            self._become("bootstrapping", failures=failures)
+                            async with attach(connection, self.name, self._bundle(), self._agent_home) as stream:
+                                hello = await self._greet(stream)
+                                if hello is None:
+                                    continue  # an old agent that had nothing to do made room for a new one
+                                up_since = time.monotonic()
+                                await self._serve(stream, hello)
+                except HostError as error:
+                    steady = up_since is not None and time.monotonic() - up_since > STEADY_S
+                    failures = 1 if steady else failures + 1
+                    await self._wait(error, failures)
+        finally:
+            self._become("closed")
+
+    def retry_now(self) -> None:
+        """Do not wait any longer: what was in the way may have gone, as after `host trust`."""
+        self._wake.set()
+
+    async def request(self, verb: str, *, timeout_s: float | None = REQUEST_TIMEOUT_S, **arguments: Any) -> Message:
+        """The agent's answer.
+
+        Args:
+            timeout_s: None waits for as long as the link holds, as `stop` may need.
+        Raises:
+            AgentLost: the link is down, breaks, or no answer came in time. Whether the request was carried out is
+                unknown then; all verbs may be repeated.
+            AgentRefused: the agent declined.
+        """
+        if self._stream is None:
+            raise AgentLost(f"{self.name} is not connected: {self.state}")
+        return await self._ask(self._stream, verb, arguments, timeout_s)
+
+    async def _ask(self, stream: AgentStream, verb: str, arguments: Message, timeout_s: float | None) -> Message:
+        self._next_id += 1
+        number = self._next_id
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            with anyio.fail_after(timeout_s):
+                await stream.send({**arguments, "id": number, "verb": verb})
+                return _unpack(self.name, await future)
+        except TimeoutError:
+            raise AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s") from None
+        finally:
+            self._waiting.pop(number, None)
+
+    def _bundle(self) -> Bundle:
+        return self._code or bundle()
+
+    async def _greet(self, stream: AgentStream) -> Message | None:
+        """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
+        arguments = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        with anyio.fail_after(REQUEST_TIMEOUT_S):
+            try:
+                hello = await self._exchange(stream, "hello", arguments)
+            except AgentRefused as refused:
+                if refused.kind != "protocol":
+                    raise
+                # Refused as well while jobs of the other version run; that refusal says so.
+                await self._exchange(stream, "shutdown", {"force": False})
+                return None
+            idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
+            if hello["version"] != self._bundle().version and idle:
+                try:
+                    await self._exchange(stream, "shutdown", {"force": False})
+                    return None
+                except AgentRefused:
+                    return hello  # it found something to do meanwhile: the old one stays
+            return hello
+
+    async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
+        """Ask when nobody else listens yet."""
+        self._next_id += 1
+        await stream.send({**arguments, "id": self._next_id, "verb": verb})
+        while (message := await stream.receive()).get("id") != self._next_id:
+            continue
+        return _unpack(self.name, message)
+
+    async def _serve(self, stream: AgentStream, hello: Message) -> None:
+        """Until the link breaks; raises `AgentLost` then."""
+        events: asyncio.Queue[Message] = asyncio.Queue()
+        failure: list[AgentLost] = []
+        self._stream = stream
+        self._become("up")
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                async def tell() -> None:
+                    await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
+                    while True:
+                        await _call(self._on_event, await events.get())
+
+                tasks.start_soon(tell)
+                try:
+                    while True:
+                        message = await stream.receive()
+                        if "event" in message:
+                            events.put_nowait(message)
+                        elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
+                            future.set_result(message)
+                except AgentLost as lost:
+                    failure.append(AgentLost(f"{self.name}: {lost}"))
+                    self._stream = None
+                    self._fail_requests(failure[0])
+                    tasks.cancel_scope.cancel()
+        finally:
+            self._stream = None
+            self._fail_requests(AgentLost(f"{self.name}: the link was closed"))
+        raise failure[0]
+
+    def _fail_requests(self, lost: AgentLost) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(lost)
+
+    async def _wait(self, error: HostError, failures: int) -> None:
+        longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16))
+        # Between half and all of it: hosts that were lost together do not come back together.
+        pause_s = longest_s * self._jitter.uniform(0.5, 1.0)
+        self._wake = anyio.Event()
+        self._become("waiting", why=str(error), until_s=time.time() + pause_s, failures=failures, error=error)
+        with anyio.move_on_after(pause_s):
+            await self._wake.wait()
+
+    def _become(self, name: StateName, **more: Any) -> None:
+        self.state = LinkState(name, time.time(), **more)
+        self._on_state(self.state)
+
+
+def _unpack(name: str, message: Message) -> Message:
+    if "error" in message:
+        raise AgentRefused(message["error"]["kind"], f"{name}: {message['error']['message']}")
+    answer: Message = message["ok"]
+    return answer
+
+
+async def _call(callback: Callback, message: Message) -> None:
+    result = callback(message)
+    if inspect.isawaitable(result):
+        await result

@@ -1,0 +1,192 @@
+"""The way to a host, as OpenSSH itself would go: asked of ``ssh -G``, never parsed from its files here."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import os
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from clusterd.errors import HostError, UsageError
+from clusterd.ssh.address import Address, parse
+
+TIMEOUT_S = 20.0
+"""`ssh -G` may run `Match exec` programs and look names up."""
+
+HOPS_MAX = 8
+
+_SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How one host is reached: everything that takes part in a connection, nothing left to defaults."""
+
+    name: str  # what the user calls it; errors name it so
+    host: str  # name or address to connect to
+    port: int
+    user: str
+    identity_files: tuple[str, ...] = ()
+    certificate_files: tuple[str, ...] = ()
+    identity_agent: str | None = None  # path of the agent's socket; None: no agent
+    identities_only: bool = False
+    via: Route | None = None  # jump host before this one
+    proxy_command: str | None = None
+    host_key_alias: str | None = None
+    user_known_hosts: tuple[str, ...] = ()
+    global_known_hosts: tuple[str, ...] = ()
+    connect_timeout_s: float = 15.0
+    trusted_keys: tuple[str, ...] = field(default=(), repr=False)  # in OpenSSH's public form, for hosts made by us
+
+    @property
+    def lookup_name(self) -> str:
+        """What known_hosts files call it."""
+        if self.host_key_alias:
+            return self.host_key_alias
+        return self.host if self.port == 22 else f"[{self.host}]:{self.port}"
+
+    @property
+    def hops(self) -> tuple[Route, ...]:
+        """All routes on the way, the first to be connected first, this one last."""
+        return (*(self.via.hops if self.via else ()), self)
+
+    def __str__(self) -> str:
+        place = f"{self.user}@{self.host}:{self.port}"
+        return place if self.name in (self.host, place) else f"{self.name} ({place})"
+
+
+async def resolve(
+    address: Address, *, config: Path | None = None, program: str = "ssh", timeout_s: float = TIMEOUT_S
+) -> Route:
+    """The route that ``ssh ADDRESS`` would take, jump hosts resolved by their own names.
+
+    Args:
+        config: read in place of the user's and the system's configuration, as by ``ssh -F``.
+    Raises:
+        HostError: there is no ssh program, its configuration is wrong (with ssh's own words), or the jumps go in circles.
+    """
+    return await _resolve(address, config, program, timeout_s, ())
+
+
+async def _resolve(
+    address: Address,
+    config: Path | None,
+    program: str,
+    timeout_s: float,
+    seen: tuple[str, ...],
+    jump: str | None = None,
+) -> Route:
+    name = str(address)
+    if name in seen or len(seen) >= HOPS_MAX:
+        raise HostError(
+            f"{seen[0]}: its ProxyJump goes in circles: {' -> '.join((*seen, name))}; correct it in your SSH configuration"
+        )
+    options = await _ask(address, config, program, timeout_s)
+    route = _route(name, options)
+    jumps = options.get("proxyjump", [""])[-1] if jump is None else jump
+    if not jumps or jumps.lower() == "none":
+        return route
+    # As ssh does: the last hop is reached through the ones before it; the first one's own configuration may add more.
+    before, _, last = jumps.rpartition(",")
+    try:
+        hop = parse(last.removeprefix("ssh://"))
+    except UsageError as error:
+        raise HostError(f"{name}: its ProxyJump is {jumps!r}: {error}") from error
+    via = await _resolve(hop, config, program, timeout_s, (*seen, name), before or None)
+    return replace(route, via=via, proxy_command=None)
+
+
+async def _ask(address: Address, config: Path | None, program: str, timeout_s: float) -> dict[str, list[str]]:
+    command = [program, "-G"]
+    if config is not None:
+        command += ["-F", str(config)]
+    if address.user:
+        command += ["-l", address.user]
+    if address.port:
+        command += ["-p", str(address.port)]
+    command += ["--", address.host]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except FileNotFoundError:
+        raise HostError(
+            f"{address}: there is no `{program}` program on this machine, which reads your SSH configuration; install OpenSSH's client"
+        ) from None
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), timeout_s)
+    except asyncio.TimeoutError:
+        raise HostError(
+            f"{address}: `ssh -G` gave no answer within {timeout_s:.0f} s; look for `Match exec` lines in your SSH configuration"
+        ) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        said = [line for line in errors.decode(errors="replace").splitlines() if not line.startswith("Pseudo-terminal")]
+        raise HostError(f"{address}: `ssh -G` refuses: {said[0] if said else f'exit code {process.returncode}'}")
+    options: dict[str, list[str]] = {}
+    for line in output.decode(errors="replace").splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value.strip())
+    return options
+
+
+def _route(name: str, options: dict[str, list[str]]) -> Route:
+    def last(key: str, default: str = "") -> str:
+        return options.get(key, [default])[-1]
+
+    def expand(path: str) -> str:
+        return _expand(fill(path, {"h": host, "r": last("user"), "p": last("port"), "n": name}))
+
+    host = last("hostname")
+    if not _SAFE_HOST.fullmatch(host):
+        raise HostError(f"{name}: its HostName {host!r} is no host name; correct it in your SSH configuration")
+    timeout = last("connecttimeout", "none")
+    proxy_command = last("proxycommand", "none")
+    return Route(
+        name=name,
+        host=host,
+        port=int(last("port", "22")),
+        user=last("user"),
+        identity_files=tuple(expand(f) for f in options.get("identityfile", []) if f != "none"),
+        certificate_files=tuple(expand(f) for f in options.get("certificatefile", []) if f != "none"),
+        identity_agent=_agent(expand(last("identityagent", "SSH_AUTH_SOCK"))),
+        identities_only=last("identitiesonly") == "yes",
+        proxy_command=None if proxy_command == "none" else proxy_command,
+        host_key_alias=last("hostkeyalias") or None,
+        user_known_hosts=_files(last("userknownhostsfile")),
+        global_known_hosts=_files(last("globalknownhostsfile")),
+        connect_timeout_s=float(timeout) if timeout.isdigit() else 15.0,
+    )
+
+
+def _agent(given: str) -> str | None:
+    """The agent's socket: of the environment, of a variable it names, or a path."""
+    if given.lower() == "none":
+        return None
+    if given == "SSH_AUTH_SOCK":
+        return os.environ.get("SSH_AUTH_SOCK") or None
+    if given.startswith("$"):
+        return os.environ.get(given[1:].strip("{}")) or None
+    return _expand(given)
+
+
+def _files(text: str) -> tuple[str, ...]:
+    """Paths of a list that ssh prints without quotes: one name with a space in it, or several names."""
+    if " " in text and os.path.exists(_expand(text)):
+        return (_expand(text),)
+    return tuple(_expand(part) for part in text.split() if part.lower() != "none")
+
+
+def _expand(path: str) -> str:
+    return os.path.expanduser(path.strip('"'))
+
+
+def fill(text: str, values: dict[str, str]) -> str:
+    """`text` with ssh's tokens (``%h``) filled in; the man page's section TOKENS names them."""
+    known = {"%": "%", "d": os.path.expanduser("~"), "u": getpass.getuser(), "i": str(os.getuid()), **values}
+    return re.sub(r"%(.)", lambda token: known.get(token[1], token[0]), text)

@@ -1,0 +1,98 @@
+"""What a training script imports: ``from clusterd import train``, then one call of `train.run`.
+
+The script gives what every torch script has: a model factory, a loss, a data set, an optimizer factory, the global
+batch. How the work is spread over processes (the *plan*) comes from outside: from clusterd's agent, from
+``torchrun`` with ``CLUSTERD_PLAN="dp=2,tp=2"``, or not at all, and then one process does everything.
+
+What holds under every plan, and across changes of plan:
+
+- **Loss and gradient** are those of the mean over the global batch, whatever the replicas' shares; losses equal those
+  of one process to float tolerance. `loss` must be a mean over the samples it is given.
+- **Samples** come in an order made of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of it, cut
+  into contiguous shares; a partial last batch is dropped. No plan changes that.
+- **Initial weights** are those that the factory makes under the seed, on every rank alike; it must draw from torch's,
+  NumPy's or Python's global generator, and be callable on torch's meta device.
+- **Random numbers in a step** (dropout) depend on (seed, step, replica): repeatable under one plan, statistically equal
+  under another. Augmentation in data-loader workers is not repeatable across plans.
+- **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
+- **Buffers** (running statistics) count as replica 0 has them.
+- **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
+
+Importing this package imports neither torch nor CUDA; `clusterd.train.preload` is what a fork server imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clusterd.train.entry import Outcome
+
+__all__ = ["run"]
+
+
+def run(
+    *,
+    model: Callable[[], Any],
+    loss: Callable[[Any, Any], Any],
+    data: Any,
+    optimizer: Callable[[Any], Any],
+    global_batch: int,
+    steps: int,
+    seed: int = 0,
+    layers: Sequence[str] = (),
+    tp_plan: Mapping[str, str] | None = None,
+    scheduler: Callable[[Any], Any] | None = None,
+    clip_norm: float | None = None,
+    num_workers: int = 0,
+) -> Outcome:
+    """Trains to the last step, or until it is stopped, under the plan that the surroundings name.
+
+    Args:
+        model: makes the module; called under the seed, more than once (also on the meta device).
+        loss: (model output, target) to the mean loss over the samples given.
+        data: map-style data set of (input, target).
+        optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
+            this rank's parts of the model's, with as many dimensions.
+        global_batch: samples per step over all replicas; the plan does not change it.
+        layers: for pipeline parallelism, the submodules that the model applies one after another; a ModuleList
+            counts as its items. Without it, no pipeline.
+        tp_plan: for tensor parallelism, style by module name (``{"blocks.*.attn.qkv": "colwise"}``; Hugging Face's
+            words). Modules must cope with a part of their features: infer head counts with -1, do not store them.
+        scheduler: optimizer to learning-rate scheduler, stepped once per step.
+        clip_norm: limit of the gradients' global 2-norm.
+        num_workers: data-loader processes per rank; with 0 samples are read between steps.
+    Returns:
+        The last step done, its loss, and who stopped the run, if anyone. Under clusterd a stopped run does not
+        return: the process ends with exit code 0.
+    Raises:
+        SystemExit: after one line on standard error; 95 out of device memory, 96 the plan cannot run here,
+            97 torch cannot be imported, 98 the rendezvous port is taken.
+    """
+    try:
+        from clusterd.train import entry
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "torch":
+            raise
+        import sys
+
+        from clusterd.train import exits
+
+        exits.leave(exits.NoTorch(f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"))
+    return entry.run(
+        entry.Job(
+            model=model,
+            loss=loss,
+            data=data,
+            optimizer=optimizer,
+            global_batch=global_batch,
+            steps=steps,
+            seed=seed,
+            layers=tuple(layers),
+            tp_plan=tp_plan,
+            scheduler=scheduler,
+            clip_norm=clip_norm,
+            num_workers=num_workers,
+        )
+    )

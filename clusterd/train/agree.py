@@ -1,0 +1,56 @@
+"""What all ranks must agree on after each step: the global loss, and what anyone was asked to do.
+
+One reduction of a few numbers carries both. It is started after step k and read after step k + 1, so no rank, and no
+GPU, ever waits for it; a request therefore takes effect at most two steps after it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train.control import SIGNALS
+
+
+class Agreement:
+    """The reduction after one step, under way."""
+
+    def __init__(self, loss: torch.Tensor, flags: list[float]) -> None:
+        device = loss.device
+        self._vector = torch.stack([loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in flags)])
+        self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
+        self._event: Any = None
+        if device.type == "cuda":
+            # Read through a side stream: the next step's kernels, queued on the main one, are not waited for.
+            side = _side_stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                if self._work is not None:
+                    self._work.wait()
+                self._host = torch.empty(self._vector.shape, dtype=torch.float64, pin_memory=True)
+                self._host.copy_(self._vector, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record(side)
+                self._vector.record_stream(side)
+
+    def settle(self) -> tuple[float, set[str]]:
+        """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
+        if self._event is not None:
+            self._event.synchronize()
+            values = self._host.tolist()
+        else:
+            if self._work is not None:
+                self._work.wait()
+            values = self._vector.tolist()
+        return values[0], {name for name, count in zip(SIGNALS, values[1:], strict=True) if count > 0}
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]

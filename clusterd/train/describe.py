@@ -1,0 +1,301 @@
+"""The shape of a job's model (`plans.model_shape`), found out on the meta device: no memory, no values, no ranks.
+
+Activations are counted by what autograd saves in a forward pass of one sample; what tensor parallelism does to them,
+and which numbers of shards work at all, by a forward pass with shards of the tensors in place of the whole ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+from torch.utils.flop_counter import FlopCounterMode
+
+from clusterd.train import build
+from clusterd.train.data import moved
+from clusterd.train.exits import PlanRefused, first_line
+from clusterd.train.job import Job
+from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
+from plans.model_shape import LayerShape, ModelShape, ParameterShape
+
+TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
+_OUTSIDE, _LOSS = -1, -2  # where in a forward pass, beside the index of a layer
+
+
+def describe(job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True) -> ModelShape:
+    """The model's shape.
+
+    Args:
+        tp_degrees: numbers of shards to try.
+        trace: whether to count activations and operations too.
+    Raises:
+        PlanRefused: `layers` or `tp_plan` name what the model does not have.
+    """
+    model = _on_meta(job)
+    paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
+    blocks = set(build.block_paths(model))
+    styles = matches(job.tp_plan, [n for n, _ in model.named_modules()]) if job.tp_plan else {}
+    tp_dims = _tp_dims(model, styles)
+    ratio, elementwise, optimizer = optimizer_traits(job)
+    parameters = tuple(
+        ParameterShape(
+            name=name,
+            shape=tuple(p.shape),
+            dtype_bytes=p.element_size(),
+            layer=next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1),
+            trainable=p.requires_grad,
+            tp_dim=tp_dims.get(name, -1),
+        )
+        for name, p in build.named_parameters(model)
+    )
+    tied = _tied(model)
+    works, refused = _tp_degrees(job, styles, parameters, tied, tp_degrees)
+    layers, loss_bytes = [LayerShape(path, path in blocks) for path in paths], 0
+    if trace and (whole := _traced(job, model, paths, {}, 1)) is not None:
+        halves = _traced(job, _on_meta(job), paths, styles, works[0]) if works else None
+        layers, loss_bytes = _layers(paths, blocks, whole, halves, works[0] if works else 1)
+    return ModelShape(
+        parameters=parameters,
+        layers=tuple(layers),
+        global_batch=job.global_batch,
+        samples=len(job.data),
+        pipeline=bool(job.layers),
+        tp_plan=bool(job.tp_plan),
+        tp_degrees=tuple(works),
+        tp_refused=tuple(refused),
+        tied=tied,
+        loss_bytes=loss_bytes,
+        optimizer=optimizer,
+        optimizer_state_ratio=ratio,
+        optimizer_elementwise=elementwise,
+    )
+
+
+def optimizer_traits(job: Job) -> tuple[float, bool, str]:
+    """Bytes of state per byte of parameter, whether every element is treated alike, and the optimizer's name.
+
+    Found by trying: two updates of a small matrix against the same updates of its halves.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        value, gradients = torch.randn(8, 6), torch.randn(2, 8, 6)
+    try:
+        whole, state = _updated(job, value, gradients)
+        parts = torch.cat([_updated(job, value[rows], gradients[:, rows])[0] for rows in (slice(4), slice(4, 8))])
+        columns = [_updated(job, value[:, c], gradients[:, :, c])[0] for c in (slice(3), slice(3, 6))]
+        alike = torch.allclose(whole, parts) and torch.allclose(whole, torch.cat(columns, dim=1))
+    except Exception:  # whatever an optimizer does not like about being tried, it is not to be cut
+        return 2.0, False, "the optimizer"
+    slots = [v for s in state.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return sum(v.nbytes for v in slots) / value.nbytes, alike, type(state).__name__
+
+
+def _updated(job: Job, value: torch.Tensor, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer]:
+    parameter = nn.Parameter(value.clone())
+    optimizer = job.optimizer([parameter])
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return parameter.detach(), optimizer
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return build.build(job.model, job.seed, meta=True)
+        except PlanRefused:
+            raise
+        except Exception:  # some factories compute with what they initialise; then it costs memory for a moment
+            return build.build(job.model, job.seed).to("meta")
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(n) for n in names.values() if len(n) > 1)
+
+
+def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
+    """The cut dimension of every cut parameter: torch's own rules for Linear and Embedding."""
+    dims: dict[str, int] = {}
+    for name, word in styles.items():
+        module = model.get_submodule(name)
+        if word == "replicate":
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise PlanRefused(f"tp_plan cuts {name!r}, a {type(module).__name__}; torch cuts Linear and Embedding")
+        rowwise = word in ROWWISE
+        dims[f"{name}.weight"] = int(rowwise) if isinstance(module, nn.Linear) else int(not rowwise)
+        if getattr(module, "bias", None) is not None and not rowwise:
+            dims[f"{name}.bias"] = 0
+    return dims
+
+
+def _tp_degrees(
+    job: Job,
+    styles: dict[str, str],
+    parameters: tuple[ParameterShape, ...],
+    tied: tuple[tuple[str, ...], ...],
+    degrees: Sequence[int],
+) -> tuple[list[int], list[tuple[int, str]]]:
+    works: list[int] = []
+    refused: list[tuple[int, str]] = []
+    cut = [p for p in parameters if p.tp_dim >= 0]
+    for degree in degrees if cut else ():
+        why = ""
+        if both := [n for names in tied for n in names if any(p.name in names for p in cut)]:
+            why = f"{' and '.join(both)} are one parameter, and torch would cut it for one of them only"
+        elif uneven := [p for p in cut if p.shape[p.tp_dim] % degree]:
+            why = f"{uneven[0].name} has {uneven[0].shape[uneven[0].tp_dim]} along dimension {uneven[0].tp_dim}"
+        else:
+            why = _why_not(job, styles, degree)
+        if why:
+            refused.append((degree, why))
+        else:
+            works.append(degree)
+    return works, refused
+
+
+def _why_not(job: Job, styles: dict[str, str], degree: int) -> str:
+    """Why the model cannot compute with shards; empty if it can, or if the meta device cannot tell."""
+    if (inputs := _one_sample(job)) is None or not _runs(_on_meta(job), inputs[0]):
+        return ""
+    model = _on_meta(job)
+    _cut(model, styles, degree)
+    try:
+        model(inputs[0])
+    except Exception as error:
+        return f"its forward pass does not work with {degree} shards ({first_line(error)})"
+    return ""
+
+
+def _runs(model: nn.Module, inputs: Any) -> bool:
+    try:
+        model(inputs)
+    except Exception:  # data-dependent code, which has no answer without values
+        return False
+    return True
+
+
+def _one_sample(job: Job) -> tuple[Any, Any] | None:
+    inputs, target = moved(default_collate([job.data[0]]), torch.device("meta"))
+    return inputs, target
+
+
+def _cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:
+    """Puts shards of one rank in place of the whole tensors, and what torch does around them as shapes only."""
+    for name, dim in _tp_dims(model, styles).items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = getattr(module, attribute)
+        shape = list(parameter.shape)
+        shape[dim] //= degree
+        setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
+    for path, word in styles.items():
+        module = model.get_submodule(path)
+        if word in GATHERING:
+            module.register_forward_hook(lambda _m, _i, out: torch.cat([out] * degree, dim=-1))
+        if word in SPLITTING and isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _m, args: (args[0].chunk(degree, dim=-1)[0], *args[1:]))
+
+
+class _Trace:
+    """Counts, by place in the model, over one forward pass of one sample."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.saved_bytes: dict[int, int] = {}
+        self.output_bytes: dict[int, int] = {}
+        self.reduced_bytes: dict[int, int] = {}
+        self.flops: dict[int, int] = {}
+        self.place = _OUTSIDE
+        self.counter = FlopCounterMode(display=False)
+        self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._entered_at = 0
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.saved_bytes[self.place] = self.saved_bytes.get(self.place, 0) + storage.nbytes()
+        return tensor
+
+    def enter(self, place: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self.place, self._entered_at = place, self.counter.get_total_flops()
+
+        return hook
+
+    def leave(self, place: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            self.flops[place] = self.flops.get(place, 0) + self.counter.get_total_flops() - self._entered_at
+            self.output_bytes[place] = _tensor_bytes(outputs)
+            self.place = _OUTSIDE
+
+        return hook
+
+    def reduced(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        self.reduced_bytes[self.place] = self.reduced_bytes.get(self.place, 0) + _tensor_bytes(outputs)
+
+
+def _traced(job: Job, model: nn.Module, paths: list[str], styles: dict[str, str], degree: int) -> _Trace | None:
+    """The counts of a forward pass; None where the meta device cannot run the model."""
+    if (sample := _one_sample(job)) is None:
+        return None
+    _cut(model, styles, degree)
+    trace = _Trace(model)
+    for index, path in enumerate(paths):
+        layer = model.get_submodule(path)
+        layer.register_forward_pre_hook(trace.enter(index))
+        layer.register_forward_hook(trace.leave(index))
+    for path, word in styles.items():
+        if word in GATHERING or word in ROWWISE:
+            model.get_submodule(path).register_forward_hook(trace.reduced)
+    try:
+        with trace.counter, torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor):
+            outputs = model(sample[0])
+            trace.place = _LOSS
+            # The graph holds what was saved until here; freed storage would be counted under another's address.
+            kept = job.loss(outputs, sample[1])
+        del kept
+    except Exception:  # data-dependent code has no answer without values; the description does without counts
+        return None
+    return trace
+
+
+def _layers(
+    paths: list[str], blocks: set[str], whole: _Trace, part: _Trace | None, degree: int
+) -> tuple[list[LayerShape], int]:
+    """Layers with counts; what lies outside all of them is one more, without a name."""
+    layers = []
+    for place in [*range(len(paths)), _OUTSIDE]:
+        saved = whole.saved_bytes.get(place, 0)
+        if place == _OUTSIDE and not saved:
+            continue
+        cut = 0
+        if part is not None:
+            # saved = whole + cut, and with shards: whole + cut / degree.
+            cut = max(0, (saved - part.saved_bytes.get(place, 0)) * degree // (degree - 1))
+        layers.append(
+            LayerShape(
+                name="" if place == _OUTSIDE else paths[place],
+                block=place != _OUTSIDE and paths[place] in blocks,
+                activation_bytes=max(0, saved - cut),
+                activation_tp_bytes=min(cut, saved),
+                output_bytes=whole.output_bytes.get(place, 0),
+                tp_reduced_bytes=part.reduced_bytes.get(place, 0) if part is not None else 0,
+                flops=whole.flops.get(place, 0),
+            )
+        )
+    return layers, whole.saved_bytes.get(_LOSS, 0)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0

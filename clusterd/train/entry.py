@@ -1,0 +1,185 @@
+"""The training loop of one rank, from the rank file to the last step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterd.train import build, data, describe, exits
+from clusterd.train import context as contexts
+from clusterd.train.agree import Agreement
+from clusterd.train.context import Context
+from clusterd.train.control import Control, sigterm_asks_to_stop
+from clusterd.train.exits import PlanRefused
+from clusterd.train.groups import device_of, process_groups, same_everywhere
+from clusterd.train.job import Job, Outcome
+from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.parallel import Parallel
+from clusterd.train.step import Stepper
+from clusterd.train.steps_log import StepsLog
+from plans import legality
+from plans.plan import Plan
+
+
+StepSeen = Callable[[int, float, float], None]
+"""Called on every rank with a finished step: its number, the global loss, its seconds."""
+
+
+class Training:
+    """A job under a plan on this rank, between steps: what a migration takes apart and puts together.
+
+    Attributes:
+        parallel: the module and how it is spread; its parameters bear global names.
+        optimizer: the optimizer over this rank's shards.
+        step: number of the last step done; with the seed, all there is of the data position and the RNG.
+    """
+
+    def __init__(self, job: Job, context: Context, device: torch.device, mesh: Any) -> None:
+        plan = context.plan
+        self.job, self.context, self.device = job, context, device
+        self.step = 0
+        model = build.build(job.model, job.seed)
+        if not same_everywhere(build.fingerprint(model), device):
+            raise PlanRefused("model() made different weights on different ranks; it must draw them from torch's generator only")
+        if plan.pp > 1:
+            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
+        self.parallel = Parallel(model, plan, device, mesh=mesh, tp_plan=job.tp_plan)
+        self.optimizer = RankOptimizer(self.parallel, job.optimizer)
+        self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
+        self.stepper = Stepper(
+            self.parallel,
+            self.optimizer,
+            self.scheduler,
+            job.loss,
+            coordinates=context.coordinates,
+            global_batch=job.global_batch,
+            clip_norm=job.clip_norm,
+        )
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """This replica's share of each step that is left."""
+        if not self.stepper.wants_inputs:
+            return itertools.repeat((None, None), self.job.steps - self.step)
+        return data.batches(
+            self.job.data,
+            self.context.plan,
+            self.context.coordinates.replica,
+            self.device,
+            global_batch=self.job.global_batch,
+            seed=self.job.seed,
+            first_step=self.step,
+            steps=self.job.steps,
+            num_workers=self.job.num_workers,
+        )
+
+
+AtEnd = Callable[[Training], None]
+"""Called on every rank after its last step, while the ranks still hold together."""
+
+
+def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
+    """Trains `job` as the surroundings say, to its last step or until it is stopped.
+
+    Under clusterd a stop ends the process (exit code 0); elsewhere it returns.
+
+    Raises:
+        SystemExit: 95 to 98 where this rank cannot train (see `clusterd.train.exits`), 0 after a stop.
+    """
+    control = None
+    try:
+        context = contexts.read()
+        control = Control(context)
+        control.start()
+        with sigterm_asks_to_stop(control):
+            outcome = train(job, context, control, _log(job, context), at_end)
+    except Exception as error:
+        refusal = exits.of(error, where=str(context) if control is not None else "starting")
+        if refusal is None:
+            raise
+        if control is not None:
+            control.tell({"event": "failed", "reason": refusal.reason, "message": str(refusal)})
+        exits.leave(refusal)
+    finally:
+        if control is not None:
+            control.close()
+    if outcome.stopped and context.launcher == "clusterd":
+        raise SystemExit(0)
+    return outcome
+
+
+def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: AtEnd | None = None) -> Outcome:
+    """The loop of one rank, from process groups made to process groups destroyed."""
+    refuse_illegal(job, context)
+    device = device_of(context)
+    with process_groups(context, device) as mesh:
+        training = Training(job, context, device, mesh)
+        if context.rank == 0 and context.directory is not None:
+            write_description(job, context.directory)
+        control.tell({"event": "ready"})
+        outcome = _steps(training, control, seen)
+        if at_end is not None:
+            at_end(training)
+        return outcome
+
+
+def refuse_illegal(job: Job, context: Context) -> None:
+    """Every rank checks the plan for itself, before it meets the others: none is left waiting for one that refused.
+
+    Raises:
+        PlanRefused: with all the reasons.
+    """
+    plan = context.plan
+    shape = None
+    if plan != Plan():
+        shape = describe.describe(job, tp_degrees=[plan.tp] if plan.tp > 1 else [], trace=False)
+    if reasons := legality.check(plan, shape, global_batch=job.global_batch):
+        raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+
+
+def write_description(job: Job, directory: Path) -> None:
+    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory."""
+    text = json.dumps(describe.describe(job).to_dict())
+    part = directory / "model.json.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(directory / "model.json")
+
+
+def _steps(training: Training, control: Control, seen: StepSeen) -> Outcome:
+    job, replica = training.job, training.context.coordinates.replica
+    loss, stopped = float("nan"), ""
+    pending: tuple[int, float, Agreement] | None = None
+    began = time.perf_counter()
+    for inputs, targets in training.batches():
+        build.seed_step(job.seed, training.step, replica)
+        contribution = training.stepper.step(inputs, targets)
+        training.step += 1
+        previous, signals = pending, set[str]()
+        agreement = Agreement(contribution, control.flags())
+        if previous is not None:
+            loss, signals = previous[2].settle()
+            seen(previous[0], loss, previous[1])
+        now = time.perf_counter()
+        pending = (training.step, now - began, agreement)
+        began = now
+        if "stop" in signals:
+            stopped = control.why("stop")
+            break
+    if pending is not None:
+        loss, _ = pending[2].settle()
+        seen(pending[0], loss, pending[1])
+    if stopped:
+        print(f"clusterd: stopped after step {training.step} of {job.steps}: {stopped}", flush=True)
+    return Outcome(step=training.step, loss=loss, stopped=stopped)
+
+
+def _log(job: Job, context: Context) -> StepSeen:
+    if context.rank != 0:
+        return lambda *_: None
+    log = StepsLog(context.steps_file, first_step=1, steps=job.steps, plan=str(context.plan), samples=job.global_batch)
+    return log.step

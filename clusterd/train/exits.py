@@ -1,0 +1,79 @@
+"""How a rank ends when it cannot train: one log line, one exit code, one reason for the agent."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+DEVICE_OOM = 95
+PLAN = 96
+NO_TORCH = 97
+PORT = 98
+
+REASONS = {DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-torch", PORT: "port"}
+
+
+class TrainError(Exception):
+    """A rank cannot go on for a reason that has an exit code; the message is complete and needs no traceback."""
+
+    exit_code = 1
+
+    @property
+    def reason(self) -> str:
+        """The word that the agent records."""
+        return REASONS.get(self.exit_code, "exit")
+
+
+class PlanRefused(TrainError):
+    """The plan, or what the script asks for, cannot run here."""
+
+    exit_code = PLAN
+
+
+class NoTorch(TrainError):
+    """This environment cannot import torch."""
+
+    exit_code = NO_TORCH
+
+
+class PortTaken(TrainError):
+    """Another process listens on the rendezvous port."""
+
+    exit_code = PORT
+
+
+class DeviceOutOfMemory(TrainError):
+    """The plan does not fit the device's memory."""
+
+    exit_code = DEVICE_OOM
+
+
+def of(error: BaseException, *, where: str) -> TrainError | None:
+    """`error` as one of ours, or None if it is the script's own.
+
+    Args:
+        where: names rank, device and plan in the message.
+    """
+    if isinstance(error, TrainError):
+        return error
+    text = str(error)
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in text:
+        return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return PortTaken(f"the rendezvous port is taken, {where}: {first_line(text)}")
+    return None
+
+
+def leave(error: TrainError) -> None:
+    """Ends the process with the error's code after its one line.
+
+    Raises:
+        SystemExit: always.
+    """
+    print(f"clusterd: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code)
+
+
+def first_line(text: Any) -> str:
+    """Of a message that may go on for pages."""
+    return (str(text).strip().splitlines() or [""])[0]

@@ -1,0 +1,101 @@
+"""Process groups and the mesh of a plan; made and destroyed as one thing."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train import exits
+from clusterd.train.context import Context
+from clusterd.train.exits import PlanRefused
+
+RENDEZVOUS_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+def device_of(context: Context) -> torch.device:
+    """This rank's device; CUDA is initialised here, and not before.
+
+    Raises:
+        PlanRefused: a CUDA device was given and torch sees none.
+    """
+    kind = context.device_kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if context.threads:
+        torch.set_num_threads(context.threads)
+    if kind != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or "none"
+        raise PlanRefused(
+            f"{context} has a CUDA device, but torch {torch.__version__} (CUDA {built}) can use none; "
+            "the job's Python needs a torch built for this driver"
+        )
+    # The agent makes exactly one device visible; torchrun makes all.
+    device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
+    """The mesh (pp, dp, tp) of the context's plan, None for a lone process that needs none.
+
+    All groups are destroyed at the end: they hold threads and sockets.
+
+    Raises:
+        PortTaken: rank 0 cannot listen on the rendezvous port.
+    """
+    plan = context.plan
+    if context.world_size == 1 and plan.zero < 2:
+        yield None
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
+    options["timeout"] = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if device.type == "cuda":
+        options["device_id"] = device
+    try:
+        if context.world_size == 1:
+            options["store"] = dist.HashStore()
+        elif context.launcher == "torchrun":
+            options["init_method"] = "env://"
+        else:
+            options["store"] = _store(context)
+        dist.init_process_group(backend, **options)
+    except Exception as error:
+        raise exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}") or error from error
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        yield init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _store(context: Context) -> Any:
+    store = dist.TCPStore(
+        context.master_addr,
+        context.master_port,
+        context.world_size,
+        is_master=context.rank == 0,
+        timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        wait_for_workers=False,
+    )
+    # A rank of an older generation that is slow to die must not meet ranks of this one.
+    return dist.PrefixStore(f"{context.job}.{context.attempt}.{context.generation}", store)
+
+
+def same_everywhere(value: int, device: torch.device) -> bool:
+    """Whether all ranks hold the same number (below 2**62)."""
+    if not dist.is_initialized():
+        return True
+    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX)
+    return int(pair[0]) == -int(pair[1])
+
+

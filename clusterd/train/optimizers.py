@@ -1,0 +1,100 @@
+"""The optimizer under a plan: over what lies on this rank, sharded (ZeRO-1), or in host memory.
+
+An optimizer is always built over plain local tensors that share memory with the shards on this rank: torch's
+fused and foreach kernels then run at full speed, whatever mixture of shards and whole tensors a plan makes. For
+optimizers that treat every element alike this changes nothing; others are refused under plans that cut tensors
+(`clusterd.train.describe` finds out which are).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from clusterd.train import build
+from clusterd.train.job import OptimizerFactory
+from clusterd.train.parallel import Parallel
+from clusterd.train.replicate import local_gradient, local_tensor
+
+
+class RankOptimizer:
+    """The job's optimizer on this rank.
+
+    Attributes:
+        optimizer: what the factory made (under ZeRO-1: torch's ZeroRedundancyOptimizer around it); a scheduler
+            works on it.
+        local: (global name, parameter, the plain tensor that the optimizer works on), of every trainable parameter.
+    """
+
+    def __init__(self, parallel: Parallel, factory: OptimizerFactory) -> None:
+        self._parallel = parallel
+        self._in_host_memory = parallel.plan.offload == "optimizer"
+        self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
+            (name, parameter, self._plain(parameter))
+            for name, parameter in build.named_parameters(parallel.module)
+            if parameter.requires_grad
+        ]
+        plain = [p for _, _, p in self.local]
+        if parallel.plan.zero == 1:
+            self.optimizer = _sharded(factory, plain, parallel.dp_group)
+        else:
+            self.optimizer = factory(plain)
+
+    def step(self) -> None:
+        """One update of the parameters from their gradients."""
+        for _, parameter, plain in self.local:
+            if plain is parameter:
+                continue
+            if parameter.grad is None:
+                plain.grad = None
+                continue
+            gradient = local_gradient(parameter)
+            if self._in_host_memory:
+                if plain.grad is None:
+                    plain.grad = torch.empty_like(plain)
+                plain.grad.copy_(gradient, non_blocking=True)
+            else:
+                # FSDP2 may move a shard to new memory at its first forward pass.
+                plain.data = local_tensor(parameter.detach())
+                plain.grad = gradient
+        if self._in_host_memory and self._parallel.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.optimizer.step()
+        if self._in_host_memory:
+            with torch.no_grad():
+                for _, parameter, plain in self.local:
+                    local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
+
+    def zero_grad(self) -> None:
+        """Frees all gradients."""
+        for _, parameter, plain in self.local:
+            parameter.grad = None
+            if not self._in_host_memory:
+                plain.grad = None
+
+    def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
+        local = local_tensor(parameter.detach())
+        if self._in_host_memory:
+            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+            return nn.Parameter(host.copy_(local))
+        return parameter if not hasattr(parameter, "placements") else nn.Parameter(local)
+
+
+def _sharded(factory: OptimizerFactory, parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    whole = factory(parameters)
+
+    def over(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the
+        # arguments already, so an optimizer made by the factory and given these groups is the one wanted.
+        mine = factory(parameters)
+        mine.param_groups.clear()
+        for g in groups:
+            mine.add_param_group(g)
+        return mine
+
+    sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(whole.param_groups, optimizer_class=over, process_group=group)
+    return sharded

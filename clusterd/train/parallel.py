@@ -1,0 +1,169 @@
+"""A plan, applied to a module with torch's own facilities.
+
+===================  =====================================================================================
+tensor parallel      `parallelize_module` from the job's tp_plan
+pipeline parallel    `torch.distributed.pipelining`: one stage per rank, schedules GPipe and 1F1B
+checkpointing        `checkpoint_wrapper` on every block
+dp, ZeRO-1           `DistributedDataParallel`; with tensor or pipeline parallelism `GradientSum`
+ZeRO-2, ZeRO-3       `fully_shard` (FSDP2), without and with resharding after the forward pass
+offload=parameters   `CPUOffloadPolicy` of `fully_shard` (ZeRO-3)
+===================  =====================================================================================
+
+The optimizer's part (ZeRO-1, offload=optimizer) is in `clusterd.train.optimizers`. Ranks form a mesh of
+(pp, dp, tp), as `plans.plan` numbers them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from clusterd.train import build
+from clusterd.train.exits import PlanRefused
+from clusterd.train.replicate import GradientSum
+from clusterd.train.tensor_styles import matches, style_of
+from plans.plan import Plan
+
+
+# Buffers count as replica 0 has them. The option's name has changed, and its old one warns.
+_DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False}
+
+
+class Parallel:
+    """A module under a plan, on this rank.
+
+    Attributes:
+        module: the rank's own module; parameters bear global names, sharded ones are DTensors.
+        runner: what is called in its place (the same, or DistributedDataParallel around it).
+        averages: whether gradients come out as the mean over replicas (else as their sum).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        device: torch.device,
+        *,
+        mesh: Any = None,
+        tp_plan: Mapping[str, str] | None = None,
+    ) -> None:
+        self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
+        self.runner: nn.Module = module
+        self.averages = False
+        self._gradient_sum: GradientSum | None = None
+        if plan.tp > 1:
+            self._shard_tensors(tp_plan or {})
+        if plan.checkpointing:
+            self._recompute_blocks()
+        if plan.zero >= 2:
+            self._shard_fully()
+        else:
+            module.to(device)
+            if plan.dp > 1:
+                self._replicate()
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard of the same stage."""
+        return self.mesh["dp"].get_group() if self.mesh is not None and self.plan.dp > 1 else None
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        """The stages of this replica."""
+        return self.mesh["pp"].get_group() if self.mesh is not None and self.plan.pp > 1 else None
+
+    def last_of(self, micro_batch: int) -> AbstractContextManager[Any]:
+        """Around forward and backward of a micro-batch without pipeline: replicas talk with the last one only."""
+        if isinstance(self.runner, nn.parallel.DistributedDataParallel) and micro_batch < self.plan.accumulation - 1:
+            no_sync: AbstractContextManager[Any] = self.runner.no_sync()
+            return no_sync
+        return nullcontext()
+
+    def finish_gradients(self) -> None:
+        """After the last backward pass of a step: gradients are complete when this returns."""
+        if self._gradient_sum is not None:
+            self._gradient_sum.finish()
+
+    def _shard_tensors(self, tp_plan: Mapping[str, str]) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        words = matches_here(tp_plan, self.module)
+        styles = {name: style for name, word in words.items() if (style := style_of(word)) is not None}
+        # Every rank built the same whole tensors under the same seed: each cuts its own, nothing is sent.
+        parallelize_module(self.module, self.mesh["tp"], styles, src_data_rank=None)
+
+    def _recompute_blocks(self) -> None:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        for path in build.block_paths(self.module):
+            parent, _, name = path.rpartition(".")
+            setattr_path(self.module.get_submodule(parent), name, checkpoint_wrapper(self.module.get_submodule(path)))
+
+    def _shard_fully(self) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+        offload = OffloadPolicy()
+        if self.plan.offload == "parameters":
+            # Pinned memory belongs to an accelerator; asking for it without one raises.
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        options: dict[str, Any] = {
+            "mesh": self.mesh["dp"],
+            "reshard_after_forward": self.plan.zero == 3,
+            "offload_policy": offload,
+        }
+        for path in build.block_paths(self.module):
+            block = self.module.get_submodule(path)
+            if not shares_parameters(self.module, block) and any(True for _ in block.parameters()):
+                fully_shard(block, **options)
+        fully_shard(self.module, **options)
+        self.averages = True
+
+    def _replicate(self) -> None:
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        if self.plan.tp > 1 or self.plan.pp > 1:
+            group = self.dp_group
+            assert group is not None
+            self._gradient_sum = GradientSum(parameters, group, micro_batches=self.plan.accumulation)
+            return
+        self.runner = nn.parallel.DistributedDataParallel(
+            self.module,
+            process_group=self.dp_group,
+            init_sync=False,  # all replicas are built under the same seed
+            **_NO_BUFFER_SYNC,
+            gradient_as_bucket_view=True,
+        )
+        self.averages = True
+
+
+def matches_here(tp_plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
+    """Styles of the modules that this rank has; patterns of other stages' modules match nothing here."""
+    names = [name for name, _ in module.named_modules()]
+    here = {}
+    for pattern, word in tp_plan.items():
+        try:
+            here.update({n: w for n, w in matches({pattern: word}, names).items() if n not in here})
+        except PlanRefused:
+            if not isinstance(module, build.Stage):
+                raise
+    return here
+
+
+def shares_parameters(root: nn.Module, block: nn.Module) -> bool:
+    """Whether a parameter of `block` is used outside it too (tied weights): such a block is not sharded on its own."""
+    inside = {id(p) for p in block.parameters()}
+    own = {id(m) for m in block.modules()}
+    return any(
+        id(p) in inside for m in root.modules() if id(m) not in own for p in m.parameters(recurse=False)
+    )
+
+
+def setattr_path(parent: nn.Module, name: str, child: nn.Module) -> None:
+    """Puts `child` in the place of the submodule `name`, in lists and containers too."""
+    parent._modules[name] = child

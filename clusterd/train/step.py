@@ -1,0 +1,109 @@
+"""One training step under a plan: forward, backward, gradients complete, clip, update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from clusterd.train.clip import clip_gradients
+from clusterd.train.data import cut, micro_batch_sizes
+from clusterd.train.job import LossFunction
+from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.parallel import Parallel
+from plans.plan import Coordinates
+
+
+class Stepper:
+    """Steps of one rank.
+
+    Loss and gradient of a step are those of the mean over the global batch, whatever the shares: the mean over a
+    micro-batch of m samples counts m / global_batch.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        optimizer: RankOptimizer,
+        scheduler: Any,
+        loss: LossFunction,
+        *,
+        coordinates: Coordinates,
+        global_batch: int,
+        clip_norm: float | None,
+    ) -> None:
+        plan = parallel.plan
+        self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, loss
+        self._stage = coordinates.stage
+        self._global_batch, self._clip_norm = global_batch, clip_norm
+        self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
+        self._gradient_factor = plan.dp if parallel.averages else 1
+        self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
+        self._schedule = self._pipeline() if plan.pp > 1 else None
+        # Shards of one replica have the same loss; it is counted once.
+        self._counts_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether this stage reads samples at all; those in the middle of a pipeline do not."""
+        return self._stage in (0, self._parallel.plan.pp - 1)
+
+    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+        """One step on this replica's share of a global batch.
+
+        Returns:
+            This rank's contribution to the mean loss over the global batch: a scalar on the device, not yet summed
+            over ranks, and not waited for.
+        """
+        self._optimizer.zero_grad()
+        loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
+        self._parallel.finish_gradients()
+        if self._clip_norm is not None:
+            clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return loss if self._counts_loss else torch.zeros_like(loss)
+
+    def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        total = torch.zeros((), device=self._parallel.device)
+        start = 0
+        for index, size in enumerate(self._sizes):
+            stop = start + size
+            with self._parallel.last_of(index):
+                outputs = self._parallel.runner(cut(inputs, start, stop))
+                loss = self._loss(outputs, cut(targets, start, stop)) * (size / self._global_batch)
+                (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
+            total += loss.detach()
+            start = stop
+        return total
+
+    def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
+        assert self._schedule is not None
+        device = self._parallel.device
+        if self._stage == 0:
+            self._schedule.step(inputs, return_outputs=False)
+        elif self._stage == self._parallel.plan.pp - 1:
+            losses: list[torch.Tensor] = []
+            self._schedule.step(target=targets, losses=losses, return_outputs=False)
+            return torch.stack([loss.detach() for loss in losses]).sum().float() / self._gradient_factor
+        else:
+            self._schedule.step(return_outputs=False)
+        return torch.zeros((), device=device)
+
+    def _pipeline(self) -> Any:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        parallel, plan = self._parallel, self._parallel.plan
+        stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
+        kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+        # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
+        # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
+        factor = self._gradient_factor * self._sizes[0] / self._global_batch
+        return kind(
+            stage,
+            n_microbatches=plan.accumulation,
+            loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
+            scale_grads=False,
+        )

@@ -1,0 +1,75 @@
+"""What a run writes down: one JSON object per step, and now and then a line for a person."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TextIO
+
+PRINT_EVERY_S = 1.0
+
+
+class StepsLog:
+    """Appends steps to the attempt's ``steps.jsonl`` (rank 0 only) and prints progress.
+
+    Step numbers grow by one; where steps were lost and are done again, a ``{"restart_from": n}`` object comes
+    first (n: the last step that counts).
+    """
+
+    def __init__(self, path: Path | None, *, first_step: int, steps: int, plan: str, samples: int) -> None:
+        self._plan, self._steps, self._samples = plan, steps, samples
+        self._printed_at = -PRINT_EVERY_S
+        self._file: TextIO | None = None
+        if path is not None:
+            last = last_step(path)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+            if last >= first_step:
+                self._write({"restart_from": first_step - 1})
+
+    def step(self, step: int, loss: float, time_s: float) -> None:
+        """Records one finished step."""
+        self._write(
+            {
+                "step": step,
+                "loss": loss,
+                "time_s": round(time_s, 6),
+                "samples": self._samples,
+                "at_s": round(time.time(), 3),
+                "plan": self._plan,
+            }
+        )
+        now = time.monotonic()
+        if now - self._printed_at >= PRINT_EVERY_S or step == self._steps:
+            self._printed_at = now
+            rate = self._samples / time_s if time_s else 0.0
+            print(
+                f"step {step}/{self._steps}  loss {loss:.4f}  {time_s * 1e3:.1f} ms/step  {rate:.0f} samples/s",
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
+
+def last_step(path: Path) -> int:
+    """The newest step of a log, 0 without one; a torn last line does not count."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            return int(record.get("step", record.get("restart_from", 0)))
+    return 0

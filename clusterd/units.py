@@ -1,0 +1,73 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZES = {
+    "": 1,
+    "b": 1,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZES |= {f"{unit}ib": 1 << shift for unit, shift in (("k", 10), ("m", 20), ("g", 30), ("t", 40))}
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``16GiB``, ``512 MB``, ``1024``.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
+    if not match or match[2].lower() not in _SIZES:
+        raise ValueError(f"{text!r} is no size; write it as in 16GiB")
+    return int(float(match[1]) * _SIZES[match[2].lower()])
+
+
+def parse_duration_s(text: str | float) -> float:
+    """Seconds of ``90``, ``12h``, ``1h30m``, ``2d``.
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        return float(text)
+    parts = re.findall(r"([0-9.]+)\s*([smhd])", str(text))
+    if not parts or re.sub(r"[0-9.]+\s*[smhd]|\s", "", str(text)):
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
+    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+
+
+def size(count: float) -> str:
+    """``1.5 GiB``: short, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """``1h30m``: the two largest units, for people."""
+    if seconds < 60:
+        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+    minutes, rest_s = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest_s:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}m"
+    return f"{hours // 24}d{hours % 24:02d}h"

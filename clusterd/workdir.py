@@ -1,0 +1,157 @@
+"""A job's working directory as one immutable file: what was there at the submit is what runs, whenever it runs."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import io
+import os
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from clusterd.errors import UsageError
+from clusterd.units import size
+
+IGNORE_FILE = ".clusterdignore"
+_ALWAYS_IGNORED = (
+    ".git",
+    "__pycache__",
+    "*.pyc",
+    ".venv",
+    "venv",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    "*.egg-info",
+)
+
+OUR_PACKAGES = ("clusterd", "plans")
+"""Importable on every rank: a module of the same name in the workdir would hide ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A packed workdir."""
+
+    digest: str  # sha256 of the archive; the same content always gives the same
+    size_bytes: int
+    files: int
+    archive: IO[bytes]
+
+
+def pack(directory: Path, bytes_max: int) -> Snapshot:
+    """Pack what git would track, or what `.clusterdignore` does not exclude.
+
+    Raises:
+        UsageError: not a directory, too large (naming the largest files), or it would hide our own modules.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"workdir {directory} is no directory: set workdir to where the job's code is")
+    for name in OUR_PACKAGES:
+        for found in (directory / name / "__init__.py", directory / f"{name}.py"):
+            if found.exists():
+                raise UsageError(
+                    f"workdir {directory} has a module {name!r} ({found.name}), which would hide clusterd's own on the "
+                    "ranks: rename it, or set workdir to a directory below"
+                )
+    files = sorted(_from_git(directory) or _walk(directory))
+    sizes = {file: _size(directory / file) for file in files}
+    total = sum(sizes.values())
+    if total > bytes_max:
+        largest = ", ".join(f"{f} ({size(sizes[f])})" for f in sorted(files, key=lambda f: -sizes[f])[:3])
+        raise UsageError(
+            f"workdir {directory} has {size(total)} in {len(files)} files, the limit is {size(bytes_max)}; "
+            f"largest: {largest}: exclude them in {IGNORE_FILE}"
+        )
+    spool = tempfile.SpooledTemporaryFile(max_size=32 << 20)  # noqa: SIM115 - handed to the caller
+    with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for file in files:
+            _add(archive, directory, file)
+    count = spool.tell()
+    spool.seek(0)
+    digest = hashlib.sha256()
+    for chunk in iter(lambda: spool.read(1 << 20), b""):
+        digest.update(chunk)
+    spool.seek(0)
+    return Snapshot(digest.hexdigest(), count, len(files), spool)
+
+
+def _add(archive: tarfile.TarFile, directory: Path, file: str) -> None:
+    """One file, with nothing in its header that is not content: times and owners would change the digest."""
+    path = directory / file
+    info = tarfile.TarInfo(file)
+    if path.is_symlink():
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+        archive.addfile(info)
+        return
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"workdir: {path} cannot be read: {error.strerror}") from None
+    info.size = len(data)
+    info.mode = 0o755 if os.access(path, os.X_OK) else 0o644
+    archive.addfile(info, io.BytesIO(data))
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def _from_git(directory: Path) -> list[str] | None:
+    """Tracked and untracked but not ignored files, if the directory is in a git tree with git at hand."""
+    command = [
+        "git",
+        "-C",
+        str(directory),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--deduplicate",
+    ]
+    try:
+        listed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
+    ignored = _patterns(directory)
+    # A file deleted but not yet committed is listed and not there; a submodule is listed as a directory.
+    here = [n for n in names if (directory / n).is_symlink() or (directory / n).is_file()]
+    return [n for n in here if not _is_ignored(n, ignored)]
+
+
+def _walk(directory: Path) -> Iterator[str]:
+    ignored = (*_ALWAYS_IGNORED, *_patterns(directory))
+    for parent, directories, files in os.walk(directory):
+        relative = Path(parent).relative_to(directory)
+        directories[:] = [d for d in directories if not _is_ignored((relative / d).as_posix(), ignored)]
+        for file in files:
+            name = (relative / file).as_posix()
+            path = directory / name
+            if not _is_ignored(name, ignored) and (path.is_file() or path.is_symlink()):
+                yield name
+
+
+def _patterns(directory: Path) -> tuple[str, ...]:
+    file = directory / IGNORE_FILE
+    if not file.exists():
+        return ()
+    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return tuple(line.rstrip("/") for line in lines if line and not line.startswith("#"))
+
+
+def _is_ignored(name: str, patterns: tuple[str, ...]) -> bool:
+    parts = name.split("/")
+    return any(
+        fnmatch.fnmatch(name, pattern.lstrip("/")) or any(fnmatch.fnmatch(part, pattern) for part in parts)
+        for pattern in patterns
+    )

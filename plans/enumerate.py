@@ -1,0 +1,75 @@
+"""All plans that a model can run under on given numbers of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from plans.legality import check
+from plans.model_shape import ModelShape
+from plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
+
+
+def legal_plans(
+    shape: ModelShape | None,
+    devices: int | Iterable[int],
+    *,
+    global_batch: int | None = None,
+    kind: str = "cuda",
+    offloads: Iterable[str] = OFFLOADS,
+    accumulations: Iterable[int] | None = None,
+) -> list[Plan]:
+    """Legal plans on exactly so many devices (or on each of several numbers), in a fixed order, each once.
+
+    Plans that differ in nothing that happens are listed once: schedules only under pipeline parallelism, accumulation
+    only where it cuts shares evenly. Shares are equal; unequal ones come with a placement on mixed devices.
+
+    Args:
+        shape: of the model; without it only plans that need to know nothing of it (no tp, no pp).
+        global_batch: default: the shape's.
+        offloads: what may be tried; host memory is a resource too.
+        accumulations: numbers of micro-batches to consider; default: all that divide the share.
+    Raises:
+        PlanError: neither shape nor global batch is given.
+    """
+    batch = shape.global_batch if global_batch is None and shape is not None else global_batch
+    if batch is None:
+        raise PlanError("a global batch is needed to list plans")
+    counts = [devices] if isinstance(devices, int) else sorted(set(devices))
+    wanted = None if accumulations is None else set(accumulations)
+    return [
+        plan
+        for count in counts
+        for plan in _candidates(count, batch, tuple(offloads), wanted, cut=shape is not None)
+        if not check(plan, shape, global_batch=batch, kinds=[kind])
+    ]
+
+
+def _candidates(count: int, batch: int, offloads: tuple[str, ...], wanted: set[int] | None, *, cut: bool) -> Iterator[Plan]:
+    for pp in _divisors(count) if cut else [1]:
+        for tp in _divisors(count // pp) if cut else [1]:
+            dp = count // pp // tp
+            if batch % dp:
+                continue
+            for zero in range(4):
+                for offload in OFFLOADS:
+                    if offload not in offloads:
+                        continue
+                    for accumulation in _divisors(batch // dp):
+                        if wanted is not None and accumulation not in wanted:
+                            continue
+                        for checkpointing in (False, True):
+                            for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+                                yield Plan(
+                                    dp=dp,
+                                    tp=tp,
+                                    pp=pp,
+                                    zero=zero,
+                                    offload=offload,
+                                    accumulation=accumulation,
+                                    checkpointing=checkpointing,
+                                    schedule=schedule,
+                                )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

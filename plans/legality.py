@@ -1,0 +1,128 @@
+"""Which plans can be: rules of arithmetic, of the model, and of what torch can do. Each refusal is a sentence.
+
+What torch cannot do at all has no field in `Plan` (context parallelism, for one: its CPU attention kernels have no
+sharding strategy). What it can do only on some way round is done that way in `clusterd.train.parallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from plans.model_shape import ModelShape
+from plans.plan import Plan, PlanError
+from plans.stages import split_layers
+
+
+def check(
+    plan: Plan, shape: ModelShape | None = None, *, global_batch: int | None = None, kinds: Iterable[str] = ()
+) -> list[str]:
+    """Why `plan` cannot run; empty if it can.
+
+    Args:
+        shape: of the model, where it is known; without it only what does not depend on the model is checked, and the
+            ranks check the rest.
+        global_batch: samples per step; default: the shape's, and unchecked without one.
+        kinds: of the devices it would run on ("cuda", "cpu").
+    """
+    batch = shape.global_batch if global_batch is None and shape is not None else global_batch
+    reasons = [*_batch(plan, batch), *_sharding(plan), *_devices(kinds)]
+    if shape is not None:
+        reasons += [*_samples(batch, shape), *_pipeline(plan, shape), *_tensors(plan, shape), *_optimizer(plan, shape)]
+    return reasons
+
+
+def _batch(plan: Plan, batch: int | None) -> Iterator[str]:
+    if plan.pp > 1 and plan.schedule == "1f1b" and plan.accumulation < plan.pp:
+        yield (
+            f"the 1f1b schedule over pp={plan.pp} needs at least {plan.pp} micro-batches, "
+            f"accumulation is {plan.accumulation}"
+        )
+    if batch is None:
+        return
+    try:
+        shares = plan.batch_shares(batch)
+    except PlanError as error:
+        yield str(error)
+        return
+    for share in sorted(set(shares)):
+        if share < plan.accumulation:
+            yield f"a share of {share} samples cannot be cut into accumulation={plan.accumulation} micro-batches"
+        elif plan.pp > 1 and share % plan.accumulation:
+            yield (
+                f"under pp={plan.pp} micro-batches must be of one size: a share of {share} samples cannot be cut "
+                f"into {plan.accumulation} equal ones"
+            )
+
+
+def _sharding(plan: Plan) -> Iterator[str]:
+    lone_offload = plan.zero == 3 and plan.offload == "parameters"
+    if plan.zero and plan.dp == 1 and not lone_offload:
+        yield f"zero={plan.zero} shards over replicas: it needs dp of at least 2"
+    if plan.offload == "parameters" and plan.zero != 3:
+        yield f"offload=parameters is carried by FSDP2: it needs zero=3, not zero={plan.zero}"
+    if plan.offload == "optimizer" and plan.zero == 1:
+        yield (
+            "offload=optimizer is not carried with zero=1, whose update sends whole parameters between replicas; "
+            "zero=2 keeps the same share of optimizer state in host memory"
+        )
+
+
+def _devices(kinds: Iterable[str]) -> Iterator[str]:
+    if len(different := sorted(set(kinds))) > 1:
+        yield f"ranks of one job need devices of one kind, not {' and '.join(different)}: torch's collectives do not mix them"
+
+
+def _samples(batch: int | None, shape: ModelShape) -> Iterator[str]:
+    if batch is not None and shape.samples < batch:
+        yield f"the data set has {shape.samples} samples, fewer than the global batch of {batch}"
+
+
+def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    if plan.pp == 1:
+        return
+    if not shape.pipeline:
+        yield f"pp={plan.pp} needs to know the model's layers in order: give `layers` to clusterd.train.run"
+        return
+    if outside := [p.name for p in shape.parameters if p.layer < 0]:
+        yield f"pp={plan.pp} needs every parameter in one of the layers; {outside[0]} is in none"
+        return
+    weights = shape.layer_weights()
+    try:
+        stages = split_layers(weights, plan.pp)
+    except ValueError:
+        yield f"pp={plan.pp} needs {plan.pp} layers with parameters; the model has {sum(w > 0 for w in weights)}"
+        return
+    trainable = {p.layer for p in shape.parameters if p.trainable}
+    for index, stage in enumerate(stages):
+        if trainable.isdisjoint(stage):
+            yield f"stage {index} of pp={plan.pp} would have nothing to train"
+    for names in shape.tied:
+        homes = {next(i for i, s in enumerate(stages) if _layer_of(name, shape) in s) for name in names}
+        if len(homes) > 1:
+            yield f"pp={plan.pp} would put {' and '.join(names)}, which are one parameter, on different stages"
+
+
+def _tensors(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    if plan.tp == 1 or plan.tp in shape.tp_degrees:
+        return
+    if not shape.tp_plan:
+        yield f"tp={plan.tp} needs to know how to cut the model's tensors: give `tp_plan` to clusterd.train.run"
+        return
+    why = dict(shape.tp_refused).get(plan.tp, "the model was not tried with that many shards")
+    works = ", ".join(map(str, shape.tp_degrees)) or "none"
+    yield f"tp={plan.tp} does not divide this model: {why} (what works: {works})"
+
+
+def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    if not shape.optimizer_elementwise and (plan.tp > 1 or plan.zero >= 2):
+        yield (
+            f"{plan} cuts tensors, but {shape.optimizer} does not treat every element alike: its update of a part is "
+            "not the part of its update; dp, zero=1 and pp leave tensors whole"
+        )
+
+
+def _layer_of(name: str, shape: ModelShape) -> int:
+    """Index of the layer in which a name lies, of a tied parameter's second name too."""
+    return max(
+        (i for i, layer in enumerate(shape.layers) if name == layer.name or name.startswith(layer.name + ".")), default=-1
+    )

@@ -1,0 +1,155 @@
+"""Memory of a rank under a plan: an estimate good enough to leave out what cannot fit.
+
+With P the bytes of parameters that one shard of the stage has (whole ones, and 1/tp of cut ones), T those of the
+trainable among them, B the largest block's, m the samples of the largest micro-batch:
+
+=================  ==================================================================================
+parameters         P; ZeRO-2 and 3: P/dp; offload=parameters: 0
+gathered           whole parameters that sharding makes for a while. ZeRO-2: P (from forward to backward pass);
+                   ZeRO-3: 2B (the block in use, and the next one on its way)
+gradients          T; ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where they are reduced once at the end;
+                   and T again for buckets under dp with tp or pp (`clusterd.train.replicate`)
+optimizer          ratio * T; ZeRO-1, 2, 3: ratio * T/dp; none on the device when offloaded
+activations        per micro-batch in flight m * (whole + cut/tp), or with checkpointing m * the blocks' inputs; once
+                   more the largest block's, when recomputing; the loss function's on the last stage.
+                   In flight: all under gpipe, min(accumulation, pp - stage) under 1f1b, 1 without pipeline
+buffers            what the pipeline receives: m * boundary bytes, forward and backward, for every micro-batch
+overhead           of the process: CUDA context and NCCL, or the interpreter with torch
+host               offloaded: parameters, gradients and optimizer state. Pinned on CUDA
+=================  ==================================================================================
+
+ZeRO-1 moves whole parameters: a rank has at least the largest one's optimizer state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plans.model_shape import ModelShape, ParameterShape
+from plans.plan import Plan
+from plans.stages import split_layers
+
+OVERHEAD_BYTES = {"cuda": 900 << 20, "cpu": 300 << 20}
+"""Of a rank that holds nothing yet: measured 220 MB resident after importing torch on CPU; CUDA by rule of thumb."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one rank, by what they are for."""
+
+    parameters_bytes: int
+    gathered_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    buffers_bytes: int
+    overhead_bytes: int
+    host_bytes: int  # offloaded, in host memory
+    build_bytes: int  # in host memory while the model is built, before the plan cuts it
+
+    @property
+    def device_bytes(self) -> int:
+        """What must fit the device."""
+        return (
+            self.parameters_bytes
+            + self.gathered_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.buffers_bytes
+            + self.overhead_bytes
+        )
+
+
+def estimate(
+    plan: Plan, shape: ModelShape, *, global_batch: int | None = None, kind: str = "cuda", stage: int | None = None
+) -> MemoryEstimate:
+    """Memory of a rank of `stage`, or of the stage that needs most on its device.
+
+    Raises:
+        PlanError, ValueError: the plan is not legal for the model (`plans.legality.check`).
+    """
+    batch = shape.global_batch if global_batch is None else global_batch
+    stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else [range(-1, len(shape.layers))]
+    chosen = range(plan.pp) if stage is None else [stage]
+    return max(
+        (_of_stage(plan, shape, batch, kind, index, stages[index]) for index in chosen), key=lambda e: e.device_bytes
+    )
+
+
+def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, layers: range) -> MemoryEstimate:
+    mine = [p for p in shape.parameters if p.layer in layers]
+    whole = _bytes(mine, plan)
+    trainable = _bytes([p for p in mine if p.trainable], plan)
+    block = max((_bytes([p for p in mine if p.layer == index], plan) for index in layers), default=0)
+    shard = -(-trainable // plan.dp) if plan.zero >= 2 else trainable
+
+    parameters = whole
+    gathered = 0
+    gradients = trainable
+    if plan.zero >= 2:
+        parameters = -(-whole // plan.dp)
+        gathered = min(2 * block, whole) if plan.zero == 3 else whole
+        gradients = shard + (trainable if plan.pp > 1 else min(2 * block, trainable))
+    elif plan.dp > 1 and plan.tp * plan.pp > 1:
+        gradients += trainable
+
+    state = int(shape.optimizer_state_ratio * shard)
+    if plan.zero == 1:
+        largest = max((p.local_bytes(plan.tp) for p in mine if p.trainable), default=0)
+        state = int(shape.optimizer_state_ratio * max(-(-trainable // plan.dp), largest))
+
+    host = 0
+    if plan.offload != "none":
+        host, state = state + 2 * shard, 0
+    if plan.offload == "parameters":
+        parameters = 0
+        gradients -= shard
+
+    share = max(plan.batch_shares(batch))
+    samples = -(-share // plan.accumulation)
+    flight = 1
+    if plan.pp > 1:
+        flight = plan.accumulation if plan.schedule == "gpipe" else min(plan.accumulation, plan.pp - stage)
+    return MemoryEstimate(
+        parameters_bytes=parameters,
+        gathered_bytes=gathered,
+        gradients_bytes=gradients,
+        optimizer_bytes=state,
+        activations_bytes=samples * _activations(plan, shape, stage, layers, flight),
+        buffers_bytes=samples * _boundaries(plan, shape, stage, layers),
+        overhead_bytes=OVERHEAD_BYTES[kind],
+        host_bytes=host,
+        build_bytes=shape.parameter_bytes,
+    )
+
+
+def _bytes(parameters: list[ParameterShape], plan: Plan) -> int:
+    return sum(p.local_bytes(plan.tp) for p in parameters)
+
+
+def _activations(plan: Plan, shape: ModelShape, stage: int, layers: range, flight: int) -> int:
+    """Per sample, over all micro-batches in flight."""
+    kept, recomputed = 0, 0
+    for index in layers:
+        if index < 0:
+            continue
+        layer = shape.layers[index]
+        full = layer.activation_bytes + -(-layer.activation_tp_bytes // plan.tp)
+        if plan.checkpointing and layer.block:
+            kept += shape.layers[index - 1].output_bytes if index else 0
+            recomputed = max(recomputed, full)
+        else:
+            kept += full
+    # The last stage works its loss off before it begins the next micro-batch, except under gpipe.
+    loss = shape.loss_bytes if stage == plan.pp - 1 else 0
+    return flight * (kept + loss) + recomputed
+
+
+def _boundaries(plan: Plan, shape: ModelShape, stage: int, layers: range) -> int:
+    """Per sample: activations received from the stage before, gradients from the one after."""
+    if plan.pp == 1:
+        return 0
+    received = shape.layers[layers.start - 1].output_bytes if stage else 0
+    returned = shape.layers[layers.stop - 1].output_bytes if stage < plan.pp - 1 else 0
+    return plan.accumulation * (received + returned)

@@ -1,0 +1,109 @@
+"""What of a model matters for choosing plans: sizes, layers, what can be cut. No weights, no code, no torch.
+
+A rank of the job describes its own module (`clusterd.train.describe`); the daemon keeps the description.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShape:
+    """One parameter of the whole model."""
+
+    name: str  # global: blocks.17.attn.qkv.weight
+    shape: tuple[int, ...]
+    dtype_bytes: int
+    layer: int  # index into the model's layers; -1: in none of them
+    trainable: bool = True
+    tp_dim: int = -1  # the dimension that tensor parallelism cuts; -1: every shard holds it whole
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole parameter."""
+        return math.prod(self.shape) * self.dtype_bytes
+
+    def local_bytes(self, tp: int) -> int:
+        """Of one tensor-parallel shard."""
+        return self.size_bytes if self.tp_dim < 0 else -(-self.size_bytes // tp)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer: what a pipeline is cut between. All bytes and operations are for one sample."""
+
+    name: str  # path of the submodule: blocks.17
+    block: bool = False  # one of a list of alike: the unit of recomputing and of ZeRO-3 gathering
+    activation_bytes: int = 0  # kept for the backward pass by every tensor-parallel shard alike
+    activation_tp_bytes: int = 0  # kept for the backward pass, divided among the shards
+    output_bytes: int = 0  # what the next layer gets, and what a pipeline sends
+    tp_reduced_bytes: int = 0  # results that shards add up or gather in the forward pass
+    flops: int = 0  # of the forward pass; the backward pass has about twice as many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A job's model and what the job does with it."""
+
+    parameters: tuple[ParameterShape, ...]
+    layers: tuple[LayerShape, ...]
+    global_batch: int
+    samples: int  # of the data set
+    pipeline: bool = False  # whether the job names its layers, in the order in which they are applied
+    tp_plan: bool = False  # whether the job says how to cut tensors
+    tp_degrees: tuple[int, ...] = ()  # numbers of shards that work, 1 left out
+    tp_refused: tuple[tuple[int, str], ...] = ()  # numbers that were tried and do not, and why
+    tied: tuple[tuple[str, ...], ...] = ()  # names of one and the same parameter
+    loss_bytes: int = 0  # kept by the loss function for the backward pass, per sample
+    optimizer: str = "AdamW"
+    optimizer_state_ratio: float = 2.0  # bytes of optimizer state per byte of trainable parameter
+    optimizer_elementwise: bool = True  # whether parts of a tensor can be updated apart
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the whole model."""
+        return sum(p.size_bytes for p in self.parameters)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass of one sample."""
+        return sum(layer.flops for layer in self.layers)
+
+    def layer_weights(self) -> tuple[int, ...]:
+        """Parameter bytes of each layer: by these a pipeline is cut (`plans.stages`)."""
+        weights = [0] * len(self.layers)
+        for parameter in self.parameters:
+            if parameter.layer >= 0:
+                weights[parameter.layer] += parameter.size_bytes
+        return tuple(weights)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and for the wire."""
+        values = asdict(self)
+        # Thousands of parameters: rows, not maps.
+        values["parameters"] = [
+            [p.name, list(p.shape), p.dtype_bytes, p.layer, p.trainable, p.tp_dim] for p in self.parameters
+        ]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ModelShape:
+        """The shape of `to_dict`; fields of newer versions are left out.
+
+        Raises:
+            ValueError: it is no description of a model.
+        """
+        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        try:
+            known["parameters"] = tuple(ParameterShape(name, tuple(shape), *rest) for name, shape, *rest in known["parameters"])
+            known["layers"] = tuple(LayerShape(**layer) for layer in known["layers"])
+            known["tp_degrees"] = tuple(known.get("tp_degrees", ()))
+            known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))
+            known["tied"] = tuple(tuple(names) for names in known.get("tied", ()))
+            return cls(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no description of a model: {error!r}") from error

@@ -1,0 +1,264 @@
+"""Faults in any order: no device leased twice, every job ends once faults stop, replay equals live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.invariants import violations
+from clusterd.core.scheduler import Scheduler
+from clusterd.types import (
+    AttemptReport,
+    HostId,
+    HostState,
+    JobId,
+    JobSpec,
+    RankEnd,
+    RankReport,
+    Reason,
+    Resources,
+)
+from tests.core.conftest import CRASH, OK, facts
+
+LOST = RankEnd(reason=Reason.LOST)
+STOPPED = RankEnd(reason=Reason.STOPPED)
+HOSTS = {HostId("a"): 2, HostId("b"): 2, HostId("c"): 4}
+
+
+@dataclass
+class Agent:
+    """What truly runs on a host."""
+
+    running: dict[tuple[JobId, int, int], dict[int, RankEnd | None]] = field(default_factory=dict)
+    owners: dict[str, tuple[JobId, int]] = field(default_factory=dict)  # device -> who uses it, for real
+
+    def reports(self) -> tuple[AttemptReport, ...]:
+        return tuple(
+            AttemptReport(
+                job=job,
+                attempt=attempt,
+                generation=generation,
+                ranks=tuple(RankReport(rank=r, end=end) for r, end in ranks.items()),
+            )
+            for (job, attempt, generation), ranks in self.running.items()
+        )
+
+
+class Cluster(RuleBasedStateMachine):
+    """The scheduler against agents that do what they are told, late, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler()
+        self.now_s = 0.0
+        self.log: list[tuple[e.Event, ...]] = []
+        self.todo: list[d.Decision] = []
+        self.agents = {host: Agent() for host in HOSTS}
+        self.jobs = 0
+        self.epoch = 1
+
+    def tell(self, *events: e.Event) -> None:
+        self.log.append(events)
+        for decision in self.scheduler.handle(*events):
+            if isinstance(decision, d.LaunchAttempt | d.StopAttempt):
+                self.todo.append(decision)
+
+    def at(self) -> dict[str, float]:
+        self.now_s += 1.0
+        return {"at_s": self.now_s}
+
+    # --- what operators and users do ----------------------------------------------------------------------------------
+
+    @initialize()
+    def build(self) -> None:
+        self.tell(e.DaemonStarted(**self.at(), epoch=1))
+        for host in HOSTS:
+            self.tell(e.HostAdded(**self.at(), host=host))
+            self.connect(host)
+
+    @rule(devices=st.integers(0, 4), priority=st.integers(0, 2), retries=st.integers(0, 1), limit=st.booleans())
+    def submit(self, devices: int, priority: int, retries: int, limit: bool) -> None:
+        self.jobs += 1
+        spec = JobSpec(
+            name=f"job{self.jobs}",
+            command=("true",),
+            resources=Resources(devices=devices),
+            priority=priority,
+            retries=retries,
+            time_limit_s=50.0 if limit else None,
+        )
+        self.tell(e.JobSubmitted(**self.at(), job=JobId(str(self.jobs)), spec=spec))
+
+    @precondition(lambda self: self.jobs)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        job = self.scheduler.state.jobs[JobId(str(data.draw(st.integers(1, self.jobs))))]
+        if not job.state.is_final:
+            self.tell(e.JobCancelled(**self.at(), job=job.id))
+
+    @rule(host=st.sampled_from(list(HOSTS)), drained=st.booleans())
+    def drain(self, host: HostId, drained: bool) -> None:
+        kind = e.HostDrained if drained else e.HostUndrained
+        self.tell(kind(**self.at(), host=host))
+
+    # --- what the world does ------------------------------------------------------------------------------------------
+
+    @rule(host=st.sampled_from(list(HOSTS)))
+    def connect(self, host: HostId) -> None:
+        reports = self.agents[host].reports()
+        self.tell(e.HostConnected(**self.at(), host=host, facts=facts(host, gpus=HOSTS[host]), attempts=reports))
+
+    @rule(host=st.sampled_from(list(HOSTS)))
+    def disconnect(self, host: HostId) -> None:
+        self.tell(e.HostDisconnected(**self.at(), host=host, why="cable"))
+
+    @rule(host=st.sampled_from(list(HOSTS)))
+    def reboot(self, host: HostId) -> None:
+        """Ranks die; the agent comes back with their records."""
+        self.disconnect(host)
+        for ranks in self.agents[host].running.values():
+            for rank, end in ranks.items():
+                ranks[rank] = end or LOST
+        self.connect(host)
+
+    @rule()
+    def kill_daemon(self) -> None:
+        """Decisions that were not carried out are forgotten, as by kill -9."""
+        self.todo.clear()
+        self.epoch += 1
+        self.tell(e.DaemonStarted(**self.at(), epoch=self.epoch))
+
+    @precondition(lambda self: self.scheduler.state.timers)
+    @rule()
+    def fire_next_timer(self) -> None:
+        timer, at_s = min(self.scheduler.state.timers.items(), key=lambda item: item[1])
+        self.now_s = max(self.now_s, at_s)
+        self.tell(e.TimerFired(**self.at(), timer=timer))
+
+    @precondition(lambda self: self.todo)
+    @rule(data=st.data(), refuses=st.booleans())
+    def carry_out(self, data: st.DataObject, refuses: bool) -> None:
+        self.carry_out_one(data.draw(st.sampled_from(self.todo)), refuses)
+
+    def carry_out_one(self, decision: d.Decision, refuses: bool = False) -> None:
+        self.todo.remove(decision)
+        if isinstance(decision, d.LaunchAttempt):
+            # As the executor does: a stop overtakes a launch of the same attempt.
+            self._launch(decision, refuses)
+        elif isinstance(decision, d.StopAttempt):
+            self.todo = [
+                x
+                for x in self.todo
+                if not (isinstance(x, d.LaunchAttempt) and (x.job, x.attempt) == (decision.job, decision.attempt))
+            ]
+            self._stop(decision)
+
+    def _is_reachable(self, host: HostId) -> bool:
+        return self.scheduler.state.hosts[host].state is HostState.UP
+
+    def _launch(self, launch: d.LaunchAttempt, refuses: bool) -> None:
+        who = {"job": launch.job, "attempt": launch.attempt, "generation": launch.generation}
+        for host in launch.hosts:
+            if not self._is_reachable(host):
+                return
+            if refuses:
+                self.tell(e.LaunchFailed(**self.at(), **who, host=host, why="disk full"))
+                return
+            agent = self.agents[host]
+            key = (launch.job, launch.attempt, launch.generation)
+            if key not in agent.running:
+                agent.running[key] = {p.rank: None for p in launch.ranks if p.host == host}
+                for place in launch.ranks:
+                    if place.host == host and place.device is not None:
+                        taken = agent.owners.get(place.device)
+                        assert taken is None, f"{place.device} is used by {taken} and {launch.job}"
+                        agent.owners[place.device] = (launch.job, launch.attempt)
+        self.tell(e.AttemptLaunched(**self.at(), **who))
+
+    def _stop(self, stop: d.StopAttempt) -> None:
+        if not self._is_reachable(stop.host):
+            return
+        agent = self.agents[stop.host]
+        ranks = agent.running.pop((stop.job, stop.attempt, stop.generation), {})
+        agent.owners = {dev: who for dev, who in agent.owners.items() if who != (stop.job, stop.attempt)}
+        self.tell(
+            e.AttemptStopped(
+                **self.at(),
+                job=stop.job,
+                attempt=stop.attempt,
+                generation=stop.generation,
+                host=stop.host,
+                ranks=tuple(RankReport(rank=r, end=end or STOPPED) for r, end in ranks.items()),
+            )
+        )
+
+    def running(self) -> list[tuple[HostId, tuple[JobId, int, int], int]]:
+        return [
+            (host, key, rank)
+            for host, agent in self.agents.items()
+            for key, ranks in agent.running.items()
+            for rank, end in ranks.items()
+            if end is None
+        ]
+
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), end=st.sampled_from([OK, OK, CRASH, LOST]))
+    def exit(self, data: st.DataObject, end: RankEnd) -> None:
+        self.exit_one(*data.draw(st.sampled_from(self.running())), end)
+
+    def exit_one(self, host: HostId, key: tuple[JobId, int, int], rank: int, end: RankEnd) -> None:
+        self.agents[host].running[key][rank] = end
+        if self._is_reachable(host):
+            job, attempt, generation = key
+            self.tell(
+                e.RankExited(
+                    **self.at(), job=job, attempt=attempt, generation=generation, host=host, rank=rank, end=end
+                )
+            )
+
+    # --- what must hold -----------------------------------------------------------------------------------------------
+
+    @invariant()
+    def nothing_is_violated(self) -> None:
+        assert violations(self.scheduler.state) == []
+
+    def teardown(self) -> None:
+        """Faults stop: everything asked is carried out, every rank ends well, timers fire."""
+        if not self.log:
+            return
+        for host in HOSTS:
+            self.tell(e.HostUndrained(**self.at(), host=host))
+            self.connect(host)
+        for _ in range(400):
+            if all(job.state.is_final for job in self.scheduler.state.jobs.values()):
+                break
+            if self.todo:
+                self.carry_out_one(self.todo[0])
+            elif self.running():
+                self.exit_one(*self.running()[0], OK)
+            elif self.scheduler.state.timers:
+                self.fire_next_timer()
+            else:
+                break
+        left = {
+            job.id: (job.state.value, job.reason)
+            for job in self.scheduler.state.jobs.values()
+            if not job.state.is_final
+        }
+        assert left == {}
+        assert self.scheduler.state.leases == {}
+        again = Scheduler()
+        for batch in self.log:
+            again.handle(*batch)
+        assert again.state == self.scheduler.state
+
+
+Cluster.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestCluster = Cluster.TestCase

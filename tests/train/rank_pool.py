@@ -1,0 +1,197 @@
+"""Real ranks for tests, forked from one process that has torch imported: what the fork server does on hosts.
+
+`RankPool` is the tests' side. The other side is this file run as a program: it reads one request per line, forks the
+ranks, each with its own rank file, output file and result file, and answers when all have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
+DEADLINE_S = 90.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one rank ended, and what it left."""
+
+    exit_code: int  # negative: the signal
+    output: str
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks of one run."""
+
+    ranks: list[Rank]
+    directory: Path
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """What rank 0 logged."""
+        path = self.directory / "steps.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every step."""
+        return [s["loss"] for s in self.steps]
+
+    def checked(self) -> Run:
+        """Itself, if every rank ended well."""
+        for number, rank in enumerate(self.ranks):
+            assert rank.exit_code == 0, f"rank {number} ended with {rank.exit_code}:\n{rank.output}"
+        return self
+
+
+class RankPool:
+    """Starts ranks; one run at a time."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples/gpt"), str(HERE.parent)]),
+        }
+        self._server = subprocess.Popen(
+            [sys.executable, str(HERE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, directory: Path, plan: str, *, ranks: int = 0, control_socket: str = "", **options: Any) -> Run:
+        """Trains the scenario of `options` (see `scenarios.job`) under `plan`, one process per rank.
+
+        Args:
+            ranks: processes to start; default: as many as the plan has.
+        """
+        from plans.plan import Plan
+
+        world_size = ranks or Plan.parse(plan).ranks
+        directory.mkdir(parents=True, exist_ok=True)
+        port = free_port()
+        for rank in range(world_size):
+            rank_file = {
+                "job": "test",
+                "attempt": 1,
+                "generation": 1,
+                "rank": rank,
+                "world_size": world_size,
+                "local_rank": rank,
+                "master_addr": "127.0.0.1",
+                "master_port": port,
+                "interface": "lo",
+                "plan": Plan.parse(plan).to_dict(),
+                "device": {"kind": "cpu", "uuid": f"cpu{rank}", "cores": [], "threads": 1},
+                "steps_file": str(directory / "steps.jsonl"),
+                "directory": str(directory),
+                "control_socket": control_socket,
+                "token": "secret",
+            }
+            (directory / f"rank-{rank}.json").write_text(json.dumps(rank_file))
+        request = {"directory": str(directory), "world_size": world_size, "options": options}
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        codes = json.loads(self._server.stdout.readline())
+        return Run([_read_rank(directory, rank, code) for rank, code in enumerate(codes)], directory)
+
+    def close(self) -> None:
+        """Ends the server."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+        self._server.stdout.close()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read_rank(directory: Path, rank: int, code: int) -> Rank:
+    output = (directory / f"rank-{rank}.log").read_text(errors="replace")
+    result = directory / f"rank-{rank}.result.json"
+    return Rank(code, output, json.loads(result.read_text()) if result.exists() else {})
+
+
+def _serve() -> None:
+    import clusterd.train.preload  # noqa: F401
+    import scenarios  # noqa: F401
+
+    for line in sys.stdin:
+        print(json.dumps(_run(json.loads(line))), flush=True)
+
+
+def _run(request: dict[str, Any]) -> list[int]:
+    """Exit codes of the ranks; those that hang are killed."""
+    ranks = {}
+    for rank in range(request["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(Path(request["directory"]), rank, request["options"])
+        ranks[pid] = rank
+    codes = [0] * len(ranks)
+    waiting = {os.pidfd_open(pid): pid for pid in ranks}
+    deadline = time.monotonic() + DEADLINE_S
+    while waiting:
+        ended, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+        if not ended:
+            for pid in waiting.values():
+                os.kill(pid, signal.SIGKILL)
+            deadline += DEADLINE_S
+        for descriptor in ended:
+            pid = waiting.pop(descriptor)
+            os.close(descriptor)
+            codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            if codes[ranks[pid]]:
+                # The others wait for it in some collective; give them a moment to see that themselves.
+                deadline = min(deadline, time.monotonic() + 10.0)
+    return codes
+
+
+def _become_rank(directory: Path, rank: int, options: dict[str, Any]) -> None:
+    code = 1
+    try:
+        log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ["CLUSTERD_RANK_FILE"] = str(directory / f"rank-{rank}.json")
+        import scenarios
+
+        scenarios.rank(directory / f"rank-{rank}.result.json", **options)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

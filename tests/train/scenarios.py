@@ -1,0 +1,138 @@
+"""The job that test ranks train: a small GPT on random bytes, and the variations that tests ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from model import GPT
+from torch import nn
+from torch.nn import functional as F
+
+from clusterd.train import build, entry
+from clusterd.train.job import Job
+
+VOCABULARY, CONTEXT = 64, 16
+
+
+class Recorded(torch.utils.data.Dataset[Any]):
+    """Random bytes that remember which of them were asked for."""
+
+    def __init__(self, samples: int) -> None:
+        self._tokens = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(7))
+        # Some structure, so that there is something to learn and losses move.
+        self._tokens[:, 1::2] = (self._tokens[:, 0:-1:2] * 3 + 1) % VOCABULARY
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append(index)
+        return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class RowNormalised(torch.optim.SGD):
+    """An optimizer that does not treat every element alike: it looks at whole rows."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad / (p.grad.norm() + 1e-6)
+        return super().step(closure)
+
+
+class Tied(GPT):
+    """The output matrix is the embedding's."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.head.out.weight = self.embed.token.weight
+
+
+class Stray(GPT):
+    """A parameter outside all layers."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
+MODELS = {"gpt": GPT, "tied": Tied, "stray": Stray}
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "two groups": lambda p: torch.optim.AdamW(
+        [{"params": [q for q in p if q.dim() > 1], "weight_decay": 0.1}, {"params": [q for q in p if q.dim() <= 1]}], lr=3e-3
+    ),
+    "rows": lambda p: RowNormalised(p, lr=0.01),
+}
+
+
+def job(
+    data: Any,
+    *,
+    model: str = "gpt",
+    optimizer: str = "adamw",
+    steps: int = 20,
+    global_batch: int = 16,
+    clip_norm: float | None = None,
+    warmup: bool = False,
+    layers: bool = True,
+    tp_plan: bool = True,
+    depth: int = 4,
+    num_workers: int = 0,
+    unseeded: bool = False,
+) -> Job:
+    """The job; every option is a variation some test asks for."""
+
+    def factory() -> nn.Module:
+        if unseeded:
+            torch.seed()
+        return MODELS[model](width=32, depth=depth, heads=4, context=CONTEXT, vocabulary=VOCABULARY)
+
+    return Job(
+        model=factory,
+        loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        data=data,
+        optimizer=OPTIMIZERS[optimizer],
+        global_batch=global_batch,
+        steps=steps,
+        seed=3,
+        layers=GPT.LAYERS if layers else (),
+        tp_plan=GPT.TP_PLAN if tp_plan else None,
+        scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10))) if warmup else None,
+        clip_norm=clip_norm,
+        num_workers=num_workers,
+    )
+
+
+def rank(result: Path, *, samples: int = 128, **options: Any) -> None:
+    """One rank: trains, and leaves the samples it asked for and what its parameters have become."""
+    data = Recorded(samples)
+    left: dict[str, Any] = {}
+
+    def at_end(training: entry.Training) -> None:
+        left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
+        left["step"] = training.step
+
+    what = job(data, **options)
+    data.asked.clear()
+    try:
+        entry.run(what, at_end)
+    finally:
+        result.write_text(json.dumps({**left, "asked": data.asked}))
+
+
+def projections(parameter: Any) -> list[float]:
+    """A few numbers that depend on every element of a parameter, whole wherever it is cut."""
+    whole = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().double().reshape(-1)
+    directions = torch.randn(3, whole.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    return (directions @ whole).tolist()
