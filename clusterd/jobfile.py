@@ -16,7 +16,8 @@ from clusterd.units import parse_duration_s, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
-    "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env", "secrets",
+    "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
+    "secrets",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "hosts"}
 _LIMITS = {"time", "grace", "retries"}
@@ -152,7 +153,7 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
 
 
 def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Values of ``NAME = "env:VARIABLE"`` and ``NAME = "file:PATH"``; a bare value would be in the file for all to read."""
+    """Values of ``NAME = "env:VARIABLE"`` and ``NAME = "file:PATH"``; a bare value would be for all to read."""
     found: dict[str, str] = {}
     for name, source in _text_table(table, where).items():
         kind, _, at = source.partition(":")

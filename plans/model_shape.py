@@ -53,6 +53,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     global_batch: int
     samples: int  # of the data set
+    steps: int = 0  # that the job wants to train; 0: not known
     pipeline: bool = False  # whether the job names its layers, in the order in which they are applied
     tp_plan: bool = False  # whether the job says how to cut tensors
     tp_degrees: tuple[int, ...] = ()  # numbers of shards that work, 1 left out

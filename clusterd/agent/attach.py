@@ -100,7 +100,8 @@ def start(home: Home) -> None:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("CLUSTERD_")}
+    # The one variable of ours that a user may set: what fork servers import (server.PRELOAD).
+    return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n == "CLUSTERD_PRELOAD"}
 
 
 def _held(home: Home) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from clusterd.agent import endings, environment, processes, programs, records, stopping
 from clusterd.agent.home import Home, read_json, write_json
 from clusterd.agent.records import Attempt, Rank, Refused, Report
-from clusterd.agent.spawners import SpawnFailed, Spawners
+from clusterd.agent.spawners import Spawners, SpawnFailed
 
 STRAGGLER_GRACE_S = 1.0
 """What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
@@ -89,7 +89,7 @@ class Attempts:
     # ---- adoption ------------------------------------------------------------------------------------------------
 
     async def adopt(self) -> None:
-        """Take over what an earlier agent left: read first, then listen, then read again what may have ended between."""
+        """Take over what an earlier agent left: read, then listen, then read again what may have ended between."""
         for directory in sorted(self._home.attempts.iterdir()):
             if attempt := records.load(directory):
                 self._known[attempt.name] = attempt
@@ -143,7 +143,7 @@ class Attempts:
                 self._settle(attempt)
 
     def _settle(self, attempt: Attempt) -> None:
-        """Tell the ends that came in; the last one only when nothing of the attempt is left, for it frees the devices."""
+        """Tell the ends that came in; the last when nothing of the attempt is left, for that frees the devices."""
         if any(rank.state == "running" and rank.end is None for rank in attempt.ranks.values()):
             self._tell_ends(attempt)
         elif any(rank.end for rank in attempt.ranks.values()):
@@ -377,8 +377,8 @@ class Attempts:
 
     async def _await_end(self, attempt: Attempt, rank: Rank) -> dict[str, Any]:
         """The record that its fork server is about to write; for a disk that takes none, it may come as an event."""
-        while (record := rank.end or self._end_of(attempt, rank)) is None:
-            await asyncio.sleep(0.01)  # noqa: ASYNC110  # it waits for a file, and for a process that is no child
+        while (record := rank.end or self._end_of(attempt, rank)) is None:  # noqa: ASYNC110  # it waits for a file
+            await asyncio.sleep(0.01)
         return record
 
     async def forget(self, job: str, attempt: int) -> None:

@@ -161,7 +161,7 @@ def _print_exception() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as the interpreter would: threads, exit handlers, buffers; then without tearing down what the parent loaded."""
+    """End as the interpreter would: threads, exit handlers, buffers; but tear nothing down that the parent loaded."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as a normal exit does
         atexit._run_exitfuncs()

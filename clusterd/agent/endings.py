@@ -36,7 +36,7 @@ class OomWatch:
     """Tells whether the kernel killed something of ours for memory lately.
 
     The counter is read once a second, because it grows when the kernel picks its victim and the victim's end can be
-    seconds later, while its memory is taken down. A SIGKILL counts as the kernel's when the counter grew in that window.
+    seconds later, while its memory is taken down. A SIGKILL counts as the kernel's when the counter grew in between.
     """
 
     WINDOW_S = 20.0

@@ -13,7 +13,7 @@ def pull(path: Path, offset: int, limit: int, ended: bool) -> dict[str, Any]:
 
     Returns:
         data, the offset to ask for next, the file's size, and whether nothing will follow: its writer ended, and
-        this is the last of it. An offset past the end gives nothing: the file is never read from its start again by accident.
+        this is the last of it. An offset past the end gives nothing, never the file's start again.
     """
     limit = max(0, min(limit, CHUNK_BYTES_MAX))
     offset = max(0, offset)

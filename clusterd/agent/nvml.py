@@ -106,7 +106,7 @@ class Nvml:
         if code == _SUCCESS:
             return
         if code == _LIBRARY_MISMATCH:
-            raise NvmlError("driver/library version mismatch: NVIDIA's driver was upgraded under the kernel; reboot this host")
+            raise NvmlError("driver/library version mismatch: the NVIDIA driver was upgraded in use; reboot this host")
         if code == _DRIVER_NOT_LOADED:
             raise NvmlError("the NVIDIA kernel driver is not loaded: run `nvidia-smi` as root, or reboot this host")
         self._library.nvmlErrorString.restype = ctypes.c_char_p

@@ -106,6 +106,7 @@ class Agent:
             "forget": self._forget,
             "logs": self._logs,
             "steps": self._steps,
+            "model": self._model,
             "snapshot_has": self._snapshot_has,
             "snapshot_put": self._snapshot_put,
             "port": self._port,
@@ -312,6 +313,10 @@ class Agent:
         attempt = self._attempts.get(message["job"], message["attempt"])
         ended = not attempt.running
         return logs.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+
+    async def _model(self, _connection: Connection, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"])
+        return {"model": read_json(attempt.directory / "model.json")}
 
     async def _snapshot_has(self, _connection: Connection, message: Message) -> Message:
         return {"have": self._snapshots.have(message["digest"])}

@@ -59,6 +59,7 @@ class Spawners:
         self._preload = preload
         self._servers: dict[str, _Server] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []  # those started here, until their exit was seen
 
     async def adopt(self) -> None:
         """Connect to the fork servers that an earlier agent left."""
@@ -67,7 +68,7 @@ class Spawners:
             if len(key) != 16 or key in self._servers:
                 continue
             try:
-                self._servers[key] = await _Server.connect(path, None, self._on_exited)
+                self._servers[key] = await _Server.connect(path, self._on_exited)
             except (OSError, SpawnFailed):
                 path.unlink(missing_ok=True)  # its server is gone
 
@@ -86,9 +87,7 @@ class Spawners:
             SpawnFailed: the server cannot be started, or has no torch.
         """
         at_start = {k: v for k, v in env.items() if preloaded and _read_at_start(k)}
-        identity = json.dumps(
-            [python, self._preload if preloaded else "", str(CODE_ROOT), at_start], sort_keys=True
-        )
+        identity = json.dumps([python, self._preload if preloaded else "", str(CODE_ROOT), at_start], sort_keys=True)
         key = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return await self._server(key, python, at_start, preloaded)
 
@@ -127,28 +126,16 @@ class Spawners:
             processes.TAG: processes.PLACEHOLDER,
         }
         try:
-            return await _Server.connect(path, None, self._on_exited)  # one that we lost sight of
+            return await _Server.connect(path, self._on_exited)  # one that we lost sight of
         except OSError:
             path.unlink(missing_ok=True)
-        with open(log, "wb") as output:
-            try:
-                process = subprocess.Popen(
-                    programs.command(*arguments, python=python),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=env,
-                    cwd="/",
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise SpawnFailed("environment", f"cannot run {python}: {error.strerror}") from error
+        process = self._run(programs.command(*arguments, python=python), env, log)
         deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
         pause_s = 0.005
         while True:
             if path.exists():
                 try:
-                    return await _Server.connect(path, process, self._on_exited)
+                    return await _Server.connect(path, self._on_exited)
                 except ConnectionError:
                     pass  # between bind and listen
             if process.poll() is not None:
@@ -161,6 +148,23 @@ class Spawners:
                 raise SpawnFailed("environment", f"{python} did not start within {START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.1)
+
+    def _run(self, command: list[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        with open(log, "wb") as output:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=env,
+                    cwd="/",
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SpawnFailed("environment", f"cannot run {command[0]}: {error.strerror}") from error
+        self._processes.append(process)
+        return process
 
     async def shutdown(self) -> None:
         """Let all of them end, each when its last child has."""
@@ -175,20 +179,14 @@ class Spawners:
 
     def wait_for_ended(self) -> None:
         """Collect the exit status of servers that ended: nobody else is their parent."""
-        for key, server in list(self._servers.items()):
-            if server.process is not None:
-                server.process.poll()
-            if server.lost:
-                del self._servers[key]
+        self._processes = [process for process in self._processes if process.poll() is None]
+        self._servers = {key: server for key, server in self._servers.items() if not server.lost}
 
 
 class _Server:
     """A connection to one fork server."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: subprocess.Popen[bytes] | None
-    ) -> None:
-        self.process = process
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = 0
         self.lost = False
         self._reader = reader
@@ -198,11 +196,9 @@ class _Server:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(
-        cls, path: Path, process: subprocess.Popen[bytes] | None, on_exited: Callable[[str, dict[str, Any]], None]
-    ) -> _Server:
+    async def connect(cls, path: Path, on_exited: Callable[[str, dict[str, Any]], None]) -> _Server:
         reader, writer = await asyncio.open_unix_connection(os.fspath(path))
-        server = cls(reader, writer, process)
+        server = cls(reader, writer)
         server._task = asyncio.create_task(server._listen(on_exited))
         try:
             answer = await asyncio.wait_for(server.request("hello", {}), START_TIMEOUT_S)

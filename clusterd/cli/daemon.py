@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -92,10 +93,10 @@ def _wait_until_it_answers(
     return 1
 
 
-def cluster_hosts(config: configuration.Config) -> list[dict[str, object]]:
+def cluster_hosts(config: configuration.Config) -> list[dict[str, Any]]:
     """Host rows, over a connection of their own."""
     with Client(config.socket) as cluster:
-        rows: list[dict[str, object]] = cluster.call("hosts")
+        rows: list[dict[str, Any]] = cluster.call("hosts")
         return rows
 
 
@@ -110,7 +111,7 @@ def stop(system: bool) -> None:
     path = configuration.socket_path(system)
     with Client(path) as cluster:
         answer = cluster.call("stop")
-        pid = cluster.call("status")["pid"]
+    pid = answer["pid"]
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while Path(f"/proc/{pid}").exists():
         if time.monotonic() > deadline_s:
@@ -133,7 +134,8 @@ def status(system: bool, output: str) -> None:
     hosts = list(answer["hosts"].values())
     up = hosts.count("up")
     print(
-        f"clusterd {answer['version']} is up for {ago(answer['started_s'])} (pid {answer['pid']}, policy {answer['policy']})"
+        f"clusterd {answer['version']} is up for {ago(answer['started_s'])} "
+        f"(pid {answer['pid']}, policy {answer['policy']})"
     )
     print(f"  hosts    {up} of {len(hosts)} up, {answer['leased']} of {answer['devices']} devices leased")
     counts = ", ".join(f"{count} {state}" for state, count in sorted(answer["jobs"].items())) or "none yet"

@@ -197,7 +197,7 @@ def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
     with Client() as cluster:
         stream = cluster.stream("wait", job=job)
         if timeout_s is None:
-            return list(stream)[-1]
+            return dict(list(stream)[-1])
         deadline_s = time.monotonic() + timeout_s
         for row in stream:
             if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):

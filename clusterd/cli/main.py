@@ -57,9 +57,9 @@ class _Commands(click.Group):
             import difflib
 
             near = difflib.get_close_matches(args[0], _COMMANDS, 1)
-            if near:
-                error.message += f" Did you mean {near[0]!r}?"
-            raise
+            if not near:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from None
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -50,7 +50,7 @@ def _plain(value: Any) -> Any:
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
-    """Aligned columns; the last is cut to the terminal's width. Own code: importing rich takes longer than the command."""
+    """Aligned columns, the last cut to the terminal's width. Own code: importing rich takes longer than the command."""
     if not rows:
         print(empty, file=sys.stderr)
         return

@@ -78,8 +78,8 @@ def may_submit(spec: JobSpec) -> None:
         raise UsageError('command is empty: give the argv to run, as in command = ["python", "train.py"]')
     if wanted.plan is not None and wanted.devices and wanted.plan.ranks != wanted.devices:
         raise UsageError(
-            f"resources.plan ({wanted.plan}) has {wanted.plan.ranks} ranks, resources ask for {wanted.devices} devices: "
-            "make them equal, or leave one out"
+            f"resources.plan ({wanted.plan}) has {wanted.plan.ranks} ranks, resources ask for {wanted.devices} "
+            "devices: make them equal, or leave one out"
         )
     if wanted.devices < 0 or wanted.cpus < 0 or wanted.memory_bytes < 0:
         raise UsageError("resources: counts must not be negative")

@@ -1,4 +1,4 @@
-"""The life of an attempt: what it books when it begins, frees when it is gone, and means for its job when it is over."""
+"""The life of an attempt: what it books when it begins, frees when it is gone, and means for its job at its end."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Api:
         _need_operator(peer, "stop the daemon")
         running = [self._state.jobs[job].spec.name for job in self._state.active]
         self._stop.set()
-        return {"running": running}
+        return {"running": running, "pid": os.getpid()}
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class Api:
     # --- watching -----------------------------------------------------------------------------------------------------
 
     async def watch(self, peer: Peer, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
-        """A snapshot, then every change after it by number; `after` resumes without a snapshot where that is possible."""
+        """A snapshot, then every change after it by number; `after` resumes without a snapshot where it can."""
         number = after
         while True:
             changes = self._feed.after(number) if number is not None else None

@@ -137,7 +137,9 @@ class Executor:
         address, interface, port = "", "", 0
         first = decision.hosts[0]
         if spec.kind is JobKind.ELASTIC:
-            who = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
+            who: dict[str, Any] = {
+                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
+            }  # fmt: skip
             port = (await self._hosts.request(first, "port", **who))["port"]
             if len(decision.hosts) == 1:
                 address, interface = "127.0.0.1", "lo"
@@ -262,7 +264,7 @@ class Executor:
         secrets = await self._archive.secrets(decision.job)
         await self._send_snapshot(decision.host, spec)
         base = self._request_base(decision.job, DESCRIPTION, 1, spec, secrets)
-        who = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
+        who: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
         base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
         rank = {
             "rank": 0,

@@ -16,6 +16,7 @@ from clusterd.daemon.feed import Feed
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer
 from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.ssh.host import AgentRefused
 from clusterd.types import AttemptState, HostId
 
 CHUNK_BYTES = 1 << 18
@@ -41,13 +42,13 @@ class JobLogs:
         follow: bool = False,
         offsets: dict[str, int] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Pieces of the log of one rank, or of all: ``{attempt, rank, data, offset}``; with `follow` until the job is over."""
+        """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; with `follow` until the job is over."""
         state = self._engine.scheduler.state
         known = admission.find_job(state, job)
         number = attempt
         while True:
             if number is None and not known.attempts:
-                if known.state.is_final:
+                if _is_over(known):
                     async for piece in self._description(known):
                         yield piece
                     return
@@ -61,13 +62,13 @@ class JobLogs:
             async for piece in self._attempt_logs(known, current, rank, follow, dict(offsets or {})):
                 yield piece
             offsets = None
-            if not follow or attempt is not None or known.state.is_final:
+            if not follow or attempt is not None:
                 return
-            if known.attempts[-1].number == current.number:  # over, and the next one not begun
-                if known.state.is_final:
+            while known.attempts[-1].number == current.number:  # over, and the next one not begun
+                if _is_over(known):
                     return
                 await self._feed.wait(self._feed.number)
-            number = current.number + 1 if known.attempts[-1].number > current.number else current.number
+            number = current.number + 1
 
     async def _attempt_logs(
         self, job: Job, attempt: Attempt, rank: int | None, follow: bool, offsets: dict[str, int]
@@ -108,7 +109,12 @@ class JobLogs:
         return await self._pull(host, "logs", offset, which)
 
     async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+        try:
+            answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+        except AgentRefused as refused:
+            if refused.kind != "unknown":
+                raise
+            return {"data": b"", "offset": offset}  # not launched there yet
         return {"data": answer["data"], "offset": answer["offset"]}
 
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
@@ -141,6 +147,10 @@ class JobLogs:
         if not 1 <= number <= len(job.attempts):
             raise UsageError(f"job {job.id} has had {len(job.attempts)} attempts; there is no attempt {number}")
         return job.attempts[number - 1]
+
+
+def _is_over(job: Job) -> bool:
+    return job.state.is_final
 
 
 async def _read_file(file: Path, offset: int) -> dict[str, Any]:

@@ -22,7 +22,9 @@ R = TypeVar("R")
 
 MIGRATIONS = (
     """
-    CREATE TABLE events (id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL);
+    CREATE TABLE events (
+        id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL
+    );
     CREATE TABLE decisions (
         id INTEGER PRIMARY KEY, cause INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL,
         job TEXT, host TEXT, reason TEXT NOT NULL, body BLOB NOT NULL
@@ -78,7 +80,7 @@ class Journal:
         return db
 
     async def _run(self, work: Callable[[], R]) -> R:
-        """Let the writer thread do `work` to its end, whatever becomes of the waiting task: a half-heard commit is none."""
+        """Let the writer thread do `work` to its end, whatever becomes of the waiting task."""
         with anyio.CancelScope(shield=True):
             future = self._thread.submit(work)
             done = anyio.Event()

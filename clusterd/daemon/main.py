@@ -108,7 +108,9 @@ class Daemon:
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)
             notify(f"READY=1\nSTATUS=serving {config.socket}")
-            log.info("clusterd %s serves %s (pid %d, state in %s)", __version__, config.socket, os.getpid(), config.state_dir)
+            log.info(
+                "clusterd %s serves %s (pid %d, state in %s)", __version__, config.socket, os.getpid(), config.state_dir
+            )
             if ready is not None:
                 ready.set()
             await stop.wait()
@@ -121,7 +123,9 @@ class Daemon:
     @asynccontextmanager
     async def _embedded_hosts(self, hosts: Hosts, scheduler: Scheduler) -> AsyncIterator[None]:
         """SSH servers for the hosts inside this machine, then every host dialed."""
-        known = [int(address.removeprefix(LOCAL)) for _, address in await hosts.addresses() if address.startswith(LOCAL)]
+        known = [
+            int(address.removeprefix(LOCAL)) for _, address in await hosts.addresses() if address.startswith(LOCAL)
+        ]
         async with AsyncExitStack() as stack:
             for number in sorted({*known, *range(self._local)}):
                 embedded = EmbeddedHost(f"local{number}", self._config.state_dir / "local" / str(number))

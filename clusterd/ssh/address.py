@@ -28,7 +28,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """The address that `text` names: ``ALIAS``, ``USER@HOST``, ``HOST:PORT``, ``USER@[IPV6]:PORT``, an IPv6 address alone.
+    """The address that `text` names: ``ALIAS``, ``USER@HOST``, ``HOST:PORT``, ``USER@[IPV6]:PORT``, or an IPv6 address.
 
     What could be taken for an option of ssh, or holds anything a name cannot hold, is refused here, once, for all that
     later puts it on a command line.

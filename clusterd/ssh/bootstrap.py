@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -89,7 +89,7 @@ async def attach(
     try:
         try:
             attached = await asyncio.wait_for(_speak(process, name, bundle, agent_home, said), TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{_quote(said)}") from None
         except (OSError, asyncssh.Error) as error:
             raise HostError(f"{name}: the connection broke while the agent was started: {error}") from error
@@ -104,7 +104,8 @@ async def _speak(
 ) -> dict[str, Any]:
     stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
     given = {"sha256": bundle.sha256, "bytes": len(bundle.data), "agent_home": agent_home}
-    source = f"S = {stage1!r}\nexec(compile(S, 'clusterd', 'exec'))\nimport json\nmain(json.loads({json.dumps(given)!r}), S)\n".encode()
+    call = f"import json\nmain(json.loads({json.dumps(given)!r}), S)\n"
+    source = f"S = {stage1!r}\nexec(compile(S, 'clusterd', 'exec'))\n{call}".encode()
     process.stdin.write(b"%d\n" % len(source) + source)
     word, what = await _next_word(process, name, said)
     if word == "need":
@@ -141,7 +142,7 @@ async def _next_word(
 
 def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, said: bytearray) -> str:
     if process.exit_status == 127 or b"not found" in said:
-        return f"{name}: there is no python3 in the PATH of a command run over SSH; clusterd needs Python 3.10 or newer there"
+        return f"{name}: `ssh {name} python3` finds no python3 in its PATH; clusterd needs Python 3.10 or newer there"
     code = f"with exit code {process.exit_status}" if process.exit_status is not None else "without an exit code"
     return f"{name}: Python ended {code} before the agent was reached{_quote(said)}"
 

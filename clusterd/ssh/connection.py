@@ -6,8 +6,8 @@ import asyncio
 import os
 import shlex
 import socket
-from contextlib import AsyncExitStack, asynccontextmanager
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Dialer:
     """Opens connections, few at a time, and shares the connections to jump hosts.
 
     sshd drops new connections at random when ten have not authenticated yet (MaxStartups 10:30:100), so a start with
-    fifty hosts must not dial them all at once, and fifty hosts behind one jump host must not be fifty connections there.
+    fifty hosts must not dial them all at once, and fifty hosts behind one jump host not be fifty connections there.
 
     Args:
         at_once: dials under way in this process.
@@ -165,7 +165,7 @@ async def inspect(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known 
             ),
             route.connect_timeout_s + AUTHENTICATION_S,
         )
-    except (OSError, asyncssh.Error, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError, asyncssh.Error) as error:
         raise HostError(f"{_place(route)}: {_why(error, route)}") from error
     if key is None:
         raise HostError(f"{_place(route)}: it showed no host key")
@@ -264,7 +264,7 @@ async def close(connection: Tunnel) -> None:
     connection.close()
     try:
         await asyncio.wait_for(connection.wait_closed(), 2.0)
-    except (asyncio.TimeoutError, OSError, asyncssh.Error):
+    except (TimeoutError, OSError, asyncssh.Error):
         connection.abort()
 
 
@@ -277,7 +277,7 @@ async def _explain(
         if not isinstance(verdict, Known):
             return verdict.error()
     if isinstance(error, (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed)):
-        # Only keys of the known types were asked for, so a new type looks like no common algorithm; or the key is revoked.
+        # Only known types of key were asked for, so a new type looks like no common algorithm; or the key is revoked.
         try:
             verdict = await inspect_key_only(route, tunnel, keys)
         except HostError:
@@ -303,7 +303,7 @@ async def inspect_key_only(route: Route, tunnel: Tunnel | None, keys: HostKeys) 
             ),
             route.connect_timeout_s,
         )
-    except (OSError, asyncssh.Error, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError, asyncssh.Error) as error:
         raise HostError(f"{_place(route)}: {_why(error, route)}") from error
     return keys.judge(route, key) if key is not None else Known()
 
@@ -324,7 +324,9 @@ def _why(error: BaseException, route: Route) -> str:
     if isinstance(error, FileNotFoundError) and route.proxy_command:
         return f"its ProxyCommand cannot be run: {error.strerror}: {error.filename}"
     if isinstance(error, (asyncssh.ConnectionLost, asyncssh.DisconnectError)):
-        return f"the connection was closed before it was ready ({error.reason or 'no reason given'}); sshd's log there knows more"
+        return (
+            f"the connection was closed before it was ready ({error.reason or 'no reason given'}); see sshd's log there"
+        )
     if isinstance(error, OSError):
         return f"cannot be reached: {error.strerror or error}"
     return str(error)

@@ -1,4 +1,4 @@
-"""The link to one host: dialed, bootstrapped, kept up; requests go in, events come out, the state is there to be seen."""
+"""The link to one host: dialed, bootstrapped, kept up; requests go in, events come out, its state can be seen."""
 
 from __future__ import annotations
 

@@ -57,7 +57,8 @@ class Unknown:
     def error(self) -> HostKeyUnknown:
         """For whoever wanted to connect."""
         return HostKeyUnknown(
-            f"{self.route}: its host key is unknown ({self.fingerprint}). If that is its fingerprint: clusterd host add {self.route.name}"
+            f"{self.route}: its host key is unknown ({self.fingerprint}). "
+            f"If that is its fingerprint: clusterd host add {self.route.name}"
         )
 
 

@@ -65,7 +65,7 @@ async def resolve(
     Args:
         config: read in place of the user's and the system's configuration, as by ``ssh -F``.
     Raises:
-        HostError: there is no ssh program, its configuration is wrong (with ssh's own words), or the jumps go in circles.
+        HostError: no ssh program, a configuration that it refuses (with its own words), or jumps that go in circles.
     """
     return await _resolve(address, config, program, timeout_s, ())
 
@@ -81,7 +81,8 @@ async def _resolve(
     name = str(address)
     if name in seen or len(seen) >= HOPS_MAX:
         raise HostError(
-            f"{seen[0]}: its ProxyJump goes in circles: {' -> '.join((*seen, name))}; correct it in your SSH configuration"
+            f"{seen[0]}: its ProxyJump goes in circles ({' -> '.join((*seen, name))}); "
+            "correct it in your SSH configuration"
         )
     options = await _ask(address, config, program, timeout_s)
     route = _route(name, options)
@@ -113,13 +114,15 @@ async def _ask(address: Address, config: Path | None, program: str, timeout_s: f
         )
     except FileNotFoundError:
         raise HostError(
-            f"{address}: there is no `{program}` program on this machine, which reads your SSH configuration; install OpenSSH's client"
+            f"{address}: there is no `{program}` program on this machine, which reads your SSH configuration; "
+            "install OpenSSH's client"
         ) from None
     try:
         output, errors = await asyncio.wait_for(process.communicate(), timeout_s)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise HostError(
-            f"{address}: `ssh -G` gave no answer within {timeout_s:.0f} s; look for `Match exec` lines in your SSH configuration"
+            f"{address}: `ssh -G` gave no answer within {timeout_s:.0f} s; "
+            "look for `Match exec` lines in your SSH configuration"
         ) from None
     finally:
         if process.returncode is None:

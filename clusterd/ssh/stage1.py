@@ -1,11 +1,10 @@
 """What a host runs first, sent as source text: finds a Python, unpacks the agent's code once, becomes `attach`.
 
 Never imported on the head. Python 3.6 parses it, so that an old one can say what is missing, or find a newer one.
-Speaks in lines: ``clusterd-need`` asks for the code; ``clusterd-failed {json}`` ends. What else a login's start-up files
-print is before the first such line and is skipped by the reader.
+Speaks in lines: ``clusterd-need`` asks for the code; ``clusterd-failed {json}`` ends. What else a login's start-up
+files print comes before the first such line and is skipped by the reader.
 """
 
-# fmt: off
 import hashlib
 import io
 import json
@@ -14,24 +13,30 @@ import shutil
 import sys
 import tempfile
 import zipfile
+from typing import Any  # noqa: F401  # in a type comment
 
 
-def say(word, **what):
-    sys.stdout.buffer.write(("clusterd-%s %s\n" % (word, json.dumps(what))).encode())
+def say(word, **what):  # type: (str, object) -> None
+    sys.stdout.buffer.write(f"clusterd-{word} {json.dumps(what)}\n".encode())
     sys.stdout.buffer.flush()
 
 
-def find_newer():
+def find_newer():  # type: () -> str | None
     places = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    places += [os.path.expanduser("~/.local/bin"), "/usr/local/bin", "/opt/conda/bin", os.path.expanduser("~/miniconda3/bin")]
+    places += [
+        os.path.expanduser("~/.local/bin"),
+        "/usr/local/bin",
+        "/opt/conda/bin",
+        os.path.expanduser("~/miniconda3/bin"),
+    ]
     for minor in range(19, 9, -1):
-        found = shutil.which("python3.%d" % minor, path=os.pathsep.join(places))
+        found = shutil.which(f"python3.{minor}", path=os.pathsep.join(places))
         if found:
             return found
     return None
 
 
-def unpack(data, target):
+def unpack(data, target):  # type: (bytes, str) -> None
     os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
     beside = tempfile.mkdtemp(prefix=".agent-", dir=os.path.dirname(target))
     try:
@@ -47,13 +52,21 @@ def unpack(data, target):
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def main(given, source):
-    if sys.version_info < (3, 10):
+def main(given, source):  # type: (dict[str, Any], str) -> None
+    if sys.version_info < (3, 10):  # noqa: UP036  # it runs on what the host has
         newer = find_newer()
         if newer is None:
-            return say("failed", kind="python", message="its python3 is %d.%d (%s); clusterd needs Python 3.10 or newer in the PATH there"
-                       % (sys.version_info[0], sys.version_info[1], sys.executable))
-        again = "import sys\nS = sys.argv.pop()\nG = sys.argv.pop()\nexec(compile(S, 'clusterd', 'exec'))\nmain(__import__('json').loads(G), S)"
+            have = f"{sys.version_info[0]}.{sys.version_info[1]} ({sys.executable})"
+            say(
+                "failed",
+                kind="python",
+                message=f"its python3 is {have}; clusterd needs Python 3.10 or newer in the PATH there",
+            )
+            return
+        again = (
+            "import json, sys\nS = sys.argv.pop()\nG = json.loads(sys.argv.pop())\n"
+            "exec(compile(S, 'clusterd', 'exec'))\nmain(G, S)"
+        )
         os.execv(newer, [newer, "-c", again, json.dumps(given), source])
     if given["agent_home"]:
         os.environ["CLUSTERD_AGENT_HOME"] = os.path.expanduser(given["agent_home"])
@@ -64,9 +77,11 @@ def main(given, source):
             say("need")
             data = sys.stdin.buffer.read(given["bytes"])
             if hashlib.sha256(data).hexdigest() != given["sha256"]:
-                return say("failed", kind="transfer", message="the agent's code arrived damaged (%d of %d bytes)" % (len(data), given["bytes"]))
+                say("failed", kind="transfer", message=f"the agent's code arrived damaged ({len(data)} bytes)")
+                return
             unpack(data, target)
     except OSError as error:
-        return say("failed", kind="disk", message="cannot keep the agent's code in %s: %s" % (target, error))
+        say("failed", kind="disk", message=f"cannot keep the agent's code in {target}: {error}")
+        return
     stub = "import sys; sys.path.insert(0, sys.argv.pop(1)); from clusterd.agent.__main__ import main; sys.exit(main())"
     os.execv(sys.executable, [sys.executable, "-c", stub, target, "attach"])

@@ -62,6 +62,7 @@ def describe(job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = 
         layers=tuple(layers),
         global_batch=job.global_batch,
         samples=len(job.data),
+        steps=job.steps,
         pipeline=bool(job.layers),
         tp_plan=bool(job.tp_plan),
         tp_degrees=tuple(works),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,9 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
     control = None
     try:
         context = contexts.read()
+        if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
+            write_description(job, context.directory)  # asked before the first launch, to choose a plan by
+            raise SystemExit(0)
         control = Control(context)
         control.start()
         with sigterm_asks_to_stop(control):

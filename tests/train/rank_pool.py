@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plans.plan import Plan
+
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
 DEADLINE_S = 90.0
@@ -73,43 +75,42 @@ class RankPool:
             [sys.executable, str(HERE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def run(self, directory: Path, plan: str, *, ranks: int = 0, control_socket: str = "", **options: Any) -> Run:
-        """Trains the scenario of `options` (see `scenarios.job`) under `plan`, one process per rank.
+    def run(self, directory: Path, plan: str, **options: Any) -> Run:
+        """Trains the scenario of `options` (see `scenarios.job`) under `plan`, one process per rank."""
+        return self.run_each(directory, plan, [options])[0]
+
+    def run_each(
+        self,
+        directory: Path,
+        plan: str,
+        variations: list[dict[str, Any]],
+        *,
+        world_size: int = 0,
+        port: int = 0,
+        control_socket: str = "",
+    ) -> list[Run]:
+        """Trains several scenarios under `plan`, one after another in the same processes.
 
         Args:
-            ranks: processes to start; default: as many as the plan has.
+            world_size: processes to start; default: as many as the plan has.
+            port: of the rendezvous; default: a free one.
         """
-        from plans.plan import Plan
-
-        world_size = ranks or Plan.parse(plan).ranks
-        directory.mkdir(parents=True, exist_ok=True)
-        port = free_port()
-        for rank in range(world_size):
-            rank_file = {
-                "job": "test",
-                "attempt": 1,
-                "generation": 1,
-                "rank": rank,
-                "world_size": world_size,
-                "local_rank": rank,
-                "master_addr": "127.0.0.1",
-                "master_port": port,
-                "interface": "lo",
-                "plan": Plan.parse(plan).to_dict(),
-                "device": {"kind": "cpu", "uuid": f"cpu{rank}", "cores": [], "threads": 1},
-                "steps_file": str(directory / "steps.jsonl"),
-                "directory": str(directory),
-                "control_socket": control_socket,
-                "token": "secret",
-            }
-            (directory / f"rank-{rank}.json").write_text(json.dumps(rank_file))
-        request = {"directory": str(directory), "world_size": world_size, "options": options}
+        world_size = world_size or Plan.parse(plan).ranks
+        directories = [directory / str(i) for i in range(len(variations))]
+        for each in directories:
+            each.mkdir(parents=True, exist_ok=True)
+            _write_rank_files(each, plan, world_size, port or free_port(), control_socket)
+        request = {
+            "directory": str(directory),
+            "world_size": world_size,
+            "runs": [[str(d), v] for d, v in zip(directories, variations, strict=True)],
+        }
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         codes = json.loads(self._server.stdout.readline())
-        return Run([_read_rank(directory, rank, code) for rank, code in enumerate(codes)], directory)
+        return [Run([_read_rank(directory, each, r, code) for r, code in enumerate(codes)], each) for each in directories]
 
     def close(self) -> None:
         """Ends the server."""
@@ -127,9 +128,31 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _read_rank(directory: Path, rank: int, code: int) -> Rank:
+def _write_rank_files(directory: Path, plan: str, world_size: int, port: int, control_socket: str) -> None:
+    for rank in range(world_size):
+        rank_file = {
+            "job": "test",
+            "attempt": 1,
+            "generation": 1,
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": rank,
+            "master_addr": "127.0.0.1",
+            "master_port": port,
+            "interface": "lo",
+            "plan": Plan.parse(plan).to_dict(),
+            "device": {"kind": "cpu", "uuid": f"cpu{rank}", "cores": [], "threads": 1},
+            "steps_file": str(directory / "steps.jsonl"),
+            "directory": str(directory),
+            "control_socket": control_socket,
+            "token": "secret",
+        }
+        (directory / f"rank-{rank}.json").write_text(json.dumps(rank_file))
+
+
+def _read_rank(directory: Path, run: Path, rank: int, code: int) -> Rank:
     output = (directory / f"rank-{rank}.log").read_text(errors="replace")
-    result = directory / f"rank-{rank}.result.json"
+    result = run / f"rank-{rank}.result.json"
     return Rank(code, output, json.loads(result.read_text()) if result.exists() else {})
 
 
@@ -147,7 +170,7 @@ def _run(request: dict[str, Any]) -> list[int]:
     for rank in range(request["world_size"]):
         pid = os.fork()
         if pid == 0:
-            _become_rank(Path(request["directory"]), rank, request["options"])
+            _become_rank(Path(request["directory"]), rank, request["runs"])
         ranks[pid] = rank
     codes = [0] * len(ranks)
     waiting = {os.pidfd_open(pid): pid for pid in ranks}
@@ -168,17 +191,18 @@ def _run(request: dict[str, Any]) -> list[int]:
     return codes
 
 
-def _become_rank(directory: Path, rank: int, options: dict[str, Any]) -> None:
+def _become_rank(directory: Path, rank: int, runs: list[tuple[str, dict[str, Any]]]) -> None:
     code = 1
     try:
         log = os.open(directory / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ["CLUSTERD_RANK_FILE"] = str(directory / f"rank-{rank}.json")
         import scenarios
 
-        scenarios.rank(directory / f"rank-{rank}.result.json", **options)
+        for run, options in runs:
+            os.environ["CLUSTERD_RANK_FILE"] = f"{run}/rank-{rank}.json"
+            scenarios.rank(Path(run) / f"rank-{rank}.result.json", **options)
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import closed_ways
 import torch
 from model import GPT
 from torch import nn
@@ -29,8 +31,12 @@ class Recorded(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return len(self._tokens)
 
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        # What a data loader calls; the description of the model looks at single samples.
+        self.asked += indices
+        return [self[i] for i in indices]
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.asked.append(index)
         return self._tokens[index, :-1], self._tokens[index, 1:]
 
 
@@ -114,8 +120,16 @@ def job(
     )
 
 
-def rank(result: Path, *, samples: int = 128, **options: Any) -> None:
-    """One rank: trains, and leaves the samples it asked for and what its parameters have become."""
+def rank(result: Path, *, samples: int = 128, way: str = "", **options: Any) -> None:
+    """One rank: trains, and leaves the samples it asked for and what its parameters have become.
+
+    Args:
+        way: trains by this one of `closed_ways` instead.
+    """
+    if way:
+        rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
+        closed_ways.attempt(way, rank_file["rank"], rank_file["master_port"])
+        return
     data = Recorded(samples)
     left: dict[str, Any] = {}
 
@@ -123,10 +137,8 @@ def rank(result: Path, *, samples: int = 128, **options: Any) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
 
-    what = job(data, **options)
-    data.asked.clear()
     try:
-        entry.run(what, at_end)
+        entry.run(job(data, **options), at_end)
     finally:
         result.write_text(json.dumps({**left, "asked": data.asked}))
 

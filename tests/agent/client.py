@@ -1,0 +1,199 @@
+"""An agent of a test's own, spoken to as the daemon does: through `attach`, in frames."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterd import protocol
+from clusterd.agent import processes
+from clusterd.agent.home import Home, read_json
+
+DEADLINE_S = 30.0
+
+
+def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    """What `condition` returns once it is true; fails with `what` was waited for."""
+    end = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.01)
+    return found
+
+
+def processes_of(root: Path) -> list[int]:
+    """Agents, fork servers and ranks that belong to the agent directory `root`, and what they left behind."""
+    identity = (read_json(root / "identity.json") or {}).get("agent", "?")
+    marks = (f"CLUSTERD_AGENT_HOME={root}".encode(), f"{processes.TAG}={identity}/".encode())
+    sockets = str(Home(root).sockets).encode()
+    found = []
+    for pid in processes.everyone():
+        if pid == os.getpid():
+            continue
+        environment = processes.environment(pid).split(b"\0")
+        ours = any(entry == marks[0] or entry.startswith(marks[1]) for entry in environment)
+        if not ours:
+            try:
+                ours = sockets in Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:
+                continue
+        if ours:
+            found.append(pid)
+    return found
+
+
+def end_all(root: Path) -> None:
+    """Kill whatever belongs to `root`, and see that it is gone."""
+
+    def none_left() -> bool:
+        left = processes_of(root)
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return not left
+
+    wait_until(none_left, f"the processes of {root} to end")
+
+
+class AgentClient:
+    """One connection to the agent in `root`, which is started if it does not live."""
+
+    def __init__(self, root: Path, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
+        self.root = root
+        self.events: list[dict[str, Any]] = []
+        self._decoder = protocol.Decoder()
+        self._received: list[dict[str, Any]] = []
+        self._next = 0
+        self._bridge = subprocess.Popen(
+            [python, "-m", "clusterd.agent", "attach"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {}), "CLUSTERD_AGENT_HOME": str(root)},
+        )
+        assert self._bridge.stdout is not None
+        self.greeting = b""
+        while not self.greeting.endswith(b"\n"):
+            self.greeting += os.read(self._bridge.stdout.fileno(), 1) or b"(closed)\n"
+        assert self.greeting.startswith(b"clusterd-attached"), self.greeting
+
+    def hello(self, epoch: int = 1, daemon: str = "test") -> dict[str, Any]:
+        return self.ok("hello", protocol=protocol.VERSION, daemon=daemon, epoch=epoch)
+
+    def request(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """The whole reply, `ok` or `error`."""
+        number = self.send(verb, **arguments)
+        return self.reply(number)
+
+    def send(self, verb: str, **arguments: Any) -> int:
+        self._next += 1
+        assert self._bridge.stdin is not None
+        self._bridge.stdin.write(protocol.encode({"id": self._next, "verb": verb, **arguments}))
+        self._bridge.stdin.flush()
+        return self._next
+
+    def reply(self, number: int) -> dict[str, Any]:
+        def find() -> dict[str, Any] | None:
+            for message in self._received:
+                if message.get("id") == number:
+                    self._received.remove(message)
+                    return message
+            self._receive()
+            return None
+
+        return wait_until(find, f"the reply to request {number}", 60.0)
+
+    def ok(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        reply = self.request(verb, **arguments)
+        assert "ok" in reply, reply
+        return reply["ok"]
+
+    def refused(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        reply = self.request(verb, **arguments)
+        assert "error" in reply, reply
+        return reply["error"]
+
+    def event(self, name: str, **fields: Any) -> dict[str, Any]:
+        """The first event of this name with these fields, now or to come."""
+
+        def find() -> dict[str, Any] | None:
+            for event in self.events:
+                if event["event"] == name and all(event.get(k) == v for k, v in fields.items()):
+                    self.events.remove(event)
+                    return event
+            self._receive()
+            return None
+
+        return wait_until(find, f"event {name} with {fields}")
+
+    def _receive(self) -> None:
+        assert self._bridge.stdout is not None
+        ready, _, _ = select.select([self._bridge.stdout], [], [], 0.05)
+        if ready:
+            data = os.read(self._bridge.stdout.fileno(), 1 << 16)
+            assert data, "the agent closed the connection"
+            for message in self._decoder.feed(data):
+                (self.events if "event" in message else self._received).append(message)
+
+    def launch(self, argv: list[str], job: str = "j", **more: Any) -> dict[str, Any]:
+        return self.ok("launch", **launch(argv, job, **more))
+
+    def stop(self, job: str = "j", grace_s: float = 5.0, generation: int = 1, **more: Any) -> dict[str, Any]:
+        return self.ok("stop", job=job, attempt=1, generation=generation, grace_s=grace_s, reason="cancelled", **more)
+
+    def log(self, job: str = "j", rank: int = 0) -> str:
+        return self.ok("logs", job=job, attempt=1, rank=rank, offset=0, limit=1 << 20)["data"].decode()
+
+    @property
+    def agent_pid(self) -> int:
+        return int((read_json(Home(self.root).record) or {})["pid"])
+
+    def kill_agent(self) -> None:
+        """As a crash, or the kernel, does."""
+        pid = self.agent_pid
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: (s := processes.stat(pid)) is None or s.state in "ZX", "the agent to be gone")
+        self.close()
+
+    def close(self) -> None:
+        assert self._bridge.stdin is not None and self._bridge.stdout is not None
+        try:
+            self._bridge.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._bridge.stdout.close()
+        self._bridge.wait(10)
+
+
+def rank(number: int = 0, world: int = 1, **more: Any) -> dict[str, Any]:
+    """A RankLaunch on one CPU core."""
+    place = {"rank": number, "world_size": world, "local_rank": number, "local_world_size": world, "hosts": 1}
+    device = {"kind": "cpu", "uuid": f"cpu-{number}", "cores": [], "threads": 1}
+    return {**place, "master_addr": "127.0.0.1", "master_port": 20000, "interface": None, "plan": None, "device": device, **more}
+
+
+def launch(argv: list[str], job: str = "j", **more: Any) -> dict[str, Any]:
+    """A launch request of one command rank."""
+    request = {
+        "job": job,
+        "attempt": 1,
+        "generation": 1,
+        "ranks": [rank()],
+        "kind": "command",
+        "argv": argv,
+        "env": {},
+        "secrets": {},
+        "snapshot": None,
+        "workdir": None,
+        "python": None,
+        "grace_s": 5.0,
+    }
+    return {**request, **more}

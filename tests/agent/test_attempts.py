@@ -1,0 +1,269 @@
+"""Command jobs on one host: started, watched, found again, and ended so that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clusterd.agent import processes
+from clusterd.agent.home import Home
+from tests.agent.client import AgentClient, end_all, launch, rank, wait_until
+
+Connect = Callable[..., AgentClient]
+
+
+def alive(pid: int) -> bool:
+    found = processes.stat(pid)
+    return found is not None and found.state not in "ZX"
+
+
+@pytest.mark.parametrize(
+    ("argv", "exit_code", "number", "reason"),
+    [
+        (["true"], 0, None, "exit"),
+        (["sh", "-c", "exit 3"], 3, None, "exit"),
+        (["sh", "-c", "exit 98"], 98, None, "exit"),  # means something for an elastic job only
+        (["sh", "-c", "kill -SEGV $$"], None, signal.SIGSEGV, "signal"),
+        (["sh", "-c", "kill -KILL $$"], None, signal.SIGKILL, "signal"),
+        (["no-such-program"], 127, None, "exit"),
+    ],
+)
+def test_a_command_ends_with_its_own_exit_code_or_signal(
+    agent: AgentClient, argv: list[str], exit_code: int | None, number: int | None, reason: str
+) -> None:
+    agent.launch(argv)
+    end = agent.event("rank_exited")
+    assert (end["exit_code"], end["signal"], end["reason"]) == (exit_code, number, reason)
+    assert (end["job"], end["attempt"], end["generation"], end["rank"]) == ("j", 1, 1, 0)
+
+
+def test_a_program_that_is_not_there_is_named_in_the_log(agent: AgentClient) -> None:
+    agent.launch(["no-such-program"])
+    agent.event("rank_exited")
+    assert "no-such-program: not found in PATH=" in agent.log()
+
+
+def test_a_command_sees_its_job_its_secrets_and_no_trace_of_the_agent(agent: AgentClient, tmp_path: Path) -> None:
+    agent.launch(["env"], env={"LEARNING_RATE": "3e-4"}, secrets={"WANDB_API_KEY": "hush-hush-7"}, workdir=str(tmp_path))
+    agent.event("rank_exited")
+    lines = agent.log().splitlines()
+    assert "LEARNING_RATE=3e-4" in lines
+    assert "WANDB_API_KEY=hush-hush-7" in lines
+    assert f"PWD={tmp_path}" in lines or "CLUSTERD_JOB=j" in lines
+    names = {line.partition("=")[0] for line in lines}
+    assert "CLUSTERD_AGENT_HOME" not in names
+    assert "RANK" not in names  # a lone command is no rank: torchrun inside it makes its own world
+
+
+def test_ranks_of_one_command_know_their_places(agent: AgentClient) -> None:
+    agent.launch(["sh", "-c", "echo $RANK/$WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT"], ranks=[rank(0, 2), rank(1, 2)])
+    agent.event("rank_exited", rank=0)
+    agent.event("rank_exited", rank=1)
+    assert [agent.log(rank=r) for r in (0, 1)] == ["0/2 at 127.0.0.1:20000\n", "1/2 at 127.0.0.1:20000\n"]
+
+
+def test_a_rank_runs_on_its_cores_with_its_devices(agent: AgentClient) -> None:
+    core = max(os.sched_getaffinity(0))
+    device = {"kind": "cuda", "uuid": "GPU-1,GPU-2", "cores": [core], "threads": 3}
+    command = "import os; e = os.environ; print(os.sched_getaffinity(0), e['CUDA_VISIBLE_DEVICES'], e['OMP_NUM_THREADS'])"
+    agent.launch(["python3", "-c", command], ranks=[rank(device=device)])
+    agent.event("rank_exited")
+    assert agent.log() == f"{{{core}}} GPU-1,GPU-2 3\n"
+
+
+def test_secrets_are_never_written_down(agent: AgentClient) -> None:
+    agent.launch(["sleep", "100"], secrets={"TOKEN": "hush-hush-8"})
+    found = subprocess.run(["grep", "-rl", "hush-hush-8", str(agent.root)], capture_output=True, text=True, check=False)
+    assert found.stdout == ""
+    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert "hush-hush-8" not in shown.stdout
+
+
+def test_a_repeated_launch_returns_what_runs(agent: AgentClient) -> None:
+    first = agent.launch(["sleep", "100"])
+    assert agent.launch(["sleep", "100"]) == first
+
+
+def test_a_launch_that_arrives_late_is_refused(agent: AgentClient) -> None:
+    agent.launch(["true"], generation=2)
+    agent.event("rank_exited")
+    assert agent.refused("launch", **launch(["true"], generation=1))["kind"] == "stale"
+
+
+def test_a_launch_that_was_overtaken_by_its_stop_is_refused(agent: AgentClient) -> None:
+    agent.stop(generation=3)
+    assert agent.refused("launch", **launch(["sleep", "100"], generation=3))["kind"] == "stale"
+    agent.launch(["true"], generation=4)
+
+
+def test_a_newer_generation_waits_for_the_end_of_the_older_one_and_continues_its_log(agent: AgentClient) -> None:
+    agent.launch(["sh", "-c", "echo one; echo kept > file; sleep 100"])
+    wait_until(lambda: agent.log() == "one\n", "the first line")
+    refused = agent.refused("launch", **launch(["true"], generation=2))
+    assert refused["kind"] == "busy"
+    agent.stop()
+    agent.launch(["sh", "-c", "echo two; cat file"], generation=2)
+    agent.event("rank_exited", generation=2)
+    assert agent.log() == "one\ntwo\nkept\n"
+
+
+def test_an_older_daemon_is_told_that_it_is_over(connect: Connect) -> None:
+    old, new = connect(epoch=1), connect(epoch=2)
+    assert old.refused("facts")["kind"] == "stale"
+    assert old.refused("hello", protocol=1, daemon="test", epoch=1)["kind"] == "stale"
+    new.kill_agent()
+    again = connect(hello=False)
+    assert again.refused("hello", protocol=1, daemon="test", epoch=1)["kind"] == "stale"
+    assert again.hello(epoch=2)["attempts"] == []
+
+
+def test_ranks_live_through_the_agents_death_and_are_found_again(connect: Connect) -> None:
+    """The agent is killed in mid-training; one rank ends while no agent lives, another one after."""
+    agent = connect()
+    agent.launch(["sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; exit 4"], job="ends-unseen")
+    pid = agent.launch(["sh", "-c", "read line < wait; exit 5"], job="ends-later", workdir=None)["ranks"][0]["pid"]
+    # The second one waits on a pipe that is made first.
+    home = Home(agent.root)
+    os.mkfifo(home.attempt("ends-later", 1) / "work" / "fifo")
+    wait_until(lambda: not alive(pid), "a command without its file to end")
+    stays = agent.launch(["sh", "-c", "read line < fifo; exit 6"], job="ends-later", generation=2)["ranks"][0]
+    agent.kill_agent()
+    (home.attempt("ends-unseen", 1) / "work" / "go").touch()
+    unseen = home.attempt("ends-unseen", 1) / "rank-0.state.json"
+    wait_until(lambda: '"exited"' in unseen.read_text(), "the fork server to write the exit down")
+
+    agent = connect(hello=False)
+    reports = {report["job"]: report for report in agent.hello()["attempts"]}
+    assert reports["ends-later"]["ranks"][0]["state"] == "running"
+    assert reports["ends-later"]["ranks"][0]["pid"] == stays["pid"]
+    (home.attempt("ends-later", 1) / "work" / "fifo").write_text("\n")
+    end = agent.event("rank_exited", job="ends-later")
+    assert (end["generation"], end["exit_code"], end["reason"]) == (2, 6, "exit")
+    unseen_end = next(r for r in agent.hello()["attempts"] if r["job"] == "ends-unseen")["ranks"][0]
+    assert (unseen_end["state"], unseen_end["exit_code"]) == ("exited", 4)
+
+
+def test_an_attempt_that_was_being_stopped_when_the_agent_died_is_stopped_by_the_next(connect: Connect) -> None:
+    agent = connect()
+    request = launch(["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], grace_s=0.0)
+    pid = agent.ok("launch", **request)["ranks"][0]["pid"]
+    agent.send("stop", job="j", attempt=1, generation=1, grace_s=60.0, reason="cancelled")
+    wait_until((Home(agent.root).attempt("j", 1) / "stop.json").exists, "the stop to be written down")
+    agent.kill_agent()
+    agent = connect()
+    wait_until(lambda: not alive(pid), "the rank to be killed")
+    wait_until(lambda: agent.hello()["attempts"][0]["ranks"][0]["reason"] == "stopped", "its end to be known")
+
+
+def test_a_rank_whose_fork_server_died_with_it_is_lost(agent: AgentClient) -> None:
+    """Nobody is left who could know how it ended, and nobody claims to."""
+    pid = agent.launch(["sleep", "100"])["ranks"][0]["pid"]
+    found = processes.stat(pid)
+    assert found is not None
+    os.kill(found.parent, signal.SIGKILL)
+    wait_until(lambda: not alive(found.parent), "the fork server to be gone")
+    assert alive(pid)
+    os.kill(pid, signal.SIGKILL)
+    end = agent.event("rank_exited")
+    assert (end["reason"], end["exit_code"], end["signal"]) == ("lost", None, None)
+    agent.launch(["true"], job="next")
+    assert agent.event("rank_exited", job="next")["exit_code"] == 0
+
+
+def test_cancel_finds_what_left_the_session(agent: AgentClient) -> None:
+    """As a data-loader worker that was re-parented to init, in a session of its own, and kept the device."""
+    escape = "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  print(os.getpid(), flush=True)\n  time.sleep(100)\n os._exit(0)\ntime.sleep(100)"
+    leader = agent.launch(["python3", "-c", escape])["ranks"][0]["pid"]
+    escaped = int(wait_until(agent.log, "the escaped process to say its pid"))
+    answer = agent.stop()
+    assert not alive(leader)
+    assert not alive(escaped)
+    assert answer["swept"] == [escaped]
+    assert [r["reason"] for r in answer["ranks"]] == ["stopped"]
+
+
+def test_cancel_kills_what_does_not_listen_after_the_grace(agent: AgentClient) -> None:
+    agent.launch(["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"])
+    wait_until(agent.log, "the trap to be set")
+    report = agent.stop(grace_s=0.3)["ranks"][0]
+    assert (report["state"], report["signal"], report["reason"]) == ("exited", signal.SIGKILL, "stopped")
+
+
+def test_cancel_lets_a_command_finish_within_the_grace(agent: AgentClient) -> None:
+    agent.launch(["sh", "-c", "trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"])
+    wait_until(agent.log, "the trap to be set")
+    report = agent.stop(grace_s=20.0)["ranks"][0]
+    assert (report["exit_code"], report["reason"]) == (0, "stopped")
+    assert agent.log() == "ready\nsaved\n"
+
+
+def test_the_last_rank_to_end_takes_what_it_left_behind_with_it(agent: AgentClient) -> None:
+    """Its end frees the devices, so it is not told before they are free."""
+    agent.launch(["sh", "-c", "setsid sleep 100 & echo $!"])
+    agent.event("rank_exited")
+    assert not alive(int(agent.log()))
+
+
+def test_stopping_what_was_never_here_is_fine(agent: AgentClient) -> None:
+    assert agent.stop(job="unheard-of") == {"ranks": [], "swept": []}
+
+
+def test_two_stops_at_once_get_the_same_answer(agent: AgentClient) -> None:
+    agent.launch(["sleep", "100"])
+    numbers = [agent.send("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x") for _ in range(2)]
+    answers = [agent.reply(number) for number in numbers]
+    assert answers[0]["ok"] == answers[1]["ok"]
+
+
+def test_two_agents_on_one_machine_do_not_sweep_each_others_ranks(agent: AgentClient, tmp_path: Path) -> None:
+    """Embedded hosts share the process table, and a job's ranks on both have the same name."""
+    other = AgentClient(tmp_path / "other")
+    try:
+        other.hello()
+        agent.launch(["sleep", "100"])
+        pid = other.launch(["sleep", "100"])["ranks"][0]["pid"]
+        agent.stop()
+        assert alive(pid)
+    finally:
+        end_all(tmp_path / "other")
+        other.close()
+
+
+def test_forget_removes_what_ended_and_refuses_what_runs(agent: AgentClient) -> None:
+    agent.launch(["sleep", "100"])
+    assert agent.refused("forget", job="j", attempt=1)["kind"] == "busy"
+    agent.stop()
+    agent.ok("forget", job="j", attempt=1)
+    assert not Home(agent.root).attempt("j", 1).exists()
+    assert agent.refused("logs", job="j", attempt=1, rank=0, offset=0, limit=10)["kind"] == "unknown"
+
+
+def test_a_working_directory_that_is_not_there_is_refused(agent: AgentClient) -> None:
+    refused = agent.refused("launch", **launch(["true"], workdir="/no/such/place"))
+    assert refused == {"kind": "workdir", "message": "the working directory /no/such/place does not exist on this host"}
+
+
+def test_an_interpreter_that_is_not_there_is_refused(agent: AgentClient) -> None:
+    refused = agent.refused("launch", **launch(["python", "train.py"], python="~/no/such/env"))
+    assert refused["kind"] == "environment"
+    assert "/no/such/env" in refused["message"]
+
+
+@pytest.mark.parametrize("job", ["../up", "a/b", "", ".hidden"])
+def test_a_job_id_cannot_name_another_directory(agent: AgentClient, job: str) -> None:
+    assert agent.refused("launch", **launch(["true"], job=job))["kind"] == "request"
+
+
+def test_shutdown_waits_for_nobody_but_is_refused_while_ranks_run(agent: AgentClient) -> None:
+    agent.launch(["sleep", "100"])
+    refused = agent.refused("shutdown", force=False)
+    assert refused == {"kind": "busy", "message": "1 attempts run here: j.1"}
+    agent.stop()
+    pid = agent.agent_pid
+    agent.ok("shutdown", force=False)
+    wait_until(lambda: not alive(pid), "the agent to end")
