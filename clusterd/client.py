@@ -37,10 +37,12 @@ class Client:
         try:
             self._socket.connect(str(self.path))
         except PermissionError:
+            self._socket.close()
             raise errors.DaemonAbsent(
                 f"{self.path} does not let this user in: ask its owner to set socket_group in clusterd.toml"
             ) from None
         except OSError as error:
+            self._socket.close()
             raise errors.DaemonAbsent(
                 f"no daemon answers at {self.path} ({error.strerror or error}): clusterd start"
             ) from None

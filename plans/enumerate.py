@@ -44,7 +44,9 @@ def legal_plans(
     ]
 
 
-def _candidates(count: int, batch: int, offloads: tuple[str, ...], wanted: set[int] | None, *, cut: bool) -> Iterator[Plan]:
+def _candidates(
+    count: int, batch: int, offloads: tuple[str, ...], wanted: set[int] | None, *, cut: bool
+) -> Iterator[Plan]:
     for pp in _divisors(count) if cut else [1]:
         for tp in _divisors(count // pp) if cut else [1]:
             dp = count // pp // tp

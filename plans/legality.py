@@ -69,7 +69,10 @@ def _sharding(plan: Plan) -> Iterator[str]:
 
 def _devices(kinds: Iterable[str]) -> Iterator[str]:
     if len(different := sorted(set(kinds))) > 1:
-        yield f"ranks of one job need devices of one kind, not {' and '.join(different)}: torch's collectives do not mix them"
+        yield (
+            f"ranks of one job need devices of one kind, not {' and '.join(different)}: "
+            "torch's collectives do not mix them"
+        )
 
 
 def _samples(batch: int | None, shape: ModelShape) -> Iterator[str]:
@@ -124,5 +127,6 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
 def _layer_of(name: str, shape: ModelShape) -> int:
     """Index of the layer in which a name lies, of a tied parameter's second name too."""
     return max(
-        (i for i, layer in enumerate(shape.layers) if name == layer.name or name.startswith(layer.name + ".")), default=-1
+        (i for i, layer in enumerate(shape.layers) if name == layer.name or name.startswith(layer.name + ".")),
+        default=-1,
     )

@@ -100,7 +100,9 @@ class ModelShape:
         """
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         try:
-            known["parameters"] = tuple(ParameterShape(name, tuple(shape), *rest) for name, shape, *rest in known["parameters"])
+            known["parameters"] = tuple(
+                ParameterShape(name, tuple(shape), *rest) for name, shape, *rest in known["parameters"]
+            )
             known["layers"] = tuple(LayerShape(**layer) for layer in known["layers"])
             known["tp_degrees"] = tuple(known.get("tp_degrees", ()))
             known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))

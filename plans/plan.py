@@ -56,7 +56,9 @@ class Plan:
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
         if self.shares and (len(self.shares) != self.dp or min(self.shares) < 1):
-            raise PlanError(f"shares has {len(self.shares)} entries; it must have one of at least 1 per replica ({self.dp})")
+            raise PlanError(
+                f"shares has {len(self.shares)} entries; it must have one of at least 1 per replica ({self.dp})"
+            )
 
     @property
     def ranks(self) -> int:

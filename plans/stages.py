@@ -17,7 +17,9 @@ def split_layers(weights: Sequence[int], stages: int) -> list[range]:
     """
     count = len(weights)
     if sum(w > 0 for w in weights) < stages:
-        raise ValueError(f"{stages} stages need {stages} layers with parameters, there are {sum(w > 0 for w in weights)}")
+        raise ValueError(
+            f"{stages} stages need {stages} layers with parameters, there are {sum(w > 0 for w in weights)}"
+        )
     before = [0]
     for weight in weights:
         before.append(before[-1] + weight)

@@ -11,6 +11,8 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import NamedTuple
 
+from clusterd.agent import programs
+
 _WHOLE = ("clusterd.agent", "clusterd.train", "plans")
 _SINGLE = ("__init__.py", "protocol.py", "errors.py")
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
@@ -47,6 +49,7 @@ def bundle() -> Bundle:
 
 
 def _files() -> Iterator[tuple[str, bytes]]:
+    yield "__main__.py", programs.MAIN.encode()
     root = resources.files("clusterd")
     for name in _SINGLE:
         yield f"clusterd/{name}", root.joinpath(name).read_bytes()

@@ -157,7 +157,7 @@ def _print_exception() -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     if kind is not None and value is not None:
-        sys.excepthook(kind, value, trace)
+        sys.excepthook(kind, value.with_traceback(trace), trace)
 
 
 def _leave(code: int) -> NoReturn:

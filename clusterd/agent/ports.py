@@ -36,6 +36,10 @@ class Ports:
                 self._claims[int(port)] = claim
                 self._leases[int(port)] = (name, generation, since)
 
+    def begin_at(self, port: int) -> None:
+        """Where the next lease is looked for first."""
+        self._next = port
+
     def lease(self, name: str, generation: int) -> int:
         """A free port for this generation of attempt `name`; another one at every call, as after one was found taken.
 
@@ -64,6 +68,12 @@ class Ports:
             self._claims.pop(port).close()
         if ended:
             self._write()
+
+    def close(self) -> None:
+        """Give the claims up; the leases stay on disk for the next agent."""
+        for claim in self._claims.values():
+            claim.close()
+        self._claims.clear()
 
     def _write(self) -> None:
         write_json(self._file, {str(port): list(lease) for port, lease in self._leases.items()})

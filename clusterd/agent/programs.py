@@ -10,14 +10,23 @@ from pathlib import Path
 
 from clusterd.agent import CODE_ROOT
 
-# Code comes first on the path, and nothing of it reaches the environment that jobs inherit.
-_STUB = (
-    "import sys\n"
-    "if sys.version_info < (3, 10): sys.exit('clusterd: %s is Python %d.%d; jobs of kind elastic need 3.10 or newer'"
-    " % (sys.executable, sys.version_info[0], sys.version_info[1]))\n"
-    "sys.path[:] = [sys.argv.pop(1)] + [p for p in sys.path if p]\n"
-    "from clusterd.agent.__main__ import main\n"
-    "sys.exit(main())"
+# What runs when a directory of pushed code is given to Python as its program; `bundle` puts it there. The directory is
+# first on the path then, and nothing of it reaches the environment that jobs inherit.
+MAIN = """\
+import sys
+
+if sys.version_info < (3, 10):
+    have = "%s is Python %d.%d" % (sys.executable, sys.version_info[0], sys.version_info[1])
+    sys.exit("clusterd: %s; jobs of kind elastic need Python 3.10 or newer" % have)
+
+from clusterd.agent.__main__ import main
+
+sys.exit(main())
+"""
+
+# The same for a source tree, which is no program.
+_FROM_SOURCE = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from clusterd.agent.__main__ import main; sys.exit(main())"
 )
 
 
@@ -29,7 +38,9 @@ def version() -> str:
 
 def command(*arguments: str, python: str | None = None) -> list[str]:
     """The command line of ``clusterd.agent`` with `arguments`, under `python` (default: this one)."""
-    return [python or sys.executable, "-c", _STUB, str(CODE_ROOT), *arguments]
+    if (CODE_ROOT / "__main__.py").exists():
+        return [python or sys.executable, str(CODE_ROOT), *arguments]
+    return [python or sys.executable, "-c", _FROM_SOURCE, str(CODE_ROOT), *arguments]
 
 
 def interpreter(given: str | None) -> str:

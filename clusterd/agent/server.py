@@ -148,6 +148,7 @@ class Agent:
             await connection.close()
         if self._callers:
             await asyncio.wait(self._callers, timeout=1.0)
+        self._ports.close()
         self._home.socket.unlink(missing_ok=True)
 
     def _chore_ended(self, chore: asyncio.Task[None]) -> None:

@@ -199,6 +199,7 @@ class AttemptProgressed(Event):
     step: int
     loss: float | None
     step_time_s: float
+    first_loss: float | None = None  # of step 1, with the first such event
 
 
 EVENTS: dict[str, type[Event]] = {

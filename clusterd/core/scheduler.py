@@ -310,7 +310,7 @@ class Scheduler:
             return
         job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
         if job.first_loss is None:
-            job.first_loss = event.loss
+            job.first_loss = event.first_loss
         job.lost_in_a_row = 0
 
     def _settle(self, attempt: Attempt) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -140,6 +141,15 @@ class Archive:
                 if not answer["data"] or offset >= answer["size"]:
                     break
         await anyio.to_thread.run_sync(partial.replace, target)
+
+    async def last_step(self, job: str, attempt: int) -> dict[str, Any] | None:
+        """The newest training step of an attempt that was fetched; None if it trained none."""
+        file = self.steps_file(job, attempt)
+        if not file.exists():
+            return None
+        lines = [json.loads(line) for line in (await anyio.Path(file).read_text(encoding="utf-8")).splitlines()]
+        steps = [line for line in lines if "step" in line]
+        return {**steps[-1], "first_loss": steps[0]["loss"] if steps[0]["step"] == 1 else None} if steps else None
 
     def remove_attempt(self, job: str, attempt: int) -> None:
         """Forget what was kept of an attempt."""

@@ -237,6 +237,19 @@ class Executor:
         if answer.get("swept"):
             log.info("%s: swept %d stragglers of %s", decision.host, len(answer["swept"]), decision.job)
         await self._archive.fetch_attempt(self._hosts, decision.host, decision.job, decision.attempt, answer["ranks"])
+        last = await self._archive.last_step(decision.job, decision.attempt) if _has_first(answer["ranks"]) else None
+        if last is not None:
+            await self._engine.post(
+                e.AttemptProgressed(
+                    at_s=time.time(),
+                    job=decision.job,
+                    attempt=decision.attempt,
+                    step=last["step"],
+                    loss=last["loss"],
+                    step_time_s=last["time_s"],
+                    first_loss=last["first_loss"],
+                )
+            )
         await self._engine.post(
             e.AttemptStopped(
                 at_s=time.time(),
@@ -320,6 +333,11 @@ class Executor:
             await self._hosts.request(host, "forget", job=who["job"], attempt=DESCRIPTION)
         except ClusterError as error:
             log.info("%s keeps the description of %s for now: %s", host, who["job"], error)
+
+
+def _has_first(ranks: list[dict[str, Any]]) -> bool:
+    """Rank 0, which writes the steps, was on this host."""
+    return any(report["rank"] == 0 for report in ranks)
 
 
 def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 2.0
 """Between two progress events of one attempt in the journal; the steps themselves are on the host."""
+
+FIRST_STEP_BYTES = 512
+"""Enough for one line of steps.jsonl."""
 
 LinkFactory = Callable[["Hosts", HostId, str], HostLink]
 
@@ -148,7 +152,7 @@ class Hosts:
             case "rank_exited":
                 await self._on_rank_exited(host, message)
             case "progress":
-                await self._on_progress(message)
+                await self._on_progress(host, message)
             case "facts":
                 managed = self._managed[host]
                 managed.facts = message["facts"]
@@ -178,8 +182,9 @@ class Hosts:
             )
         )
 
-    async def _on_progress(self, message: dict[str, Any]) -> None:
+    async def _on_progress(self, host: HostId, message: dict[str, Any]) -> None:
         key = (message["job"], message["attempt"])
+        first_loss = None if key in self._progress else await self._first_loss(host, *key)
         now_s = time.monotonic()
         if now_s - self._progress.get(key, -PROGRESS_EVERY_S) < PROGRESS_EVERY_S and not message.get("last"):
             return
@@ -192,8 +197,19 @@ class Hosts:
                 step=message["step"],
                 loss=message["loss"],
                 step_time_s=message["step_time_s"],
+                first_loss=first_loss,
             )
         )
+
+    async def _first_loss(self, host: HostId, job: str, attempt: int) -> float | None:
+        """Of step 1: progress events carry the newest step alone."""
+        try:
+            answer = await self.request(host, "steps", job=job, attempt=attempt, offset=0, limit=FIRST_STEP_BYTES)
+            first = json.loads(answer["data"].partition(b"\n")[0])
+        except (ClusterError, ValueError) as error:
+            log.info("the first step of %s is not known: %s", job, error)
+            return None
+        return float(first["loss"]) if "loss" in first else None
 
     # --- talking to agents --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ client does not read waits in its own small buffer and holds up nobody else.
 from __future__ import annotations
 
 import grp
+import inspect
 import logging
 import os
 import pwd
@@ -119,6 +120,7 @@ class Server:
         number = request.pop("id", None)
         verb = request.pop("verb", None)
         try:
+            _check_arguments(self._streams.get(verb) or self._verbs.get(verb), peer, request, verb)
             if verb in self._streams:
                 async for item in self._streams[verb](peer, **request):
                     await send({"id": number, "item": item})
@@ -131,10 +133,6 @@ class Server:
                 )
         except ClusterError as error:
             await send({"id": number, "error": {"message": str(error), "exit_code": error.exit_code}})
-        except TypeError as error:
-            if "argument" not in str(error):
-                raise
-            await send({"id": number, "error": {"message": f"{verb}: {error}", "exit_code": 2}})
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise
         except Exception:
@@ -153,6 +151,20 @@ class Server:
         except KeyError:
             user = str(uid)
         return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators)
+
+
+def _check_arguments(verb: Verb | Streaming | None, peer: Peer, request: dict[str, Any], name: str) -> None:
+    """Tell a wrong argument from a bug within the verb.
+
+    Raises:
+        UsageError: an argument is missing or unknown.
+    """
+    if verb is None:
+        return
+    try:
+        inspect.signature(verb).bind(peer, **request)
+    except TypeError as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 class _Reader:

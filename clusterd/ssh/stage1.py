@@ -83,5 +83,4 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
     except OSError as error:
         say("failed", kind="disk", message=f"cannot keep the agent's code in {target}: {error}")
         return
-    stub = "import sys; sys.path.insert(0, sys.argv.pop(1)); from clusterd.agent.__main__ import main; sys.exit(main())"
-    os.execv(sys.executable, [sys.executable, "-c", stub, target, "attach"])
+    os.execv(sys.executable, [sys.executable, target, "attach"])

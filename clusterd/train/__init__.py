@@ -8,8 +8,8 @@ What holds under every plan, and across changes of plan:
 
 - **Loss and gradient** are those of the mean over the global batch, whatever the replicas' shares; losses equal those
   of one process to float tolerance. `loss` must be a mean over the samples it is given.
-- **Samples** come in an order made of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of it, cut
-  into contiguous shares; a partial last batch is dropped. No plan changes that.
+- **Samples** come in an order made of (seed, epoch): global batch k of an epoch is entries [k * B, (k + 1) * B) of it,
+  cut into contiguous shares; a partial last batch is dropped. No plan changes that.
 - **Initial weights** are those that the factory makes under the seed, on every rank alike; it must draw from torch's,
   NumPy's or Python's global generator, and be callable on torch's meta device.
 - **Random numbers in a step** (dropout) depend on (seed, step, replica): repeatable under one plan, statistically equal
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clusterd.train.entry import Outcome
+    from clusterd.train.job import Outcome
 
 __all__ = ["run"]
 
@@ -71,7 +71,7 @@ def run(
             97 torch cannot be imported, 98 the rendezvous port is taken.
     """
     try:
-        from clusterd.train import entry
+        from clusterd.train import entry, job
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
@@ -79,9 +79,13 @@ def run(
 
         from clusterd.train import exits
 
-        exits.leave(exits.NoTorch(f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"))
+        exits.leave(
+            exits.NoTorch(
+                f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"
+            )
+        )
     return entry.run(
-        entry.Job(
+        job.Job(
             model=model,
             loss=loss,
             data=data,

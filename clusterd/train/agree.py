@@ -19,7 +19,9 @@ class Agreement:
 
     def __init__(self, loss: torch.Tensor, flags: list[float]) -> None:
         device = loss.device
-        self._vector = torch.stack([loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in flags)])
+        self._vector = torch.stack(
+            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in flags)]
+        )
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
         if device.type == "cuda":

@@ -16,7 +16,7 @@ from plans.stages import split_layers
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-class Stage(nn.Module):
+class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
     """Consecutive layers of a model, applied in order, each at the path it has in the whole model.
 
     A layer ``blocks.7`` of the model is ``blocks.7`` here too, so that parameter names stay global on every stage.

@@ -12,6 +12,8 @@ from typing import Any
 from clusterd.train.exits import PlanRefused
 from plans.plan import Coordinates, Plan, PlanError
 
+_ALONE = Plan()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
@@ -21,7 +23,7 @@ class Context:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    plan: Plan = Plan()
+    plan: Plan = _ALONE
     device_kind: str = ""  # "cuda", "cpu", or "": cuda where there is one
     threads: int = 0  # of intra-op parallelism; 0: as torch finds it
     master_addr: str = ""
@@ -100,5 +102,7 @@ def _plan(given: str | dict[str, Any] | None, world_size: int) -> Plan:
 
 def _checked(context: Context) -> Context:
     if context.plan.ranks != context.world_size:
-        raise PlanRefused(f"the plan {context.plan} has {context.plan.ranks} ranks, but {context.world_size} were started")
+        raise PlanRefused(
+            f"the plan {context.plan} has {context.plan.ranks} ranks, but {context.world_size} were started"
+        )
     return context

@@ -17,7 +17,9 @@ from plans.sample_order import TooFewSamples, replica_indices, steps_per_epoch
 class ShareSampler:
     """Yields, for each step from `first_step` (counted from 0), the indices of this replica's share."""
 
-    def __init__(self, samples: int, shares: tuple[int, ...], seed: int, replica: int, first_step: int, steps: int) -> None:
+    def __init__(
+        self, samples: int, shares: tuple[int, ...], seed: int, replica: int, first_step: int, steps: int
+    ) -> None:
         self._order = (samples, shares, seed)
         self._replica, self._first_step, self._steps = replica, first_step, steps
 

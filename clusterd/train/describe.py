@@ -296,7 +296,7 @@ def _layers(
 
 def _tensor_bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return value.nbytes
+        return int(value.nbytes)
     if isinstance(value, (list, tuple)):
         return sum(map(_tensor_bytes, value))
     return 0

@@ -27,7 +27,6 @@ from clusterd.train.steps_log import StepsLog
 from plans import legality
 from plans.plan import Plan
 
-
 StepSeen = Callable[[int, float, float], None]
 """Called on every rank with a finished step: its number, the global loss, its seconds."""
 
@@ -47,7 +46,9 @@ class Training:
         self.step = 0
         model = build.build(job.model, job.seed)
         if not same_everywhere(build.fingerprint(model), device):
-            raise PlanRefused("model() made different weights on different ranks; it must draw them from torch's generator only")
+            raise PlanRefused(
+                "model() made different weights on different ranks; it must draw them from torch's generator only"
+            )
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
         self.parallel = Parallel(model, plan, device, mesh=mesh, tp_plan=job.tp_plan)
@@ -147,7 +148,9 @@ def refuse_illegal(job: Job, context: Context) -> None:
 
 
 def write_description(job: Job, directory: Path) -> None:
-    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory."""
+    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory, if it is not there yet."""
+    if (directory / "model.json").exists():
+        return
     text = json.dumps(describe.describe(job).to_dict())
     part = directory / "model.json.part"
     part.write_text(text, encoding="utf-8")

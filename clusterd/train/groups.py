@@ -97,5 +97,3 @@ def same_everywhere(value: int, device: torch.device) -> bool:
     pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
     dist.all_reduce(pair, op=dist.ReduceOp.MAX)
     return int(pair[0]) == -int(pair[1])
-
-

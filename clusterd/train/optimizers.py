@@ -96,5 +96,7 @@ def _sharded(factory: OptimizerFactory, parameters: list[nn.Parameter], group: A
             mine.add_param_group(g)
         return mine
 
-    sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(whole.param_groups, optimizer_class=over, process_group=group)
+    sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+        whole.param_groups, optimizer_class=over, process_group=group
+    )
     return sharded

@@ -30,7 +30,6 @@ from clusterd.train.replicate import GradientSum
 from clusterd.train.tensor_styles import matches, style_of
 from plans.plan import Plan
 
-
 # Buffers count as replica 0 has them. The option's name has changed, and its old one warns.
 _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False}
@@ -159,9 +158,7 @@ def shares_parameters(root: nn.Module, block: nn.Module) -> bool:
     """Whether a parameter of `block` is used outside it too (tied weights): such a block is not sharded on its own."""
     inside = {id(p) for p in block.parameters()}
     own = {id(m) for m in block.modules()}
-    return any(
-        id(p) in inside for m in root.modules() if id(m) not in own for p in m.parameters(recurse=False)
-    )
+    return any(id(p) in inside for m in root.modules() if id(m) not in own for p in m.parameters(recurse=False))
 
 
 def setattr_path(parent: nn.Module, name: str, child: nn.Module) -> None:

@@ -71,5 +71,5 @@ def last_step(path: Path) -> int:
         except ValueError:
             continue
         if isinstance(record, dict):
-            return int(record.get("step", record.get("restart_from", 0)))
+            return int(record.get("step") or record.get("restart_from") or 0)
     return 0

@@ -81,7 +81,9 @@ class GPT(nn.Module):
         "head.out": "colwise_rep",
     }
 
-    def __init__(self, *, width: int = 64, depth: int = 4, heads: int = 4, context: int = 64, vocabulary: int = 256) -> None:
+    def __init__(
+        self, *, width: int = 64, depth: int = 4, heads: int = 4, context: int = 64, vocabulary: int = 256
+    ) -> None:
         super().__init__()
         self.embed = Embed(vocabulary, context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))

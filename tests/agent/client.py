@@ -177,7 +177,15 @@ def rank(number: int = 0, world: int = 1, **more: Any) -> dict[str, Any]:
     """A RankLaunch on one CPU core."""
     place = {"rank": number, "world_size": world, "local_rank": number, "local_world_size": world, "hosts": 1}
     device = {"kind": "cpu", "uuid": f"cpu-{number}", "cores": [], "threads": 1}
-    return {**place, "master_addr": "127.0.0.1", "master_port": 20000, "interface": None, "plan": None, "device": device, **more}
+    return {
+        **place,
+        "master_addr": "127.0.0.1",
+        "master_port": 20000,
+        "interface": None,
+        "plan": None,
+        "device": device,
+        **more,
+    }
 
 
 def launch(argv: list[str], job: str = "j", **more: Any) -> dict[str, Any]:

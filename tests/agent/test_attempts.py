@@ -16,6 +16,17 @@ from tests.agent.client import AgentClient, end_all, launch, rank, wait_until
 
 Connect = Callable[..., AgentClient]
 
+ESCAPE = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        time.sleep(100)
+    os._exit(0)
+time.sleep(100)
+"""
+
 
 def alive(pid: int) -> bool:
     found = processes.stat(pid)
@@ -49,12 +60,15 @@ def test_a_program_that_is_not_there_is_named_in_the_log(agent: AgentClient) -> 
 
 
 def test_a_command_sees_its_job_its_secrets_and_no_trace_of_the_agent(agent: AgentClient, tmp_path: Path) -> None:
-    agent.launch(["env"], env={"LEARNING_RATE": "3e-4"}, secrets={"WANDB_API_KEY": "hush-hush-7"}, workdir=str(tmp_path))
+    agent.launch(
+        ["env"], env={"LEARNING_RATE": "3e-4"}, secrets={"WANDB_API_KEY": "hush-hush-7"}, workdir=str(tmp_path)
+    )
     agent.event("rank_exited")
     lines = agent.log().splitlines()
     assert "LEARNING_RATE=3e-4" in lines
     assert "WANDB_API_KEY=hush-hush-7" in lines
-    assert f"PWD={tmp_path}" in lines or "CLUSTERD_JOB=j" in lines
+    assert "CLUSTERD_JOB=j" in lines
+    assert lines[-1] == str(tmp_path)
     names = {line.partition("=")[0] for line in lines}
     assert "CLUSTERD_AGENT_HOME" not in names
     assert "RANK" not in names  # a lone command is no rank: torchrun inside it makes its own world
@@ -70,7 +84,9 @@ def test_ranks_of_one_command_know_their_places(agent: AgentClient) -> None:
 def test_a_rank_runs_on_its_cores_with_its_devices(agent: AgentClient) -> None:
     core = max(os.sched_getaffinity(0))
     device = {"kind": "cuda", "uuid": "GPU-1,GPU-2", "cores": [core], "threads": 3}
-    command = "import os; e = os.environ; print(os.sched_getaffinity(0), e['CUDA_VISIBLE_DEVICES'], e['OMP_NUM_THREADS'])"
+    command = (
+        "import os; e = os.environ; print(os.sched_getaffinity(0), e['CUDA_VISIBLE_DEVICES'], e['OMP_NUM_THREADS'])"
+    )
     agent.launch(["python3", "-c", command], ranks=[rank(device=device)])
     agent.event("rank_exited")
     assert agent.log() == f"{{{core}}} GPU-1,GPU-2 3\n"
@@ -125,27 +141,22 @@ def test_an_older_daemon_is_told_that_it_is_over(connect: Connect) -> None:
 def test_ranks_live_through_the_agents_death_and_are_found_again(connect: Connect) -> None:
     """The agent is killed in mid-training; one rank ends while no agent lives, another one after."""
     agent = connect()
-    agent.launch(["sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; exit 4"], job="ends-unseen")
-    pid = agent.launch(["sh", "-c", "read line < wait; exit 5"], job="ends-later", workdir=None)["ranks"][0]["pid"]
-    # The second one waits on a pipe that is made first.
+    wait_for_file = ["sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; exit $CODE"]
+    agent.launch(wait_for_file, job="ends-unseen", env={"CODE": "4"})
+    stays = agent.launch(wait_for_file, job="ends-later", env={"CODE": "5"})["ranks"][0]
     home = Home(agent.root)
-    os.mkfifo(home.attempt("ends-later", 1) / "work" / "fifo")
-    wait_until(lambda: not alive(pid), "a command without its file to end")
-    stays = agent.launch(["sh", "-c", "read line < fifo; exit 6"], job="ends-later", generation=2)["ranks"][0]
     agent.kill_agent()
     (home.attempt("ends-unseen", 1) / "work" / "go").touch()
-    unseen = home.attempt("ends-unseen", 1) / "rank-0.state.json"
-    wait_until(lambda: '"exited"' in unseen.read_text(), "the fork server to write the exit down")
+    record = home.attempt("ends-unseen", 1) / "rank-0.state.json"
+    wait_until(lambda: '"exited"' in record.read_text(), "the fork server to write the exit down")
 
     agent = connect(hello=False)
-    reports = {report["job"]: report for report in agent.hello()["attempts"]}
-    assert reports["ends-later"]["ranks"][0]["state"] == "running"
-    assert reports["ends-later"]["ranks"][0]["pid"] == stays["pid"]
-    (home.attempt("ends-later", 1) / "work" / "fifo").write_text("\n")
+    reports = {report["job"]: report["ranks"][0] for report in agent.hello()["attempts"]}
+    assert (reports["ends-unseen"]["state"], reports["ends-unseen"]["exit_code"]) == ("exited", 4)
+    assert (reports["ends-later"]["state"], reports["ends-later"]["pid"]) == ("running", stays["pid"])
+    (home.attempt("ends-later", 1) / "work" / "go").touch()
     end = agent.event("rank_exited", job="ends-later")
-    assert (end["generation"], end["exit_code"], end["reason"]) == (2, 6, "exit")
-    unseen_end = next(r for r in agent.hello()["attempts"] if r["job"] == "ends-unseen")["ranks"][0]
-    assert (unseen_end["state"], unseen_end["exit_code"]) == ("exited", 4)
+    assert (end["exit_code"], end["reason"]) == (5, "exit")
 
 
 def test_an_attempt_that_was_being_stopped_when_the_agent_died_is_stopped_by_the_next(connect: Connect) -> None:
@@ -177,8 +188,7 @@ def test_a_rank_whose_fork_server_died_with_it_is_lost(agent: AgentClient) -> No
 
 def test_cancel_finds_what_left_the_session(agent: AgentClient) -> None:
     """As a data-loader worker that was re-parented to init, in a session of its own, and kept the device."""
-    escape = "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  print(os.getpid(), flush=True)\n  time.sleep(100)\n os._exit(0)\ntime.sleep(100)"
-    leader = agent.launch(["python3", "-c", escape])["ranks"][0]["pid"]
+    leader = agent.launch(["python3", "-c", ESCAPE])["ranks"][0]["pid"]
     escaped = int(wait_until(agent.log, "the escaped process to say its pid"))
     answer = agent.stop()
     assert not alive(leader)
@@ -199,7 +209,7 @@ def test_cancel_lets_a_command_finish_within_the_grace(agent: AgentClient) -> No
     wait_until(agent.log, "the trap to be set")
     report = agent.stop(grace_s=20.0)["ranks"][0]
     assert (report["exit_code"], report["reason"]) == (0, "stopped")
-    assert agent.log() == "ready\nsaved\n"
+    assert agent.log().endswith("saved\n")
 
 
 def test_the_last_rank_to_end_takes_what_it_left_behind_with_it(agent: AgentClient) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 
-from rank_pool import RankPool  # noqa: E402
+from rank_pool import RankPool
 
 
 @pytest.fixture(scope="session")

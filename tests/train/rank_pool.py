@@ -110,7 +110,9 @@ class RankPool:
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
         codes = json.loads(self._server.stdout.readline())
-        return [Run([_read_rank(directory, each, r, code) for r, code in enumerate(codes)], each) for each in directories]
+        return [
+            Run([_read_rank(directory, each, r, code) for r, code in enumerate(codes)], each) for each in directories
+        ]
 
     def close(self) -> None:
         """Ends the server."""
@@ -157,8 +159,9 @@ def _read_rank(directory: Path, run: Path, rank: int, code: int) -> Rank:
 
 
 def _serve() -> None:
-    import clusterd.train.preload  # noqa: F401
     import scenarios  # noqa: F401
+
+    import clusterd.train.preload  # noqa: F401
 
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)

@@ -76,7 +76,8 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "two groups": lambda p: torch.optim.AdamW(
-        [{"params": [q for q in p if q.dim() > 1], "weight_decay": 0.1}, {"params": [q for q in p if q.dim() <= 1]}], lr=3e-3
+        [{"params": [q for q in p if q.dim() > 1], "weight_decay": 0.1}, {"params": [q for q in p if q.dim() <= 1]}],
+        lr=3e-3,
     ),
     "rows": lambda p: RowNormalised(p, lr=0.01),
 }
@@ -114,7 +115,9 @@ def job(
         seed=3,
         layers=GPT.LAYERS if layers else (),
         tp_plan=GPT.TP_PLAN if tp_plan else None,
-        scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10))) if warmup else None,
+        scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)))
+        if warmup
+        else None,
         clip_norm=clip_norm,
         num_workers=num_workers,
     )

@@ -1,0 +1,252 @@
+"""Elastic ranks: forks of a process that has imported torch, and yet like programs started on their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from clusterd.agent import processes
+from clusterd.agent.home import Home
+from tests.agent.client import AgentClient, launch, rank, wait_until
+
+
+def run(agent: AgentClient, tmp_path: Path, source: str, *arguments: str, **more: Any) -> dict[str, Any]:
+    """The end of a script that ran as an elastic rank."""
+    start(agent, tmp_path, source, *arguments, **more)
+    return agent.event("rank_exited")
+
+
+def start(agent: AgentClient, tmp_path: Path, source: str, *arguments: str, **more: Any) -> list[dict[str, Any]]:
+    (tmp_path / "train.py").write_text(dedent(source))
+    argv = ["python", "train.py", *arguments]
+    answer: list[dict[str, Any]] = agent.launch(argv, **{"kind": "elastic", "workdir": str(tmp_path), **more})["ranks"]
+    return answer
+
+
+def test_a_rank_is_forked_with_the_imports_done(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = """
+        import os, sys
+        import preloaded_standin
+        print(preloaded_standin.IMPORTED_IN == os.getppid() != os.getpid())
+    """
+    assert run(standin_agent, tmp_path, source)["exit_code"] == 0
+    assert standin_agent.log() == "True\n"
+
+
+def test_a_script_finds_itself_where_python_would_have_put_it(standin_agent: AgentClient, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("where = __name__\n")
+    source = """
+        import os, sys
+        import beside, __main__
+        print(__name__, __file__, sys.argv, sys.path[0] == os.getcwd(), beside.where)
+        print(__main__.__dict__ is globals(), os.environ["RANK"], os.environ["MARK"], sys.stdin.read() == "")
+    """
+    run(standin_agent, tmp_path, source, "--lr", "3e-4", env={"MARK": "x"})
+    assert standin_agent.log() == "__main__ train.py ['train.py', '--lr', '3e-4'] True beside\nTrue 0 x True\n"
+
+
+def test_a_module_runs_as_with_dash_m(standin_agent: AgentClient, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])\n")
+    argv = ["python3", "-u", "-m", "package", "--x"]
+    standin_agent.launch(argv, kind="elastic", workdir=str(tmp_path))
+    standin_agent.event("rank_exited")
+    assert standin_agent.log() == "__main__ package ['--x']\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "exit_code", "reason", "log"),
+    [
+        ("import sys; sys.exit(7)", 7, "exit", ""),
+        ("import sys; sys.exit('no data')", 1, "exit", "no data\n"),
+        ("import sys; sys.exit()", 0, "exit", ""),
+        ("import sys; sys.exit(98)", 98, "port", ""),
+        ("import sys; sys.exit(97)", 97, "no-torch", ""),
+        ("import sys; sys.exit(96)", 96, "plan", ""),
+        ("import sys; sys.exit(95)", 95, "device-oom", ""),
+        ("import atexit; atexit.register(print, 'bye')", 0, "exit", "bye\n"),
+        ("print('no newline', end='')", 0, "exit", "no newline"),
+        (
+            "import threading, time\nthreading.Timer(0.1, print, ['late']).start()\nprint('first')",
+            0,
+            "exit",
+            "first\nlate\n",
+        ),
+    ],
+)
+def test_a_script_ends_as_python_would(
+    standin_agent: AgentClient, tmp_path: Path, source: str, exit_code: int, reason: str, log: str
+) -> None:
+    end = run(standin_agent, tmp_path, source)
+    assert (end["exit_code"], end["signal"], end["reason"]) == (exit_code, None, reason)
+    assert standin_agent.log() == log
+
+
+def test_a_traceback_shows_the_script_and_nothing_of_ours(standin_agent: AgentClient, tmp_path: Path) -> None:
+    assert run(standin_agent, tmp_path, "def f():\n    return 1 / 0\nf()\n")["exit_code"] == 1
+    lines = standin_agent.log().splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].startswith('  File "train.py", line 3')
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert "clusterd" not in standin_agent.log()
+
+
+def test_a_missing_script_is_named(standin_agent: AgentClient, tmp_path: Path) -> None:
+    standin_agent.launch(["python", "absent.py"], kind="elastic", workdir=str(tmp_path))
+    assert standin_agent.event("rank_exited")["exit_code"] == 2
+    assert str(tmp_path / "absent.py") in standin_agent.log()
+
+
+def test_workers_start_by_every_method(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = """
+        import multiprocessing
+        def square(x):
+            return x * x
+        if __name__ == "__main__":
+            for method in ("fork", "spawn"):
+                with multiprocessing.get_context(method).Pool(2) as pool:
+                    print(method, pool.map(square, range(3)))
+    """
+    assert run(standin_agent, tmp_path, source)["exit_code"] == 0
+    assert standin_agent.log() == "fork [0, 1, 4]\nspawn [0, 1, 4]\n"
+
+
+def test_forked_ranks_and_their_forks_carry_the_tag(standin_agent: AgentClient, tmp_path: Path) -> None:
+    """A fork does not change what /proc shows of its environment; the sweep depends on its showing the tag."""
+    source = """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            print(os.getpid(), flush=True)
+        time.sleep(100)
+    """
+    [started] = start(standin_agent, tmp_path, source)
+    escaped = int(wait_until(standin_agent.log, "the fork to say its pid"))
+    for pid in (started["pid"], escaped):
+        assert b"/j.1\0" in processes.environment(pid)
+    assert standin_agent.stop()["swept"] == [escaped]
+
+
+def test_siblings_differ_where_new_interpreters_would(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = "import random, multiprocessing.process as p; print(random.random(), bytes(p.current_process().authkey))"
+    start(standin_agent, tmp_path, source, ranks=[rank(0, 2), rank(1, 2)])
+    standin_agent.event("rank_exited", rank=0)
+    standin_agent.event("rank_exited", rank=1)
+    assert standin_agent.log(rank=0) != standin_agent.log(rank=1)
+
+
+def test_variables_that_python_reads_at_its_start_take_effect(standin_agent: AgentClient, tmp_path: Path) -> None:
+    env = {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{tmp_path}/lib:{os.path.dirname(__file__)}/standin"}
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "own.py").write_text("")
+    run(standin_agent, tmp_path, "import own; print(hash('x'))", env=env)
+    first = standin_agent.log()
+    run(standin_agent, tmp_path, "import own; print(hash('x'))", env=env, job="second")
+    assert first == standin_agent.log(job="second") != ""
+
+
+def test_a_command_that_is_no_plain_python_is_executed(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = "import sys, clusterd.protocol; print(sys.flags.optimize, 'preloaded_standin' in sys.modules)"
+    (tmp_path / "train.py").write_text(source)
+    standin_agent.launch(["python", "-O", "train.py"], kind="elastic", workdir=str(tmp_path))
+    assert standin_agent.event("rank_exited")["exit_code"] == 0
+    assert standin_agent.log() == "1 False\n"
+
+
+def test_the_rank_file_names_the_place_in_the_plan(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = """
+        import json, os
+        path = os.environ["CLUSTERD_RANK_FILE"]
+        place = json.load(open(path))
+        print(place["rank"], place["world_size"], place["plan"], place["generation"], oct(os.stat(path).st_mode)[-3:])
+        print(len(place["token"]) >= 32, os.path.exists(place["control_socket"]))
+    """
+    run(standin_agent, tmp_path, source, ranks=[rank(plan={"dp": 1})])
+    assert standin_agent.log() == "0 1 {'dp': 1} 1 600\nTrue True\n"
+
+
+def test_an_environment_without_torch_is_the_reason(connect: Any, tmp_path: Path) -> None:
+    agent = connect(env={"CLUSTERD_PRELOAD": "no_such_torch"})
+    answer = agent.launch(["python", "train.py"], kind="elastic", ranks=[rank(0, 2), rank(1, 2)])
+    assert [r["pid"] for r in answer["ranks"]] == [0, 0]
+    end = agent.event("rank_exited", rank=1)
+    assert (end["exit_code"], end["reason"]) == (97, "no-torch")
+    assert agent.log(rank=1) == f"clusterd: {end['message']}\n"
+    assert f"{sys.executable} (Python" in end["message"]
+    assert "cannot import torch: No module named 'no_such_torch'" in end["message"]
+
+
+def test_cancel_does_not_wait_for_an_import(connect: Any, tmp_path: Path) -> None:
+    """A first job of an environment on a slow network file system is cancelled while torch is being imported."""
+    (tmp_path / "slow.py").write_text("import time; time.sleep(100)\n")
+    agent = connect(env={"CLUSTERD_PRELOAD": "slow", "PYTHONPATH": str(tmp_path)})
+    launching = agent.send("launch", **launch(["python", "train.py"], kind="elastic"))
+    wait_until(lambda: list(Home(agent.root).sockets.glob("????????????????.sock")), "the fork server to start")
+    assert agent.stop()["swept"] == []
+    assert [r["pid"] for r in agent.reply(launching)["ok"]["ranks"]] == [0]
+
+
+HELLO = """
+    import json, os, socket, sys, time
+    sys.path[:0] = [{root!r}]
+    from clusterd import protocol
+    place = json.load(open(os.environ["CLUSTERD_RANK_FILE"]))
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(place["control_socket"])
+    hello = {{k: place[k] for k in ("job", "attempt", "generation", "rank", "token")}}
+    line.sendall(protocol.encode({{"id": 1, "verb": "rank_hello", "pid": os.getpid(), **hello, **{changes!r}}}))
+    {then}
+    decoder = protocol.Decoder()
+    while True:
+        for message in decoder.feed(line.recv(65536)):
+            print(json.dumps(message), flush=True)
+            if message.get("event") == "stop":
+                sys.exit(0)
+"""
+ROOT = str(Path(__file__).parents[2])
+
+
+def test_a_rank_that_listens_is_asked_before_it_is_told(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = dedent(HELLO).format(root=ROOT, changes={}, then="")
+    start(standin_agent, tmp_path, source)
+    wait_until(lambda: '"ok"' in standin_agent.log(), "the rank to be greeted")
+    report = standin_agent.stop(grace_s=30.0)["ranks"][0]
+    assert (report["exit_code"], report["signal"], report["reason"]) == (0, None, "stopped")
+    assert '"event": "stop", "reason": "cancelled", "deadline_s": 30.0' in standin_agent.log()
+
+
+def test_a_rank_that_listens_but_does_not_act_gets_a_signal_at_half_of_the_grace(
+    standin_agent: AgentClient, tmp_path: Path
+) -> None:
+    source = dedent(HELLO).format(
+        root=ROOT, changes={}, then="time.sleep(0) or print('deaf', flush=True) or time.sleep(100)"
+    )
+    start(standin_agent, tmp_path, source)
+    wait_until(lambda: "deaf" in standin_agent.log(), "the rank to be connected")
+    report = standin_agent.stop(grace_s=2.0)["ranks"][0]
+    assert (report["signal"], report["reason"]) == (signal.SIGTERM, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"), [({"token": "guessed"}, "token"), ({"generation": 0}, "stale"), ({"job": "other"}, "unknown")]
+)
+def test_a_rank_that_is_none_of_ours_is_not_let_in(
+    standin_agent: AgentClient, tmp_path: Path, changes: dict[str, Any], kind: str
+) -> None:
+    start(standin_agent, tmp_path, dedent(HELLO).format(root=ROOT, changes=changes, then=""))
+    wait_until(lambda: f'"kind": "{kind}"' in standin_agent.log(), "the refusal")
+
+
+def test_what_a_rank_says_about_its_failure_comes_with_its_end(standin_agent: AgentClient, tmp_path: Path) -> None:
+    failed = {"event": "failed", "reason": "plan", "message": "tp=3 does not divide 4 heads"}
+    source = dedent(HELLO).format(
+        root=ROOT, changes={}, then=f"line.sendall(protocol.encode({failed})); line.recv(9); sys.exit(96)"
+    )
+    end = run(standin_agent, tmp_path, source)
+    assert (end["reason"], end["message"]) == ("plan", "tp=3 does not divide 4 heads")

@@ -1,0 +1,95 @@
+"""GPUs as the driver tells them, through a library of the tests' own that speaks NVML's binary interface."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from clusterd.agent.nvml import Probe, parse_query
+
+FAKE = r"""
+#include <stdio.h>
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory;
+typedef struct { unsigned gpu, memory; } utilisation;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process;
+int nvmlInit_v2(void) { return INIT; }
+const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
+int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
+int nvmlDeviceGetMemoryInfo(void *h, memory *m) { (void)h; m->total = 80ULL << 30; m->used = 1ULL << 30; return 0; }
+int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
+int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
+int nvmlDeviceGetName(void *h, char *b, unsigned n) { (void)h; snprintf(b, n, "Fake H100"); return 0; }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, process *p) {
+    if ((unsigned long)h == 2) { *n = 0; return 0; }
+    p[0].pid = 1; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; }
+int nvmlDeviceGetGraphicsRunningProcesses_v3(void *h, unsigned *n, process *p) { (void)h; (void)p; *n = 0; return 0; }
+"""
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("gcc") is None, reason="no gcc to build the stand-in for the driver's library"
+)
+
+
+def fake_driver(tmp_path: Path, init: int = 0) -> str:
+    source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
+    source.write_text(FAKE)
+    subprocess.run(["gcc", "-shared", "-fPIC", f"-DINIT={init}", "-o", library, source], check=True)
+    return str(library)
+
+
+def test_gpus_come_with_uuid_memory_and_the_processes_on_them(tmp_path: Path) -> None:
+    gpus, error = Probe(fake_driver(tmp_path)).gpus()
+    assert error is None
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-1", "GPU-2"]
+    assert gpus[0]["name"] == "Fake H100"
+    assert (gpus[0]["memory_bytes"], gpus[0]["memory_used_bytes"]) == (80 << 30, 1 << 30)
+    assert [gpu["utilisation"] for gpu in gpus] == [0.5, None]
+    assert gpus[0]["processes"] == [{"pid": 1, "memory_bytes": 1 << 30}, {"pid": 7, "memory_bytes": None}]
+
+
+@pytest.mark.parametrize(
+    ("init", "words"), [(18, "driver/library version mismatch"), (9, "not loaded"), (999, "Unknown Error")]
+)
+def test_a_driver_that_refuses_is_quoted(tmp_path: Path, init: int, words: str) -> None:
+    gpus, error = Probe(fake_driver(tmp_path, init)).gpus()
+    assert gpus == []
+    assert error is not None
+    assert words in error
+
+
+def test_a_host_without_a_driver_has_no_gpus_and_nothing_is_wrong() -> None:
+    assert Probe("libabsent.so", "absent-smi").gpus() == ([], None)
+
+
+def test_without_the_library_the_program_is_asked(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\ncase $1 in\n"
+        "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7';;\n"
+        "*) echo 'GPU-a, 42, 500';;\nesac\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    gpus, error = Probe("libabsent.so", str(program)).gpus()
+    assert error is None
+    assert gpus[0]["memory_bytes"] == 40960 << 20
+    assert gpus[0]["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
+
+
+def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    gpus, error = Probe("libabsent.so", str(program)).gpus()
+    assert gpus == []
+    assert error == "Failed to initialize NVML: Driver/library version mismatch: reboot this host"
+
+
+def test_values_that_the_program_does_not_know_are_unknown() -> None:
+    [gpu] = parse_query("GPU-a, 0, NVIDIA GB10, [N/A], [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
+    assert (gpu["memory_bytes"], gpu["utilisation"], gpu["processes"][0]["memory_bytes"]) == (None, None, None)

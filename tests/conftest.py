@@ -1,0 +1,189 @@
+"""A real daemon with embedded hosts, for the tests of everything at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+REPOSITORY = Path(__file__).parent.parent
+GPT = REPOSITORY / "examples" / "gpt"
+
+
+class RunningCluster:
+    """A daemon of its own, driven by the command line as a user would."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.environment = {**os.environ, "CLUSTERD_STATE_DIR": str(directory), "NO_COLOR": "1"}
+        for name in ("CLUSTERD_SOCKET", "CLUSTERD_CONFIG"):
+            self.environment.pop(name, None)
+        self.socket = directory / "clusterd.sock"
+
+    def run(self, *arguments: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+        """One command; fails the test with what it said, if it fails."""
+        options.setdefault("timeout", 90)
+        options.setdefault("cwd", self.directory)
+        done = subprocess.run(
+            [sys.executable, "-m", "clusterd.cli.main", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            **options,
+        )
+        if check and done.returncode:
+            raise AssertionError(f"clusterd {' '.join(arguments)} -> {done.returncode}\n{done.stdout}{done.stderr}{self.log()}")
+        return done
+
+    def start(self, hosts: int = 0, devices: int = 2) -> None:
+        local = ["--local", str(hosts), "--devices", str(devices)] if hosts else []
+        self.run("start", *local)
+
+    def client(self) -> Client:
+        return Client(self.socket, timeout_s=60.0)
+
+    def call(self, verb: str, **args: Any) -> Any:
+        with self.client() as client:
+            return client.call(verb, **args)
+
+    @property
+    def pid(self) -> int:
+        return int(self.call("status")["pid"])
+
+    def kill(self) -> None:
+        """As by the kernel's out-of-memory killer."""
+        pid = self.pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+
+    def submit(self, text: str, name: str = "job") -> str:
+        """Submit a job file with this content; its workdir is the example GPT unless it says otherwise."""
+        file = self.directory / f"{name}.toml"
+        workdir = "" if "workdir" in text else f'workdir = "{GPT}"\n'
+        file.write_text(f'name = "{name}"\n{workdir}python = "{sys.executable}"\n{text}')
+        return self.run("submit", str(file)).stdout.strip()
+
+    def job(self, job: str) -> dict[str, Any]:
+        row: dict[str, Any] = self.call("job", job=job)
+        return row
+
+    def wait_for(self, job: str, wanted: Callable[[dict[str, Any]], bool], timeout_s: float = 60.0) -> dict[str, Any]:
+        """The job's row as soon as it is as wanted."""
+        row: dict[str, Any] = {}
+
+        def look() -> bool:
+            nonlocal row
+            row = self.job(job)
+            return wanted(row)
+
+        until(look, timeout_s, lambda: f"{row.get('state')}: {row.get('reason')}\n{self.log()}")
+        return row
+
+    def wait_until_up(self, count: int) -> None:
+        until(lambda: sum(h["state"] == "up" for h in self.call("hosts")) == count, 30.0, self.log)
+
+    def log(self) -> str:
+        file = self.directory / "daemon.log"
+        return "\n".join(file.read_text().splitlines()[-15:]) if file.exists() else ""
+
+    def close(self) -> None:
+        """Stop the daemon, its agents and whatever they run, and see that they are gone."""
+        try:
+            pid = self.pid
+        except ClusterError:
+            pid = 0
+        if pid:
+            os.kill(pid, signal.SIGTERM)
+            until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
+        kill_everything_of(self.directory)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def crash_host(directory: Path, number: int) -> None:
+    """Everything of one embedded host ends at once, as when its power fails: nothing sees anything else die."""
+    home = str(directory / "local" / str(number) / "agent").encode()
+    mine = []
+    for pid in processes_of(directory):
+        try:
+            if home in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGSTOP)
+                mine.append(pid)
+        except OSError:
+            continue
+    for pid in mine:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Processes whose environment names the directory: agents, spawners and ranks of its embedded hosts."""
+    found = []
+    for place in Path("/proc").iterdir():
+        if not place.name.isdigit() or int(place.name) == os.getpid():
+            continue
+        try:
+            environment = (place / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() + b"/local/" in environment and not _is_zombie(int(place.name)):
+            found.append(int(place.name))
+    return found
+
+
+def kill_everything_of(directory: Path) -> None:
+    """SIGKILL until nothing is left."""
+
+    def nothing_left() -> bool:
+        for pid in (left := processes_of(directory)):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        return not left
+
+    until(nothing_left)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 30.0, explain: Callable[[], str] = lambda: "") -> None:
+    """Wait for a condition of the world outside this process."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {explain()}")
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cluster() -> Iterator[RunningCluster]:
+    """A cluster not yet started, in a directory whose path is short enough for a socket."""
+    made = RunningCluster(Path(tempfile.mkdtemp(prefix="cl-", dir="/tmp")))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def local_cluster(cluster: RunningCluster) -> RunningCluster:
+    """A started cluster with two embedded hosts of two CPU devices each."""
+    cluster.start(hosts=2)
+    return cluster

@@ -1,0 +1,83 @@
+"""The memory estimate moves the way memory moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from shapes import gpt
+
+from plans.enumerate import legal_plans
+from plans.memory import MemoryEstimate, estimate
+from plans.plan import Plan
+
+SHAPE = gpt(depth=6, width=256)
+PLANS = [p for n in (1, 2, 4, 8) for p in legal_plans(SHAPE, n)]
+
+
+def of(plan: str, stage: int | None = None) -> MemoryEstimate:
+    return estimate(Plan.parse(plan), SHAPE, stage=stage)
+
+
+def test_one_process_holds_everything_once() -> None:
+    alone = of("dp=1")
+    weights = SHAPE.parameter_bytes
+    assert (alone.parameters_bytes, alone.gradients_bytes, alone.optimizer_bytes) == (weights, weights, 2 * weights)
+    assert alone.host_bytes == alone.buffers_bytes == alone.gathered_bytes == 0
+
+
+def test_each_zero_stage_shards_one_thing_more() -> None:
+    stages = [of(f"dp=4,zero={zero}") for zero in range(4)]
+    weights = SHAPE.parameter_bytes
+    assert [e.optimizer_bytes < weights for e in stages] == [False, True, True, True]
+    assert [e.gradients_bytes < weights for e in stages] == [False, False, True, True]
+    assert [e.parameters_bytes + e.gathered_bytes < weights for e in stages] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("better", ["zero=3", "tp=4", "pp=4,accumulation=4"])
+def test_spreading_weights_frees_memory_that_replicas_do_not(better: str) -> None:
+    plan = f"dp=4,{better}" if better.startswith("zero") else better
+    spread, copied = of(plan), of("dp=4")
+    assert spread.parameters_bytes + spread.optimizer_bytes < copied.parameters_bytes + copied.optimizer_bytes
+
+
+@given(st.sampled_from(PLANS))
+def test_recomputing_never_costs_memory(plan: Plan) -> None:
+    kept = estimate(replace(plan, checkpointing=False), SHAPE).activations_bytes
+    recomputed = estimate(replace(plan, checkpointing=True), SHAPE).activations_bytes
+    # One block's activations come back while it is recomputed; with a single block in flight nothing is won.
+    block = max(layer.activation_bytes + layer.activation_tp_bytes for layer in SHAPE.layers)
+    assert recomputed <= kept + 16 * block // plan.accumulation
+
+
+@given(st.sampled_from(PLANS))
+def test_a_larger_batch_never_needs_less(plan: Plan) -> None:
+    small, large = estimate(plan, SHAPE), estimate(plan, SHAPE, global_batch=2 * SHAPE.global_batch)
+    assert large.device_bytes >= small.device_bytes
+    assert large.optimizer_bytes == small.optimizer_bytes
+
+
+@given(st.sampled_from([p for p in PLANS if p.offload != "none"]))
+def test_what_leaves_the_device_is_on_the_host(plan: Plan) -> None:
+    offloaded, kept = estimate(plan, SHAPE), estimate(replace(plan, offload="none"), SHAPE)
+    assert offloaded.device_bytes < kept.device_bytes
+    assert offloaded.host_bytes >= kept.optimizer_bytes
+    assert offloaded.optimizer_bytes == 0
+
+
+def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
+    ours, theirs = of("pp=2,accumulation=8"), of("pp=2,accumulation=8,schedule=gpipe")
+    assert ours.activations_bytes < theirs.activations_bytes
+    assert of("pp=4,accumulation=8", stage=0).activations_bytes > of("pp=4,accumulation=8", stage=2).activations_bytes
+
+
+def test_more_micro_batches_need_less() -> None:
+    sizes = [of(f"dp=1,accumulation={n}").activations_bytes for n in (1, 2, 4, 8, 16)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 16 * sizes[-1]
+
+
+def test_unequal_shares_are_sized_by_the_largest() -> None:
+    assert of("dp=2,shares=4:12").activations_bytes == of("dp=1,accumulation=4").activations_bytes * 3

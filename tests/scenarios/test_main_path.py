@@ -1,0 +1,150 @@
+"""What a new user does in the first five minutes, with real processes all the way down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.conftest import RunningCluster, crash_host, processes_of, until
+
+ELASTIC = """
+kind = "elastic"
+command = ["python", "train.py", "--steps", "{steps}"]
+resources = {{ devices = {devices}, plan = {plan} }}
+"""
+
+
+def test_run_streams_the_log_and_returns_the_exit_code(local_cluster: RunningCluster) -> None:
+    """clusterd run -- anything."""
+    done = local_cluster.run("run", "--devices", "1", "--", "sh", "-c", "echo out; echo err >&2; exit 7", check=False)
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == ["out", "err"]
+    assert "exit code 7" in done.stderr
+
+
+def test_the_code_that_runs_is_the_code_of_the_submit(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Queued at noon, edited at one, started at two."""
+    (tmp_path / "say.py").write_text("print('as submitted')")
+    (tmp_path / ".clusterdignore").write_text("big.bin\n")
+    (tmp_path / "big.bin").write_bytes(b"x" * 1000)
+    local_cluster.run("host", "drain", "local0", "local1")
+    job = local_cluster.run("run", "-d", "--", "python3", "say.py", cwd=tmp_path).stdout.strip()
+    (tmp_path / "say.py").write_text("print('edited')")
+    local_cluster.run("host", "undrain", "local0")
+    assert local_cluster.run("wait", job).returncode == 0
+    assert local_cluster.run("logs", job).stdout == "as submitted\n"
+    attempts = [p for p in local_cluster.directory.glob("local/*/agent/attempts/*/work/*") if p.name == "big.bin"]
+    assert attempts == []
+
+
+def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: RunningCluster) -> None:
+    """Both need all four devices: one waits, both learn, and ls, show, why and logs tell how."""
+    first = local_cluster.submit(ELASTIC.format(steps=12, devices=4, plan="{ dp = 2, tp = 2 }"), "wide")
+    local_cluster.wait_for(first, lambda row: row["state"] in ("starting", "running"))
+    second = local_cluster.submit(
+        ELASTIC.format(steps=12, devices=4, plan="{ dp = 2, pp = 2, accumulation = 4 }"), "deep"
+    )
+    waiting = local_cluster.wait_for(second, lambda row: "waits for 4 free devices" in row["reason"])
+    assert waiting["state"] == "queued"
+    said = local_cluster.run("why", "deep").stdout
+    assert "wide holds 4 devices" in said
+    assert local_cluster.run("wait", "wide", "deep").returncode == 0
+    for job in (first, second):
+        row = local_cluster.job(job)
+        assert (row["step"], row["steps"]) == (12, 12)
+        assert row["loss"] < row["first_loss"]
+        assert len(row["hosts"]) == 2
+        steps = [json.loads(line) for line in local_cluster.call("steps", job=job)["data"].splitlines()]
+        assert [s["step"] for s in steps] == list(range(1, 13))
+    assert "step 12/12" in local_cluster.run("logs", "deep").stdout
+    rows = json.loads(local_cluster.run("ls", "--all", "-o", "json").stdout)
+    assert {row["name"]: row["plan"] for row in rows} == {"wide": "dp=2,tp=2", "deep": "dp=2,pp=2,accumulation=4"}
+
+
+def test_cancel_leaves_no_process_and_frees_the_devices(local_cluster: RunningCluster) -> None:
+    """A script that ignores SIGTERM and has sent a child into its own session."""
+    script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; sleep 1000 & wait; sleep 1000' & sleep 1000; sleep 1000"
+    text = f"command = ['sh', '-c', '''{script}''']\nworkdir = '.'\nlimits = {{ grace = '1s' }}\nresources = {{ devices = 2 }}"
+    job = local_cluster.submit(text, "stubborn")
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    until(lambda: len(_sleepers()) >= 2)
+    local_cluster.run("cancel", "--wait", "stubborn")
+    assert _sleepers() == []
+    status = local_cluster.call("status")
+    assert status["leased"] == 0
+    assert local_cluster.job(job)["state"] == "cancelled"
+
+
+def _sleepers() -> list[int]:
+    found = []
+    for place in Path("/proc").iterdir():
+        try:
+            if place.name.isdigit() and (place / "cmdline").read_bytes() == b"sleep\x001000\x00":
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_secrets_reach_the_job_and_nothing_else(local_cluster: RunningCluster) -> None:
+    """Neither the journal's events, nor the command lines, nor show, nor files on the host hold it."""
+    secret = "s3cr3t-that-must-not-leak"
+    local_cluster.environment["MY_TOKEN"] = secret
+    text = """
+    command = ["sh", "-c", "test -n \\"$TOKEN\\" && sleep 1 && echo got ${#TOKEN}"]
+    workdir = "."
+    [secrets]
+    TOKEN = "env:MY_TOKEN"
+    """
+    job = local_cluster.submit("\n".join(line.strip() for line in text.splitlines()), "secretive")
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    for pid in processes_of(local_cluster.directory):
+        assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert local_cluster.run("wait", job).returncode == 0
+    assert local_cluster.run("logs", job).stdout == f"got {len(secret)}\n"
+    assert secret not in local_cluster.run("show", job, "-o", "json").stdout
+    local_cluster.run("stop")
+    for place in local_cluster.directory.rglob("*"):
+        # SQLite may keep freed pages; what matters is that no file but the journal ever held it.
+        if place.is_file() and place.name not in ("journal.db", "journal.db-wal"):
+            assert secret.encode() not in place.read_bytes(), place
+
+
+def test_stop_leaves_jobs_running_and_start_finds_them(local_cluster: RunningCluster) -> None:
+    """An upgrade of the daemon in the middle of the day."""
+    job = local_cluster.submit(ELASTIC.format(steps=60, devices=2, plan="{ dp = 2 }"), "long")
+    local_cluster.wait_for(job, lambda row: row["step"] >= 2)
+    assert "1 jobs keep running: long" in local_cluster.run("stop").stderr
+    local_cluster.start()
+    row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert row["attempt"] == 1
+    assert row["step"] == 60
+    steps = [json.loads(line)["step"] for line in local_cluster.call("steps", job=job)["data"].splitlines()]
+    assert steps == list(range(1, 61))
+
+
+def test_kill_9_of_the_daemon_loses_nothing(local_cluster: RunningCluster) -> None:
+    """The same attempt goes on, no step lost, the log complete; a queued job is still queued, and runs."""
+    job = local_cluster.submit(ELASTIC.format(steps=60, devices=4, plan="{ dp = 4 }"), "long")
+    local_cluster.wait_for(job, lambda row: row["step"] >= 2)
+    queued = local_cluster.run("run", "-d", "--devices", "1", "--", "true").stdout.strip()
+    local_cluster.kill()
+    local_cluster.start()
+    row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert (row["attempt"], row["step"]) == (1, 60)
+    assert local_cluster.run("logs", job).stdout.count("step 60/60") == 1
+    steps = [json.loads(line)["step"] for line in local_cluster.call("steps", job=job)["data"].splitlines()]
+    assert steps == list(range(1, 61))
+    assert local_cluster.wait_for(queued, lambda row: row["state"] == "finished")["attempt"] == 1
+
+
+def test_a_host_that_dies_without_warning_gives_its_job_back(local_cluster: RunningCluster) -> None:
+    """kill -9 of all that runs on one host: the job is queued again, says so, and finishes."""
+    resources = "{ devices = 1, hosts = ['local0'] }"
+    text = f"command = ['sleep', '2']\nworkdir = '.'\nresources = {resources}"
+    job = local_cluster.submit(text, "unlucky")
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    crash_host(local_cluster.directory, 0)
+    row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert row["attempt"] == 2
+    assert "vanished without an exit record" in local_cluster.run("why", job).stdout
