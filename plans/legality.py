@@ -1,7 +1,13 @@
 """Which plans can be: rules of arithmetic, of the model, and of what torch can do. Each refusal is a sentence.
 
-What torch cannot do at all has no field in `Plan` (context parallelism, for one: its CPU attention kernels have no
-sharding strategy). What it can do only on some way round is done that way in `clusterd.train.parallel`.
+What torch cannot do between CPU ranks has no field in `Plan`, or goes another way in `clusterd.train.parallel`
+(`tests/plans/test_equivalence.py` tries each, and expects it to fail):
+
+- context parallelism: "scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered";
+- FSDP1: "FSDP needs a non-CPU accelerator device"; FSDP2 is used everywhere;
+- `CPUOffloadPolicy()` as it comes: "Cannot access accelerator device when none is available"; on CPU it pins nothing;
+- DistributedDataParallel over tensor-parallel shards: "got mixed torch.Tensor and DTensor", and under the 1f1b schedule:
+  "rebuilt parameter indices size is not same as original model parameters size"; `GradientSum` takes its place.
 """
 
 from __future__ import annotations

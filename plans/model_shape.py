@@ -63,6 +63,7 @@ class ModelShape:
     optimizer: str = "AdamW"
     optimizer_state_ratio: float = 2.0  # bytes of optimizer state per byte of trainable parameter
     optimizer_elementwise: bool = True  # whether parts of a tensor can be updated apart
+    parameter_groups: tuple[tuple[int, ...], ...] = ()  # of the optimizer, by index; empty: one of all trainable ones
 
     @property
     def parameter_bytes(self) -> int:
@@ -107,6 +108,7 @@ class ModelShape:
             known["tp_degrees"] = tuple(known.get("tp_degrees", ()))
             known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))
             known["tied"] = tuple(tuple(names) for names in known.get("tied", ()))
+            known["parameter_groups"] = tuple(tuple(group) for group in known.get("parameter_groups", ()))
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no description of a model: {error!r}") from error

@@ -116,7 +116,7 @@ class RunningCluster:
 
 def crash_host(directory: Path, number: int) -> None:
     """Everything of one embedded host ends at once, as when its power fails: nothing sees anything else die."""
-    home = str(directory / "local" / str(number) / "agent").encode()
+    home = f"{directory}/local/{number}/".encode()
     mine = []
     for pid in processes_of(directory):
         try:

@@ -158,43 +158,47 @@ async def inspect(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known 
         except HostError as error:
             if isinstance(error.__cause__, asyncssh.PermissionDenied):
                 return Known()
+    return await _judge_shown_key(route, tunnel, keys)
+
+
+async def _judge_shown_key(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
+    """As `inspect`, without a look at certificates."""
     try:
         key = await asyncio.wait_for(
             asyncssh.get_server_host_key(
-                route.host, route.port, **_options(route, tunnel, None), server_host_key_algs="default"
+                route.host, route.port, **_way(route, tunnel), config=None, server_host_key_algs="default"
             ),
             route.connect_timeout_s + AUTHENTICATION_S,
         )
-    except (TimeoutError, OSError, asyncssh.Error) as error:
+    except (OSError, asyncssh.Error) as error:
         raise HostError(f"{_place(route)}: {_why(error, route)}") from error
     if key is None:
         raise HostError(f"{_place(route)}: it showed no host key")
     return keys.judge(route, key)
 
 
-def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher | None) -> dict[str, Any]:
-    options: dict[str, Any] = {
+def _options(route: Route, tunnel: Tunnel | None, watcher: _Watcher) -> dict[str, Any]:
+    return {
+        **_way(route, tunnel),
         "config": None,  # what the user's files say is in the route already
-        "x509_trusted_certs": None,
+        "client_factory": lambda: watcher,
+        "host_key_alias": route.host_key_alias,
+        "agent_path": None,  # its keys are among ours already
+        "agent_forwarding": False,
+        "password_auth": False,
+        "kbdint_auth": False,
+        "host_based_auth": False,
         "gss_kex": False,
+        "x509_trusted_certs": None,
+        "x509_trusted_cert_paths": [],
         "compression_algs": ["none"],
     }
-    if watcher is not None:
-        options |= {
-            "client_factory": lambda: watcher,
-            "agent_forwarding": False,
-            "password_auth": False,
-            "kbdint_auth": False,
-            "host_based_auth": False,
-            "host_key_alias": route.host_key_alias,
-            "agent_path": None,
-            "x509_trusted_cert_paths": [],
-        }
+
+
+def _way(route: Route, tunnel: Tunnel | None) -> dict[str, Any]:
     if tunnel is not None:
-        options["tunnel"] = tunnel
-    elif route.proxy_command:
-        options["proxy_command"] = proxy_argv(route)
-    return options
+        return {"tunnel": tunnel}
+    return {"proxy_command": proxy_argv(route)} if route.proxy_command else {}
 
 
 def proxy_argv(route: Route) -> list[str]:
@@ -240,10 +244,9 @@ async def load_credentials(route: Route) -> Credentials:
         try:
             found.pairs += asyncssh.load_keypairs([path])
             found.tried.append(path)
-        except asyncssh.KeyEncryptionError:
-            found.skipped.append(f"{path} (needs a passphrase: ssh-add {path})")
-        except (OSError, ValueError, asyncssh.KeyImportError) as error:
-            found.skipped.append(f"{path} ({error})")
+        except (OSError, ValueError, asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+            locked = "assphrase" in str(error)  # asyncssh has no error of its own for it
+            found.skipped.append(f"{path} (needs a passphrase: ssh-add {path})" if locked else f"{path} ({error})")
     return found
 
 
@@ -279,7 +282,7 @@ async def _explain(
     if isinstance(error, (asyncssh.HostKeyNotVerifiable, asyncssh.KeyExchangeFailed)):
         # Only known types of key were asked for, so a new type looks like no common algorithm; or the key is revoked.
         try:
-            verdict = await inspect_key_only(route, tunnel, keys)
+            verdict = await _judge_shown_key(route, tunnel, keys)
         except HostError:
             verdict = Known()
         if not isinstance(verdict, Known):
@@ -294,20 +297,6 @@ async def _explain(
     return HostError(f"{_place(route)}: {_why(error, route)}")
 
 
-async def inspect_key_only(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
-    """As `inspect`, without a look at certificates."""
-    try:
-        key = await asyncio.wait_for(
-            asyncssh.get_server_host_key(
-                route.host, route.port, **_options(route, tunnel, None), server_host_key_algs="default"
-            ),
-            route.connect_timeout_s,
-        )
-    except (TimeoutError, OSError, asyncssh.Error) as error:
-        raise HostError(f"{_place(route)}: {_why(error, route)}") from error
-    return keys.judge(route, key) if key is not None else Known()
-
-
 def _place(route: Route) -> str:
     return f"{route} (through {route.via})" if route.via else str(route)
 
@@ -315,7 +304,7 @@ def _place(route: Route) -> str:
 def _why(error: BaseException, route: Route) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {route.host!r} cannot be resolved; correct the address, or HostName in your SSH configuration"
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+    if isinstance(error, TimeoutError):
         return f"no answer within {route.connect_timeout_s:.0f} s; is it switched on, and does `ssh {route.name}` work?"
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens on port {route.port}; is sshd running there?"
@@ -323,10 +312,9 @@ def _why(error: BaseException, route: Route) -> str:
         return f"the jump host cannot reach {route.host}:{route.port}: {error.reason}"
     if isinstance(error, FileNotFoundError) and route.proxy_command:
         return f"its ProxyCommand cannot be run: {error.strerror}: {error.filename}"
-    if isinstance(error, (asyncssh.ConnectionLost, asyncssh.DisconnectError)):
-        return (
-            f"the connection was closed before it was ready ({error.reason or 'no reason given'}); see sshd's log there"
-        )
+    if isinstance(error, (asyncssh.DisconnectError, ConnectionResetError)):
+        said = getattr(error, "reason", "") or "no reason given"
+        return f"the connection was closed before it was ready ({said}); sshd's log there knows more"
     if isinstance(error, OSError):
         return f"cannot be reached: {error.strerror or error}"
     return str(error)

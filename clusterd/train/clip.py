@@ -21,21 +21,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
     Returns:
         The norm before clipping, on `device`.
     """
-    gradients = [(local_gradient(p), _copies(p, plan)) for p in parameters if p.grad is not None]
+    alike: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and (gradient := local_gradient(parameter)).numel():
+            alike.setdefault((_copies(parameter, plan), gradient.device), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies in sorted({c for _, c in gradients}):
-        norms = [n.to(device) for n in torch._foreach_norm([g for g, c in gradients if c == copies and g.numel()])]
-        if norms:
-            total += torch.stack(norms).double().square().sum() / copies
+    for (copies, _), gradients in alike.items():
+        total += (torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies).to(device)
     if dist.is_initialized():
         dist.all_reduce(total)
     norm = total.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient, _ in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    for where, tensors in by_device.items():
-        torch._foreach_mul_(tensors, scale.to(where, tensors[0].dtype))
+    for (_, where), gradients in alike.items():
+        torch._foreach_mul_(gradients, scale.to(where))
     return norm
 
 
@@ -43,6 +41,6 @@ def _copies(parameter: nn.Parameter, plan: Plan) -> int:
     """Ranks of the stage that hold the same part of this parameter."""
     shards = 1
     for dim, placement in enumerate(getattr(parameter, "placements", ())):
-        if placement.is_shard():
+        if not placement.is_replicate():
             shards *= parameter.device_mesh.size(dim)
     return plan.dp * plan.tp // shards

@@ -1,4 +1,4 @@
-"""The shape of a job's model (`plans.model_shape`), found out on the meta device: no memory, no values, no ranks.
+"""The shape of a job's model (`plans.model_shape`), found out with fake tensors: no memory, no values, no ranks.
 
 Activations are counted by what autograd saves in a forward pass of one sample; what tensor parallelism does to them,
 and which numbers of shards work at all, by a forward pass with shards of the tensors in place of the whole ones.
@@ -7,21 +7,30 @@ and which numbers of shards work at all, by a forward pass with shards of the te
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import default_collate
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from clusterd.train import build
-from clusterd.train.data import moved
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import Job
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
 from plans.model_shape import LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+# The kernel that CPUs have; torch counts only those of accelerators.
+_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 _OUTSIDE, _LOSS = -1, -2  # where in a forward pass, beside the index of a layer
 
 
@@ -34,12 +43,19 @@ def describe(job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = 
     Raises:
         PlanRefused: `layers` or `tp_plan` name what the model does not have.
     """
-    model = _on_meta(job)
+    # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        return _described(job, _Forward(job, fake), tp_degrees, trace)
+
+
+def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bool) -> ModelShape:
+    model = forward.model()
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles = matches(job.tp_plan, [n for n, _ in model.named_modules()]) if job.tp_plan else {}
     tp_dims = _tp_dims(model, styles)
-    ratio, elementwise, optimizer = optimizer_traits(job)
+    with forward.real():
+        ratio, elementwise, optimizer = optimizer_traits(job)
     parameters = tuple(
         ParameterShape(
             name=name,
@@ -52,10 +68,10 @@ def describe(job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = 
         for name, p in build.named_parameters(model)
     )
     tied = _tied(model)
-    works, refused = _tp_degrees(job, styles, parameters, tied, tp_degrees)
+    works, refused = _tp_degrees(forward, styles, tp_dims, parameters, tied, tp_degrees)
     layers, loss_bytes = [LayerShape(path, path in blocks) for path in paths], 0
-    if trace and (whole := _traced(job, model, paths, {}, 1)) is not None:
-        halves = _traced(job, _on_meta(job), paths, styles, works[0]) if works else None
+    if trace and (whole := forward.trace(paths, {}, 1)) is not None:
+        halves = forward.trace(paths, styles, works[0]) if works else None
         layers, loss_bytes = _layers(paths, blocks, whole, halves, works[0] if works else 1)
     return ModelShape(
         parameters=parameters,
@@ -103,16 +119,6 @@ def _updated(job: Job, value: torch.Tensor, gradients: torch.Tensor) -> tuple[to
     return parameter.detach(), optimizer
 
 
-def _on_meta(job: Job) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        try:
-            return build.build(job.model, job.seed, meta=True)
-        except PlanRefused:
-            raise
-        except Exception:  # some factories compute with what they initialise; then it costs memory for a moment
-            return build.build(job.model, job.seed).to("meta")
-
-
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -137,23 +143,24 @@ def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 
 
 def _tp_degrees(
-    job: Job,
+    forward: _Forward,
     styles: dict[str, str],
+    tp_dims: dict[str, int],
     parameters: tuple[ParameterShape, ...],
     tied: tuple[tuple[str, ...], ...],
     degrees: Sequence[int],
 ) -> tuple[list[int], list[tuple[int, str]]]:
     works: list[int] = []
     refused: list[tuple[int, str]] = []
-    cut = [p for p in parameters if p.tp_dim >= 0]
-    for degree in degrees if cut else ():
+    torn = next((names for names in tied if any(name in tp_dims for name in names)), ())
+    for degree in degrees if styles else ():
         why = ""
-        if both := [n for names in tied for n in names if any(p.name in names for p in cut)]:
-            why = f"{' and '.join(both)} are one parameter, and torch would cut it for one of them only"
-        elif uneven := [p for p in cut if p.shape[p.tp_dim] % degree]:
+        if torn:
+            why = f"{' and '.join(torn)} are one parameter, and torch would cut it for one of them only"
+        elif uneven := [p for p in parameters if p.tp_dim >= 0 and p.shape[p.tp_dim] % degree]:
             why = f"{uneven[0].name} has {uneven[0].shape[uneven[0].tp_dim]} along dimension {uneven[0].tp_dim}"
         else:
-            why = _why_not(job, styles, degree)
+            why = forward.why_not(styles, degree)
         if why:
             refused.append((degree, why))
         else:
@@ -161,30 +168,94 @@ def _tp_degrees(
     return works, refused
 
 
-def _why_not(job: Job, styles: dict[str, str], degree: int) -> str:
-    """Why the model cannot compute with shards; empty if it can, or if the meta device cannot tell."""
-    if (inputs := _one_sample(job)) is None or not _runs(_on_meta(job), inputs[0]):
+class _Forward:
+    """Forward passes of one sample through fake models."""
+
+    def __init__(self, job: Job, fake: FakeTensorMode) -> None:
+        self._job, self._fake = job, fake
+        with self.real():
+            self._inputs, self._target = default_collate([job.data[0]])
+        self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
+        self._runs: bool | None = None
+
+    def real(self) -> AbstractContextManager[Any]:
+        """Where tensors are real for a while."""
+        return unset_fake_temporarily()  # type: ignore[no-any-return]
+
+    def model(self) -> nn.Module:
+        """The job's model, without memory."""
+        with self.real(), torch.random.fork_rng(devices=[]):
+            try:
+                with self._fake:
+                    return build.build(self._job.model, self._job.seed)
+            except PlanRefused:
+                raise
+            except Exception:  # some factories compute with what they initialise; that costs memory for a moment
+                return self._faked_module(build.build(self._job.model, self._job.seed))
+
+    def why_not(self, styles: dict[str, str], degree: int) -> str:
+        """Why the model cannot compute with shards; empty if it can, or if fake tensors cannot tell."""
+        if self._runs is None:
+            self._runs = not self._error(self.model())
+        if not self._runs:
+            return ""
+        model = self.model()
+        _cut(model, styles, degree)
+        error = self._error(model)
+        return f"its forward pass does not work with {degree} shards ({error})" if error else ""
+
+    def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> _Trace | None:
+        """The counts of a forward pass; None where fake tensors cannot run the model."""
+        model = self.model()
+        _cut(model, styles, degree)
+        trace = _Trace(model)
+        for index, path in enumerate(paths):
+            layer = model.get_submodule(path)
+            layer.register_forward_pre_hook(trace.enter(index))
+            layer.register_forward_hook(trace.leave(index))
+        for path, word in styles.items():
+            if word in GATHERING or word in ROWWISE:
+                model.get_submodule(path).register_forward_hook(trace.reduced)
+        try:
+            with trace.counter, torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor):
+                outputs = model(self._inputs)
+                trace.place = _LOSS
+                # The graph holds what was saved until here; freed storage would be counted under another's address.
+                kept = self._job.loss(outputs, self._target)
+            del kept
+        except Exception:  # data-dependent code has no answer without values; the description does without counts
+            return None
+        return trace
+
+    def _error(self, model: nn.Module) -> str:
+        try:
+            model(self._inputs)
+        except Exception as error:  # whatever a model raises, it does not compute this
+            return first_line(error) or type(error).__name__
         return ""
-    model = _on_meta(job)
-    _cut(model, styles, degree)
-    try:
-        model(inputs[0])
-    except Exception as error:
-        return f"its forward pass does not work with {degree} shards ({first_line(error)})"
-    return ""
 
+    def _faked_module(self, model: nn.Module) -> nn.Module:
+        fakes: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if parameter not in fakes:
+                        fakes[parameter] = nn.Parameter(
+                            self._fake.from_tensor(parameter.detach()), parameter.requires_grad
+                        )
+                    module._parameters[name] = fakes[parameter]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = self._faked(buffer)
+        return model
 
-def _runs(model: nn.Module, inputs: Any) -> bool:
-    try:
-        model(inputs)
-    except Exception:  # data-dependent code, which has no answer without values
-        return False
-    return True
-
-
-def _one_sample(job: Job) -> tuple[Any, Any] | None:
-    inputs, target = moved(default_collate([job.data[0]]), torch.device("meta"))
-    return inputs, target
+    def _faked(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._fake.from_tensor(value)
+        if isinstance(value, dict):
+            return {k: self._faked(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._faked(v) for v in value)
+        return value
 
 
 def _cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:
@@ -195,7 +266,7 @@ def _cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:
         parameter = getattr(module, attribute)
         shape = list(parameter.shape)
         shape[dim] //= degree
-        setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta")))
+        setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=parameter.dtype)))
     for path, word in styles.items():
         module = model.get_submodule(path)
         if word in GATHERING:
@@ -213,7 +284,7 @@ class _Trace:
         self.reduced_bytes: dict[int, int] = {}
         self.flops: dict[int, int] = {}
         self.place = _OUTSIDE
-        self.counter = FlopCounterMode(display=False)
+        self.counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
         self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
         self._entered_at = 0
 
@@ -240,31 +311,6 @@ class _Trace:
 
     def reduced(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
         self.reduced_bytes[self.place] = self.reduced_bytes.get(self.place, 0) + _tensor_bytes(outputs)
-
-
-def _traced(job: Job, model: nn.Module, paths: list[str], styles: dict[str, str], degree: int) -> _Trace | None:
-    """The counts of a forward pass; None where the meta device cannot run the model."""
-    if (sample := _one_sample(job)) is None:
-        return None
-    _cut(model, styles, degree)
-    trace = _Trace(model)
-    for index, path in enumerate(paths):
-        layer = model.get_submodule(path)
-        layer.register_forward_pre_hook(trace.enter(index))
-        layer.register_forward_hook(trace.leave(index))
-    for path, word in styles.items():
-        if word in GATHERING or word in ROWWISE:
-            model.get_submodule(path).register_forward_hook(trace.reduced)
-    try:
-        with trace.counter, torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor):
-            outputs = model(sample[0])
-            trace.place = _LOSS
-            # The graph holds what was saved until here; freed storage would be counted under another's address.
-            kept = job.loss(outputs, sample[1])
-        del kept
-    except Exception:  # data-dependent code has no answer without values; the description does without counts
-        return None
-    return trace
 
 
 def _layers(

@@ -40,10 +40,9 @@ class Training:
         step: number of the last step done; with the seed, all there is of the data position and the RNG.
     """
 
-    def __init__(self, job: Job, context: Context, device: torch.device, mesh: Any) -> None:
+    def __init__(self, job: Job, context: Context, device: torch.device, mesh: Any, *, step: int = 0) -> None:
         plan = context.plan
-        self.job, self.context, self.device = job, context, device
-        self.step = 0
+        self.job, self.context, self.device, self.step = job, context, device, step
         model = build.build(job.model, job.seed)
         if not same_everywhere(build.fingerprint(model), device):
             raise PlanRefused(
@@ -158,12 +157,12 @@ def write_description(job: Job, directory: Path) -> None:
 
 
 def _steps(training: Training, control: Control, seen: StepSeen) -> Outcome:
-    job, replica = training.job, training.context.coordinates.replica
+    job, place = training.job, training.context.coordinates
     loss, stopped = float("nan"), ""
     pending: tuple[int, float, Agreement] | None = None
     began = time.perf_counter()
     for inputs, targets in training.batches():
-        build.seed_step(job.seed, training.step, replica)
+        build.seed_step(job.seed, training.step, place.replica, place.stage)
         contribution = training.stepper.step(inputs, targets)
         training.step += 1
         previous, signals = pending, set[str]()

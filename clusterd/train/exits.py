@@ -13,6 +13,9 @@ PORT = 98
 REASONS = {DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-torch", PORT: "port"}
 
 
+_OUT_OF_MEMORY = ("CUDA out of memory", "Failed to CUDA calloc", "DefaultCPUAllocator: can't allocate")
+
+
 class TrainError(Exception):
     """A rank cannot go on for a reason that has an exit code; the message is complete and needs no traceback."""
 
@@ -54,13 +57,16 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
     Args:
         where: names rank, device and plan in the message.
     """
-    if isinstance(error, TrainError):
-        return error
-    text = str(error)
-    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate" in text:
-        return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return PortTaken(f"the rendezvous port is taken, {where}: {first_line(text)}")
+    cause: BaseException | None = error
+    while cause is not None:  # a pipeline stage wraps what happened in it
+        text = str(cause)
+        if isinstance(cause, TrainError):
+            return cause
+        if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
+            return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            return PortTaken(f"the rendezvous port is taken, {where}: {first_line(text)}")
+        cause = cause.__cause__
     return None
 
 

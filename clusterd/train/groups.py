@@ -69,12 +69,16 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
         dist.init_process_group(backend, **options)
     except Exception as error:
         raise exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}") or error from error
-    try:
-        from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
 
+    try:
         yield init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL waits for ranks that may be gone; the process is about to end anyway.
+        if device.type == "cpu":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def _store(context: Context) -> Any:

@@ -53,7 +53,7 @@ class RankOptimizer:
             gradient = local_gradient(parameter)
             if self._in_host_memory:
                 if plain.grad is None:
-                    plain.grad = torch.empty_like(plain)
+                    plain.grad = _host_like(gradient)
                 plain.grad.copy_(gradient, non_blocking=True)
             else:
                 # FSDP2 may move a shard to new memory at its first forward pass.
@@ -74,12 +74,24 @@ class RankOptimizer:
             if not self._in_host_memory:
                 plain.grad = None
 
+    def state_by_name(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps on this rank, by global parameter name and slot; boxes are the parameters'.
+
+        Under ZeRO-1 only the parameters that this rank updates are there.
+        """
+        holder = getattr(self.optimizer, "optim", self.optimizer)
+        return {name: dict(holder.state[plain]) for name, _, plain in self.local if plain in holder.state}
+
     def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
         local = local_tensor(parameter.detach())
         if self._in_host_memory:
-            host = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
-            return nn.Parameter(host.copy_(local))
+            return nn.Parameter(_host_like(local).copy_(local))
         return parameter if not hasattr(parameter, "placements") else nn.Parameter(local)
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for `tensor`; pinned where a GPU copies from it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
 def _sharded(factory: OptimizerFactory, parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import TextIO
@@ -24,6 +25,8 @@ class StepsLog:
         if path is not None:
             last = last_step(path)
             self._file = path.open("a", encoding="utf-8", buffering=1)
+            if torn(path):
+                self._file.write("\n")
             if last >= first_step:
                 self._write({"restart_from": first_step - 1})
 
@@ -32,7 +35,7 @@ class StepsLog:
         self._write(
             {
                 "step": step,
-                "loss": loss,
+                "loss": loss if math.isfinite(loss) else None,  # JSON has no NaN
                 "time_s": round(time_s, 6),
                 "samples": self._samples,
                 "at_s": round(time.time(), 3),
@@ -56,6 +59,14 @@ class StepsLog:
     def _write(self, record: dict[str, object]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
+
+
+def torn(path: Path) -> bool:
+    """Whether the log ends within a line, as a crash leaves it."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def last_step(path: Path) -> int:

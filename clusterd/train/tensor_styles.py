@@ -19,11 +19,7 @@ STYLES = (*sorted(COLWISE), *sorted(ROWWISE), "replicate")
 
 
 def style_of(word: str) -> Any:
-    """torch's style for `word`, None where the module stays whole.
-
-    Raises:
-        PlanRefused: torch, or this project, has none of that name.
-    """
+    """torch's style for `word`, one of `STYLES`; None where the module stays whole."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -35,16 +31,14 @@ def style_of(word: str) -> Any:
         return ColwiseParallel(output_layouts=Replicate())
     if word in ROWWISE:
         return RowwiseParallel(input_layouts=Replicate())
-    if word == "replicate":
-        return None
-    raise PlanRefused(f"tp_plan has style {word!r}; it can have {', '.join(STYLES)}")
+    return None
 
 
 def matches(tp_plan: Mapping[str, str], module_names: Iterable[str]) -> dict[str, str]:
     """Style word by module name, patterns resolved (``*`` stands for one part of a name); the first match counts.
 
     Raises:
-        PlanRefused: a pattern matches no module.
+        PlanRefused: a pattern matches no module, or a style is none of `STYLES`.
     """
     names = [name for name in module_names if name]
     found: dict[str, str] = {}
@@ -52,6 +46,8 @@ def matches(tp_plan: Mapping[str, str], module_names: Iterable[str]) -> dict[str
         hits = [n for n in names if n.count(".") == pattern.count(".") and fnmatch.fnmatchcase(n, pattern)]
         if not hits:
             raise PlanRefused(f"tp_plan names {pattern!r}, which is no module of the model")
+        if word not in STYLES:
+            raise PlanRefused(f"tp_plan has style {word!r}; it can have {', '.join(STYLES)}")
         for name in hits:
             found.setdefault(name, word)
     return found

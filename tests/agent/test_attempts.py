@@ -61,7 +61,10 @@ def test_a_program_that_is_not_there_is_named_in_the_log(agent: AgentClient) -> 
 
 def test_a_command_sees_its_job_its_secrets_and_no_trace_of_the_agent(agent: AgentClient, tmp_path: Path) -> None:
     agent.launch(
-        ["env"], env={"LEARNING_RATE": "3e-4"}, secrets={"WANDB_API_KEY": "hush-hush-7"}, workdir=str(tmp_path)
+        ["sh", "-c", "env; pwd"],
+        env={"LEARNING_RATE": "3e-4"},
+        secrets={"WANDB_API_KEY": "hush-hush-7"},
+        workdir=str(tmp_path),
     )
     agent.event("rank_exited")
     lines = agent.log().splitlines()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
-from rank_pool import RankPool
+from rank_pool import ROOT, RankPool
+
+sys.path.insert(0, str(ROOT / "examples/gpt"))  # the model that the scenarios train
 
 
 @pytest.fixture(scope="session")

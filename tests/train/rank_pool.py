@@ -190,7 +190,7 @@ def _run(request: dict[str, Any]) -> list[int]:
             codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if codes[ranks[pid]]:
                 # The others wait for it in some collective; give them a moment to see that themselves.
-                deadline = min(deadline, time.monotonic() + 10.0)
+                deadline = min(deadline, time.monotonic() + 5.0)
     return codes
 
 

@@ -70,7 +70,22 @@ class Stray(GPT):
         return super().forward(tokens) * self.scale
 
 
-MODELS = {"gpt": GPT, "tied": Tied, "stray": Stray}
+class Huge(GPT):
+    """Asks for more memory than any machine has, as an accelerator would refuse it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        torch.empty(1 << 60)
+        return super().forward(tokens)
+
+
+class Broken(GPT):
+    """Does not get through a step."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a mistake of the script's own")
+
+
+MODELS = {"huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -139,6 +154,10 @@ def rank(result: Path, *, samples: int = 128, way: str = "", **options: Any) -> 
     def at_end(training: entry.Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
+        left["optimizer"] = {
+            name: {slot: list(value.shape) for slot, value in slots.items()}
+            for name, slots in training.optimizer.state_by_name().items()
+        }
 
     try:
         entry.run(job(data, **options), at_end)

@@ -1,0 +1,63 @@
+"""How every benchmark prints: a table with the aim beside each figure, or with ``--json`` one object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Report:
+    """Figures by name, with what they should be."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._figures: dict[str, float | None] = {}
+        self._aims: dict[str, str] = {}
+        self._met: dict[str, bool | None] = {}
+        self.details: dict[str, Any] = {}
+
+    def add(self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None) -> None:
+        """One figure; None: it could not be measured here."""
+        self._figures[name] = value
+        self._aims[name] = f"<= {at_most:g}" if at_most is not None else f">= {at_least:g}" if at_least is not None else ""
+        if value is None or (at_most is None and at_least is None):
+            self._met[name] = None
+        else:
+            self._met[name] = (at_most is None or value <= at_most) and (at_least is None or value >= at_least)
+
+    def show(self, as_json: bool) -> None:
+        """Print it."""
+        if as_json:
+            machine = {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
+            print(json.dumps({"benchmark": self.title, "figures": self._figures, "machine": machine, **self.details}, indent=2))
+            return
+        table = Table(title=self.title, title_justify="left")
+        for column, justify in (("figure", "left"), ("measured", "right"), ("aim", "right"), ("", "left")):
+            table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        for name, value in self._figures.items():
+            met = self._met[name]
+            said = "" if met is None else "met" if met else "[bold]missed[/bold]"
+            table.add_row(name, "not measured" if value is None else f"{value:.4g}", self._aims[name], said)
+        Console().print(table)
+
+
+def options(description: str, **defaults: Any) -> argparse.Namespace:
+    """``--json`` and the benchmark's own numbers."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    return parser.parse_args()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, least and most of repeated measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}

@@ -1,0 +1,64 @@
+"""Segments: what ranks read out of them is what was put in, over any hosts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from plans.layout import layout
+from plans.packing import Packing
+from plans.plan import Plan
+from plans.reshard import plan_moves
+from tests.plans.test_reshard import PLANS, gpt, hosts
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    old=st.sampled_from(PLANS),
+    new=st.sampled_from(PLANS),
+    old_per_host=st.integers(1, 4),
+    new_per_host=st.integers(1, 4),
+    shift=st.integers(0, 2),
+)
+def test_every_new_rank_reads_its_boxes_out_of_the_segments(
+    old: Plan, new: Plan, old_per_host: int, new_per_host: int, shift: int
+) -> None:
+    """A move played with arrays: pack, fetch, read, compare with the global tensors."""
+    shape = gpt()
+    moves = plan_moves(
+        layout(shape, old), layout(shape, new), hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host, shift)
+    )
+    packing = Packing(moves)
+    rng = np.random.default_rng(0)
+    tensors = [rng.integers(0, 255, (*t.shape, t.element_bytes), dtype=np.uint8) for t in moves.new.tensors]
+
+    outboxes = {}
+    for rank in range(old.ranks):
+        box = packing.outbox(rank)
+        outboxes[rank] = np.zeros(box.size_bytes, dtype=np.uint8)
+        for part in box.parts:
+            at = tuple(itertools.starmap(slice, zip(part.low, part.high, strict=True)))
+            outboxes[rank][part.offset : part.offset + part.bytes] = tensors[part.tensor][at].reshape(-1)
+            assert part.offset % min(moves.new.tensors[part.tensor].element_bytes, 8) == 0
+    inboxes = {}
+    fetched = 0
+    for host in dict.fromkeys(moves.new_hosts):
+        inboxes[host] = np.zeros(packing.inbox_bytes(host), dtype=np.uint8)
+        for fetch in packing.fetches(host):
+            assert fetch.source_host != host
+            piece = np.concatenate([outboxes[fetch.source][o : o + n] for o, n in fetch.ranges])
+            inboxes[host][fetch.offset : fetch.offset + len(piece)] = piece
+            fetched += len(piece)
+    assert fetched == moves.network_bytes, "nothing but what is lacking crosses"
+
+    for rank in range(new.ranks):
+        host = moves.new_hosts[rank]
+        count = {}
+        for read in packing.reads(rank):
+            segment = outboxes[read.source] if read.local else inboxes[host]
+            at = tuple(itertools.starmap(slice, zip(read.low, read.high, strict=True)))
+            assert (segment[read.offset : read.offset + read.bytes] == tensors[read.tensor][at].reshape(-1)).all()
+            count[read.tensor] = count.get(read.tensor, 0) + read.bytes
+        assert sum(count.values()) == int(moves.new.row_bytes[moves.new.rank == rank].sum())

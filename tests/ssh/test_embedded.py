@@ -1,0 +1,128 @@
+"""From `EmbeddedHost` to a running agent: the whole way that a remote host goes, on loopback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from clusterd import protocol
+from clusterd.agent.bundle import Bundle, bundle
+from clusterd.errors import HostError
+from clusterd.ssh.bootstrap import COMMAND, BootstrapFailed, attach
+from clusterd.ssh.connection import Dialer
+from clusterd.ssh.embedded import EmbeddedHost
+
+pytestmark = pytest.mark.anyio
+
+HELLO = {"id": 1, "verb": "hello", "protocol": protocol.VERSION, "daemon": "test", "epoch": 1}
+
+
+async def greet(dialer: Dialer, host: EmbeddedHost, code: Bundle | None = None) -> protocol.Message:
+    async with (
+        dialer.connect(host.route) as connection,
+        attach(connection, host.name, code or bundle(), None) as stream,
+    ):
+        await stream.send(HELLO)
+        answer: protocol.Message = (await stream.receive())["ok"]
+        return answer
+
+
+async def test_the_code_is_pushed_once_and_the_agent_started_once(dialer: Dialer, host: EmbeddedHost) -> None:
+    first = await greet(dialer, host)
+    code = host.directory / "home/.cache/clusterd" / f"agent-{bundle().version}"
+    pushed_at = (code / "__main__.py").stat().st_mtime_ns
+    second = await greet(dialer, host)
+    assert first["agent"] == second["agent"]
+    assert first["version"] == bundle().version
+    assert (code / "__main__.py").stat().st_mtime_ns == pushed_at
+    assert [path.name for path in code.parent.iterdir()] == [code.name]
+
+
+async def test_two_hosts_with_one_home_have_an_agent_each(
+    dialer: Dialer, tmp_path: Path, agent_homes: list[Path]
+) -> None:
+    """A home on NFS: the code is there already when the second host is reached, the agent is not."""
+    hosts = [EmbeddedHost(f"gpu0{n}", tmp_path / f"gpu0{n}") for n in (1, 2)]
+    (tmp_path / "gpu02").mkdir()
+    (tmp_path / "gpu01" / "home").mkdir(parents=True)
+    (tmp_path / "gpu02" / "home").symlink_to(tmp_path / "gpu01" / "home")
+    agents = set()
+    for host in hosts:
+        agent_homes.append(host.agent_home)
+        await host.start()
+        agents.add((await greet(dialer, host))["agent"])
+    assert len(agents) == 2
+    for host in hosts:
+        await host.stop()
+
+
+async def test_damaged_code_is_not_run(dialer: Dialer, host: EmbeddedHost) -> None:
+    damaged = Bundle(bundle().sha256, bundle().data[:-1] + b"!")
+    with pytest.raises(BootstrapFailed, match="gpu01: the agent's code arrived damaged"):
+        await greet(dialer, host, damaged)
+    assert not (host.directory / "home/.cache").exists()
+
+
+async def test_a_login_that_prints_is_read_over(
+    dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", f"echo Welcome to gpu01; printf 'You have mail. '; {COMMAND}")
+    assert (await greet(dialer, host))["version"] == bundle().version
+
+
+async def test_a_host_without_python_is_told_so(
+    dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", COMMAND.replace("python3", "python3-is-absent"))
+    with pytest.raises(BootstrapFailed, match=r"gpu01: `ssh gpu01 python3` finds no python3.*Python 3.10 or newer"):
+        await greet(dialer, host)
+
+
+async def test_an_agent_that_cannot_start_says_why(dialer: Dialer, host: EmbeddedHost) -> None:
+    host.agent_home.rmdir()
+    host.agent_home.write_text("not a directory")
+    with pytest.raises(BootstrapFailed, match=r"gpu01: .*File exists.*agent"):
+        await greet(dialer, host)
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.8"])
+def test_an_old_python_says_so_or_finds_a_newer_one(tmp_path: Path, version: str) -> None:
+    old = sorted(Path("/root/.pyenv/versions").glob(f"{version}*/bin/python3")) if Path("/root/.pyenv").exists() else []
+    if not old:
+        pytest.skip(f"no Python {version} on this machine")
+    stage1 = (Path(__file__).parents[2] / "clusterd/ssh/stage1.py").read_text()
+    given = {"sha256": 64 * "0", "bytes": 0, "agent_home": None}
+    source = f"S = {stage1!r}\nexec(compile(S, 'x', 'exec'))\nmain({given}, S)"
+    sent = f"{len(source.encode())}\n{source}".encode()
+    command = COMMAND.removeprefix("exec ").replace("python3", str(old[0]))
+    alone = {"PATH": "/usr/nowhere", "HOME": str(tmp_path)}
+    done = subprocess.run(["/bin/sh", "-c", command], input=sent, env=alone, capture_output=True, check=False)
+    assert b"clusterd-failed" in done.stdout
+    assert f"its python3 is {version} ({old[0]}".encode() in done.stdout
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3.11").symlink_to(sys.executable)
+    newer = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    done = subprocess.run(["/bin/sh", "-c", command], input=sent, env=newer, capture_output=True, check=False)
+    assert b"clusterd-need" in done.stdout
+
+
+async def test_only_its_own_key_opens_an_embedded_host(dialer: Dialer, host: EmbeddedHost, tmp_path: Path) -> None:
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(tmp_path / "other"))
+    with pytest.raises(HostError, match="does not let clusterd in"):
+        async with dialer.connect(replace(host.route, identity_files=(str(tmp_path / "other"),))):
+            pass
+
+
+async def test_an_embedded_host_keeps_its_keys(tmp_path: Path) -> None:
+    keys = set()
+    for _ in range(2):
+        host = EmbeddedHost("gpu01", tmp_path / "gpu01")
+        await host.start()
+        keys.add(host.route.trusted_keys)
+        await host.stop()
+    assert len(keys) == 1

@@ -1,0 +1,267 @@
+"""The link to a host: up, cut, up again, and nothing lost in between."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import random
+import signal
+import zipfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from clusterd.agent.bundle import Bundle, bundle
+from clusterd.agent.home import Home, read_json
+from clusterd.errors import AgentLost
+from clusterd.ssh.connection import Dialer
+from clusterd.ssh.embedded import EmbeddedHost
+from clusterd.ssh.host import AgentRefused, HostLink, LinkState
+from tests.agent.client import launch
+
+pytestmark = pytest.mark.anyio
+
+
+async def until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for what no event tells: a file, or a state that was passed through."""
+    deadline = asyncio.get_running_loop().time() + 30
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"waited 30 s for {what}"
+        await asyncio.sleep(0.01)
+
+
+class Watched:
+    """A link, and everything it said."""
+
+    def __init__(self, host: EmbeddedHost, dialer: Dialer, **more: Any) -> None:
+        self.states: list[LinkState] = []
+        self.hellos: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self._changed = asyncio.Condition()
+        self.change_route: dict[str, Any] = {}
+
+        async def route() -> Any:
+            return replace(host.route, **self.change_route)
+
+        self.link = HostLink(
+            host.name,
+            route,
+            dialer,
+            **{"daemon_id": "test", "epoch": 1, **more},
+            on_state=self._on_state,
+            on_up=lambda hello: self._keep(self.hellos, hello),
+            on_event=lambda event: self._keep(self.events, event),
+            jitter=random.Random(0),
+        )
+
+    def _on_state(self, state: LinkState) -> None:
+        self.states.append(state)
+
+    async def _keep(self, where: list[dict[str, Any]], message: dict[str, Any]) -> None:
+        async with self._changed:
+            where.append(message)
+            self._changed.notify_all()
+
+    async def up(self, times: int = 1) -> dict[str, Any]:
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(lambda: len(self.hellos) >= times), 30)
+        return self.hellos[times - 1]
+
+    async def event(self, name: str, **fields: Any) -> dict[str, Any]:
+        def find() -> dict[str, Any] | None:
+            for event in self.events:
+                if event["event"] == name and all(event.get(k) == v for k, v in fields.items()):
+                    return event
+            return None
+
+        async with self._changed:
+            await asyncio.wait_for(self._changed.wait_for(find), 30)
+        found = find()
+        assert found is not None
+        return found
+
+    async def waiting(self, failures: int = 1) -> LinkState:
+        """The state of the wait after so many failures in a row."""
+
+        def find() -> list[LinkState]:
+            return [s for s in self.states if s.name == "waiting" and s.failures == failures]
+
+        await until(find, f"a wait after {failures} failures")
+        return find()[-1]
+
+
+@asynccontextmanager
+async def linked(host: EmbeddedHost, dialer: Dialer, **more: Any) -> AsyncIterator[Watched]:
+    watched = Watched(host, dialer, **more)
+    task = asyncio.create_task(watched.link.run())
+    try:
+        yield watched
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_link_comes_up_and_shows_its_way(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        hello = await watched.up()
+        assert [state.name for state in watched.states] == ["dialing", "bootstrapping", "up"]
+        assert hello["version"] == bundle().version
+        assert hello["agent_home"] == str(host.agent_home)
+        assert (await watched.link.request("facts"))["boot_id"] == hello["boot_id"]
+    assert watched.link.state.name == "closed"
+    with pytest.raises(AgentLost, match="gpu01 is not connected: closed"):
+        await watched.link.request("facts")
+
+
+async def test_a_job_runs_through_cut_connections(host: EmbeddedHost, dialer: Dialer) -> None:
+    """The ranks run on, the request in flight fails and says so, and what happened meanwhile is reported."""
+    async with linked(host, dialer) as watched:
+        await watched.up()
+        request = launch(
+            ["sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; echo done; exit 3"], job="ends-in-the-dark"
+        )
+        await watched.link.request("launch", **request)
+        held = launch(["sh", "-c", "trap '' TERM; while [ ! -e go ]; do sleep 0.02; done; exit 4"], job="held")
+        await watched.link.request("launch", **held)
+        home = Home(host.agent_home)
+        in_flight = asyncio.create_task(
+            watched.link.request("stop", job="held", attempt=1, generation=1, grace_s=60.0, reason="x")
+        )
+        await until((home.attempt("held", 1) / "stop.json").exists, "the stop to be written down")
+        watched.change_route = {"port": 1}  # the network is down for a while
+        host.hang_up()
+        with pytest.raises(AgentLost, match="gpu01: the connection ended"):
+            await in_flight
+        (home.attempt("ends-in-the-dark", 1) / "work" / "go").touch()
+        await watched.waiting()
+        record = home.attempt("ends-in-the-dark", 1) / "rank-0.state.json"
+        await until(lambda: '"exited"' in record.read_text(), "the end to be written down")
+        watched.change_route = {}
+        watched.link.retry_now()
+        hello = await watched.up(2)
+        reports = {report["job"]: report["ranks"][0] for report in hello["attempts"]}
+        if reports["ends-in-the-dark"]["state"] == "running":  # its sweep was still going on
+            await watched.event("rank_exited", job="ends-in-the-dark", exit_code=3)
+        else:
+            assert reports["ends-in-the-dark"]["exit_code"] == 3
+        logs = await watched.link.request("logs", job="ends-in-the-dark", attempt=1, rank=0, offset=0, limit=100)
+        assert (logs["data"], logs["done"]) == (b"done\n", True)
+        # The stop that was asked for goes on without its caller, and a second one joins it.
+        assert reports["held"]["state"] == "running"
+        (home.attempt("held", 1) / "work" / "go").touch()
+        stopped = await watched.link.request("stop", job="held", attempt=1, generation=1, grace_s=60.0, reason="x")
+        assert (stopped["ranks"][0]["exit_code"], stopped["ranks"][0]["reason"]) == (4, "stopped")
+
+
+async def test_events_come_after_the_report_that_precedes_them(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        await watched.up()
+        for number in range(5):
+            await watched.link.request("launch", **launch(["true"], job=f"j{number}"))
+        for number in range(5):
+            assert (await watched.event("rank_exited", job=f"j{number}"))["exit_code"] == 0
+
+
+async def test_a_killed_agent_is_started_again_and_finds_its_ranks(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        await watched.up()
+        started = await watched.link.request("launch", **launch(["sleep", "100"]))
+        os.kill((read_json(Home(host.agent_home).record) or {})["pid"], signal.SIGKILL)
+        hello = await watched.up(2)
+        assert hello["attempts"][0]["ranks"][0]["pid"] == started["ranks"][0]["pid"]
+        assert hello["attempts"][0]["ranks"][0]["state"] == "running"
+        await watched.link.request("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x")
+
+
+async def test_an_agents_refusal_has_a_kind(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        await watched.up()
+        with pytest.raises(AgentRefused, match="gpu01: attempt 1 of j was never here") as refused:
+            await watched.link.request("logs", job="j", attempt=1, rank=0, offset=0, limit=1)
+        assert refused.value.kind == "unknown"
+
+
+async def test_a_host_that_is_away_is_dialed_ever_less_often(host: EmbeddedHost, dialer: Dialer) -> None:
+    watched = Watched(host, dialer)
+    watched.change_route = {"port": 1}
+    task = asyncio.create_task(watched.link.run())
+    for failures in range(1, 8):
+        wait = await watched.waiting(failures)
+        assert wait.until_s is not None
+        pause_s = wait.until_s - wait.at_s
+        longest_s = min(60.0, 0.5 * 2 ** (failures - 1))
+        assert longest_s / 2 - 0.01 <= pause_s <= longest_s + 0.01
+        assert "nothing listens on port 1" in wait.why
+        watched.link.retry_now()
+    watched.change_route = {}
+    watched.link.retry_now()
+    await watched.up()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def newer(code: Bundle) -> Bundle:
+    """The same code under another name: the comment of a zip is part of its digest."""
+    buffer = io.BytesIO(code.data)
+    with zipfile.ZipFile(buffer, "a") as archive:
+        archive.comment = b"newer"
+    return Bundle(hashlib.sha256(buffer.getvalue()).hexdigest(), buffer.getvalue())
+
+
+async def test_an_idle_agent_of_an_older_version_is_replaced(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        first = await watched.up()
+    async with linked(host, dialer, code=newer(bundle()), epoch=2) as watched:
+        second = await watched.up()
+    assert second["version"] != first["version"]
+    assert second["agent"] == first["agent"]  # the host's identity stays
+    assert [state.name for state in watched.states[:4]] == ["dialing", "bootstrapping", "bootstrapping", "up"]
+
+
+async def test_a_busy_agent_of_an_older_version_is_left_alone(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        first = await watched.up()
+        await watched.link.request("launch", **launch(["sleep", "100"]))
+    async with linked(host, dialer, code=newer(bundle()), epoch=2) as watched:
+        second = await watched.up()
+        assert second["version"] == first["version"]
+        assert second["attempts"][0]["ranks"][0]["state"] == "running"
+        await watched.link.request("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x")
+
+
+async def test_a_daemon_that_was_succeeded_waits_and_says_why(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer, epoch=2) as new:
+        await new.up()
+        async with linked(host, dialer, epoch=1) as old:
+            state = await old.waiting()
+            assert "a newer daemon (epoch 2) leads this host; epoch 1 is over" in state.why
+
+
+async def test_a_large_log_comes_through(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        await watched.up()
+        await watched.link.request("launch", **launch(["sh", "-c", "head -c 20000000 /dev/zero"]))
+        await watched.event("rank_exited")
+        offset, done = 0, False
+        while not done:
+            chunk = await watched.link.request("logs", job="j", attempt=1, rank=0, offset=offset, limit=1 << 22)
+            offset, done = chunk["offset"], chunk["done"]
+        assert offset == 20_000_000
+
+
+async def test_a_request_that_gets_no_answer_in_time_fails(host: EmbeddedHost, dialer: Dialer) -> None:
+    async with linked(host, dialer) as watched:
+        await watched.up()
+        pid = (read_json(Home(host.agent_home).record) or {})["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(AgentLost, match="gpu01 did not answer 'facts' within 0 s"):
+            await watched.link.request("facts", timeout_s=0.2)
+        os.kill(pid, signal.SIGCONT)
+        assert (await watched.link.request("facts"))["hostname"]

@@ -1,0 +1,153 @@
+"""A model is described well enough to choose plans for it, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scenarios import Recorded, job
+from torch import nn
+
+from clusterd.train.describe import describe
+from clusterd.train.exits import PlanRefused
+from clusterd.train.job import Job
+from plans.legality import check
+from plans.plan import Plan
+
+
+def described(**options: Any) -> Any:
+    return describe(job(Recorded(64), **options))
+
+
+def test_parameters_and_layers_bear_global_names() -> None:
+    shape = described()
+    assert [layer.name for layer in shape.layers] == ["embed", *(f"blocks.{i}" for i in range(4)), "head"]
+    assert [layer.block for layer in shape.layers] == [False, True, True, True, True, False]
+    by_name = {p.name: p for p in shape.parameters}
+    assert by_name["blocks.2.attn.qkv.weight"].layer == 3
+    assert by_name["blocks.2.attn.qkv.weight"].shape == (96, 32)
+    whole = sum(p.nbytes for p in job(Recorded(1)).model().parameters())
+    assert shape.parameter_bytes == sum(shape.layer_weights()) == whole
+
+
+def test_tensor_parallelism_is_tried_not_guessed() -> None:
+    """Four heads of eight: 96 rows of qkv could be cut into eight, heads cannot."""
+    shape = described()
+    assert shape.tp_degrees == (2, 4)
+    refused = dict(shape.tp_refused)
+    assert "has 32 along dimension 1" in refused[3]
+    assert "forward pass does not work with 8 shards" in refused[8]
+    cut = {p.name: p.tp_dim for p in shape.parameters if p.name.startswith("blocks.0.")}
+    assert cut["blocks.0.up.weight"] == 0
+    assert cut["blocks.0.up.bias"] == 0
+    assert cut["blocks.0.down.weight"] == 1
+    assert cut["blocks.0.down.bias"] == -1
+    assert cut["blocks.0.norm1.weight"] == -1
+
+
+def test_activations_are_those_that_autograd_keeps() -> None:
+    """Counted for one sample on the meta device; checked against a real forward pass of eight."""
+    samples = Recorded(64)
+    shape = describe(job(samples))
+    model = job(samples).model()
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    alive = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor)
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.stack([samples[i][0] for i in range(8)])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens)
+    estimated = 8 * sum(layer.activation_bytes + layer.activation_tp_bytes for layer in shape.layers)
+    assert estimated == pytest.approx(sum(kept.values()), rel=0.15)
+    assert all(layer.activation_tp_bytes > layer.activation_bytes for layer in shape.layers if layer.block)
+    assert all(layer.flops > 0 for layer in shape.layers if layer.name != "embed")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ratio", "elementwise"),
+    [
+        ("adamw", 2.0, True),
+        ("sgd", 0.0, True),
+        ("momentum", 1.0, True),
+        ("two groups", 2.0, True),
+        ("rows", 0.0, False),
+    ],
+)
+def test_optimizers_are_known_by_what_they_do(optimizer: str, ratio: float, elementwise: bool) -> None:
+    shape = described(optimizer=optimizer)
+    assert (shape.optimizer_state_ratio, shape.optimizer_elementwise) == (ratio, elementwise)
+
+
+def test_a_plain_module_gets_all_that_needs_no_names() -> None:
+    shape = described(layers=False, tp_plan=False)
+    for plan in ("dp=4", "dp=4,zero=3,checkpointing", "dp=2,offload=optimizer,accumulation=2"):
+        assert check(Plan.parse(plan), shape) == []
+    for plan in ("tp=2", "pp=2,accumulation=2"):
+        assert len(check(Plan.parse(plan), shape)) == 1
+
+
+def test_a_model_that_computes_with_its_data_is_described_without_counts() -> None:
+    """Control flow on values has no answer on the meta device; sizes and names are known all the same."""
+
+    class Peeking(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if x.sum().item() > 0 else x
+
+    shape = describe(small(Peeking, {"layer": "colwise_rep"}))
+    assert shape.parameter_bytes == 80
+    assert shape.layers[0].activation_bytes == 0
+    assert shape.tp_degrees == (2, 4)
+
+
+def test_a_factory_that_looks_at_its_weights_is_described_all_the_same() -> None:
+    def factory() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        assert float(layer.weight.detach().abs().max()) < 1.0
+        return nn.Sequential(layer, nn.ReLU())
+
+    shape = describe(small(factory, {"0": "colwise_rep"}))
+    assert shape.parameter_bytes == 80
+    assert shape.tp_degrees == (2, 4)
+    assert shape.layers[0].flops == 32
+
+
+@pytest.mark.parametrize(
+    ("tp_plan", "says"),
+    [
+        ({"blocks.*.attention": "colwise"}, "names 'blocks.[*].attention', which is no module"),
+        ({"1": "colwise"}, "cuts '1', a Conv1d; torch cuts Linear and Embedding"),
+        ({"0": "diagonal"}, "has style 'diagonal'; it can have colwise"),
+    ],
+)
+def test_a_tp_plan_that_does_not_fit_the_model_is_refused(tp_plan: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanRefused, match=says):
+        describe(small(lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), tp_plan))
+
+
+def test_layers_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(PlanRefused, match="layers names 'body', which is no submodule of the model; it has 0"):
+        describe(small(lambda: nn.Sequential(nn.Linear(4, 4)), None, layers=("body",)))
+
+
+def small(model: Any, tp_plan: dict[str, str] | None, **changes: Any) -> Job:
+    return Job(
+        model=model,
+        loss=lambda output, target: (output - target).square().mean(),
+        data=[(torch.zeros(4), torch.zeros(4))] * 8,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        global_batch=4,
+        steps=1,
+        tp_plan=tp_plan,
+        **changes,
+    )

@@ -1,0 +1,81 @@
+"""A rank that cannot train says so in one line, and ends with the code that the agent understands."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rank_pool import ROOT, RankPool, Run, free_port
+
+
+def assert_ends(run: Run, code: int, *says: str) -> None:
+    for rank in run.ranks:
+        assert rank.exit_code == code, rank.output
+        lines = [line for line in rank.output.splitlines() if line.startswith("clusterd: ")]
+        assert len(lines) == 1
+        for text in says:
+            assert text in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "says"),
+    [
+        ("tp=2", {"tp_plan": False}, "tp=2 needs to know how to cut the model's tensors: give `tp_plan`"),
+        ("tp=3", {}, "tp=3 does not divide this model"),
+        ("pp=2,accumulation=2", {"layers": False}, "give `layers`"),
+        ("pp=2", {}, "needs at least 2 micro-batches"),
+        ("pp=2,accumulation=2", {"model": "stray"}, "scale is in none"),
+        ("pp=2,accumulation=2", {"model": "tied"}, "are one parameter"),
+        ("tp=2", {"model": "tied"}, "are one parameter"),
+        ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
+        ("dp=3", {}, "cannot be cut into 3 equal shares"),
+        ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
+        ("dp=2", {"unseeded": True}, "different weights on different ranks"),
+    ],
+)
+def test_a_plan_that_cannot_run_ends_every_rank_with_96(
+    plan: str, options: dict[str, object], says: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    assert_ends(ranks.run(tmp_path, plan, **options), 96, says)
+
+
+def test_a_plan_of_another_size_ends_with_96(ranks: RankPool, tmp_path: Path) -> None:
+    run = ranks.run_each(tmp_path, "dp=4", [{}], world_size=2)[0]
+    assert_ends(run, 96, "the plan dp=4 has 4 ranks, but 2 were started")
+
+
+def test_a_taken_port_ends_with_98(ranks: RankPool, tmp_path: Path) -> None:
+    """The daemon then tries again with another; rank 0 is the one that listens."""
+    port = free_port()
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        run = ranks.run_each(tmp_path, "dp=2", [{}], port=port)[0]
+    assert run.ranks[0].exit_code == 98, run.ranks[0].output
+    assert "the rendezvous port is taken, rank 0 of 2 (dp=2)" in run.ranks[0].output
+
+
+def test_out_of_memory_ends_with_95(ranks: RankPool, tmp_path: Path) -> None:
+    assert_ends(ranks.run(tmp_path, "dp=2", model="huge"), 95, "out of device memory", "of 2 (dp=2)")
+
+
+def test_an_error_of_the_script_is_shown_whole(ranks: RankPool, tmp_path: Path) -> None:
+    run = ranks.run(tmp_path, "dp=1", model="broken")
+    assert run.ranks[0].exit_code == 1
+    assert "Traceback" in run.ranks[0].output
+    assert "RuntimeError: a mistake of the script's own" in run.ranks[0].output
+
+
+def test_an_environment_without_torch_ends_with_97() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from clusterd import train\n"
+        "train.run(model=None, loss=None, data=[], optimizer=None, global_batch=1, steps=1)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 97
+    assert "cannot import torch" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
