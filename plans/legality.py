@@ -3,11 +3,11 @@
 What torch cannot do between CPU ranks has no field in `Plan`, or goes another way in `clusterd.train.parallel`
 (`tests/plans/test_equivalence.py` tries each, and expects it to fail):
 
-- context parallelism: "scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered";
+- context parallelism: "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy";
 - FSDP1: "FSDP needs a non-CPU accelerator device"; FSDP2 is used everywhere;
 - `CPUOffloadPolicy()` as it comes: "Cannot access accelerator device when none is available"; on CPU it pins nothing;
-- DistributedDataParallel over tensor-parallel shards: "got mixed torch.Tensor and DTensor", and under the 1f1b schedule:
-  "rebuilt parameter indices size is not same as original model parameters size"; `GradientSum` takes its place.
+- DistributedDataParallel over tensor-parallel shards: "got mixed torch.Tensor and DTensor", and under the 1f1b
+  schedule: "rebuilt parameter indices size is not same as original model parameters size"; `GradientSum` stands in.
 """
 
 from __future__ import annotations

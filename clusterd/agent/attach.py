@@ -60,7 +60,7 @@ def reach(home: Home) -> socket.socket:
             return connection
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
-        if not started and not _held(home):
+        if not started and not held(home):
             start(home)
             started = True
         if time.monotonic() > deadline:
@@ -104,8 +104,8 @@ def _environment() -> dict[str, str]:
     return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n == "CLUSTERD_PRELOAD"}
 
 
-def _held(home: Home) -> bool:
-    """Whether an agent holds the lock, and so is only not yet listening."""
+def held(home: Home) -> bool:
+    """Whether an agent holds the lock: one that does not listen yet, or one that just dies."""
     descriptor = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -94,15 +94,25 @@ class Attempts:
             if attempt := records.load(directory):
                 self._known[attempt.name] = attempt
         await self.spawners.adopt()
+        left = processes.tags(self.tag(""))
         for attempt in self:
             if not attempt.running:
-                continue
-            if attempt.stopped:  # the agent died while it stopped this one
+                if self.tag(attempt.name) in left:
+                    self._end_again(attempt)
+            elif attempt.stopped:  # the agent died while it stopped this one
                 attempt.stopping = asyncio.create_task(
                     self._stop(attempt, float(attempt.launch.get("grace_s") or 0.0), "stopped")
                 )
             else:
                 self._look(attempt)
+
+    def _end_again(self, attempt: Attempt) -> None:
+        """The agent before died after the last rank and before the sweep: the attempt ends when that is done."""
+        for rank in attempt.ranks.values():
+            record = attempt.read_rank(rank.rank)
+            rank.end = record if record and record["state"] == "exited" else rank.lost(time.time())
+            rank.state = "running"
+        self._settle(attempt)
 
     def look_after(self) -> None:
         """Once a second: find ranks that ended without anyone to tell, and fork servers that did."""

@@ -78,6 +78,14 @@ def tagged(tag: str) -> list[int]:
     return found
 
 
+def tags(prefix: str) -> set[str]:
+    """Tags that begin with `prefix` and that some living process carries; one look at all of them."""
+    begin = f"{TAG}={prefix}".encode()
+    own = os.getpid()
+    entries = (entry for pid in everyone() if pid != own for entry in environment(pid).split(b"\0"))
+    return {entry.partition(b"=")[2].decode(errors="replace") for entry in entries if entry.startswith(begin)}
+
+
 def in_session(session: int) -> list[int]:
     """Pids of the session that `session` leads, leader included."""
     return [pid for pid in everyone() if (found := stat(pid)) and found.session == session and found.state not in "ZX"]

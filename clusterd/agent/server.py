@@ -119,10 +119,6 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._done.set)
         await self._attempts.adopt()
-        self._home.socket.unlink(missing_ok=True)
-        old_mask = os.umask(0o177)
-        server = await asyncio.start_unix_server(self._connected, os.fspath(self._home.socket))
-        os.umask(old_mask)
         found = processes.stat(os.getpid())
         write_json(
             self._home.record,
@@ -134,6 +130,10 @@ class Agent:
                 "socket": str(self._home.socket),
             },
         )
+        self._home.socket.unlink(missing_ok=True)
+        old_mask = os.umask(0o177)
+        server = await asyncio.start_unix_server(self._connected, os.fspath(self._home.socket))
+        os.umask(old_mask)
         chores = [
             asyncio.create_task(work)
             for work in (self._progress.follow(self._attempts), self._every_second(), self._watch_facts())
@@ -409,13 +409,22 @@ def main() -> int:
     home = default_home()
     home.make()
     lock = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _alone(lock):
         return 0
     serving: Coroutine[Any, Any, None] = _serve(home)
     asyncio.run(serving)
     return 0
+
+
+def _alone(lock: int) -> bool:
+    """Whether this process got the lock; an `attach` that looks whether anyone has it may hold it for a moment."""
+    for _ in range(20):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
 
 
 async def _serve(home: Home) -> None:

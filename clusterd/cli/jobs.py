@@ -93,6 +93,10 @@ def show(job: str, output: str) -> None:
     for name, value in facts.items():
         if value is not None and value != "":
             print(f"  {name:<10} {value}")
+    for move in row["migrations"]:
+        cost = f"downtime {duration(move['downtime_s'])}" if move["downtime_s"] is not None else move["failure"]
+        at = f"after step {move['step']}, " if move["step"] is not None else ""
+        print(f"  move {move['number']}: {move['from']} -> {move['to']} {at}{cost}: {move['reason']}")
     for attempt in row["attempts"]:
         plan = f", plan {attempt['plan']}" if attempt["plan"] else ""
         print(

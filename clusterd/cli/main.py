@@ -24,6 +24,8 @@ _COMMANDS = {
     "logs": ("jobs", "logs", "A job's output."),
     "cancel": ("jobs", "cancel", "End jobs and free what they hold."),
     "priority": ("jobs", "priority", "Change a job's priority."),
+    "migrate": ("migrate", "migrate", "Move a running job to another plan or place, in memory."),
+    "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Why a job is where it is."),
     "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),

@@ -39,7 +39,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     if job.spec.kind is not JobKind.ELASTIC:
         placement = place(job, view.free, wanted.devices, group=1, single_host=True)
         if placement is None:
-            return Refusal(job.id, _short_of(job, view.free))
+            return Refusal(job.id, _short_of(job, view.free), devices=wanted.devices)
         return Grant(None, placement, _started(job, placement, None))
     if job.description is not Description.DONE or job.shape is None:
         return Refusal(job.id, "its model is being learned, without devices")
@@ -49,7 +49,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
         return Refusal(job.id, choice.reason, forever=True)
     placement = place(job, view.free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
     if placement is None:
-        return Refusal(job.id, _short_of(job, view.free))
+        return Refusal(job.id, _short_of(job, view.free), devices=choice.plan.ranks)
     return Grant(choice.plan, placement, _started(job, placement, choice))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from clusterd.core import migrations
 from clusterd.core.state import Attempt, Job, Lease, Outcome, Rank, State
 from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState, RankEnd, RankReport, Reason
@@ -85,11 +86,13 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
 
 
 def release(state: State, attempt: Attempt, host_id: HostId) -> None:
-    """Free what the attempt holds on one host."""
+    """Free what the attempt's ranks held on one host, which says that they are gone."""
+    kept = migrations.held_on(attempt, host_id)
     for rank in attempt.ranks.values():
         device = rank.place.device
         lease = state.leases.get(device) if device is not None else None
-        if lease is not None and device is not None and rank.place.host == host_id and lease.job == attempt.job:
+        mine = lease is not None and rank.place.host == host_id and lease.job == attempt.job
+        if mine and device is not None and device not in kept:
             del state.leases[device]
     host = state.hosts.get(host_id)
     if host is not None:

@@ -67,6 +67,46 @@ class StopAttempt(Decision):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartMigration(Decision):
+    """Move the running attempt to these ranks, in memory, up to the point where only the switch is left."""
+
+    job: JobId
+    attempt: int
+    generation: int  # of the ranks that run
+    plan: Plan
+    ranks: tuple[RankPlace, ...]
+    new_generation: int
+    new_plan: Plan
+    new_ranks: tuple[RankPlace, ...]
+
+    @property
+    def devices(self) -> int:
+        """How many the job will have."""
+        return len(self.new_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortMigration(Decision):
+    """Let the ranks of `generation`, if they wait for a switch, train on; the new ones are stopped apart from this."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    new_generation: int
+    hosts: tuple[HostId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAttempt(Decision):
+    """The switch is made: the ranks of `generation` train from here on."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    hosts: tuple[HostId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Decision):
     """Report back at this time; a timer of the same name is replaced."""
 

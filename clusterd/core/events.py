@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NewType
 
-from clusterd.types import AttemptReport, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport
+from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport
+from plans.plan import Plan
 
 EventId = NewType("EventId", int)
 
@@ -202,6 +203,73 @@ class AttemptProgressed(Event):
     first_loss: float | None = None  # of step 1, with the first such event
 
 
+# --- migrations -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationRequested(Event):
+    """A person wants a running job under another plan, or elsewhere."""
+
+    job: JobId
+    plan: Plan | None = None  # None: the plan it has
+    devices: tuple[DeviceId, ...] = ()  # rank by rank; empty: the scheduler chooses
+    pin: bool = False  # and keep it so
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUnpinned(Event):
+    """The scheduler may change the job's plan and place again."""
+
+    job: JobId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationAdvanced(Event):
+    """A phase of a migration is over, and took this long."""
+
+    job: JobId
+    attempt: int
+    generation: int  # of the new ranks
+    phase: str
+    seconds: float
+    what: str = ""  # in words: bytes, ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationVerified(Event):
+    """The new ranks hold the whole state of `step`, checked; the old ones wait. Now, and only now, is the switch."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    step: int
+    network_bytes: int
+    local_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationFinished(Event):
+    """The new ranks train; `downtime_s` is from the end of the last old step to the start of the first new one."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    downtime_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationFailed(Event):
+    """The migration ended before the switch; what could be undone is undone, and the old ranks go on."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    phase: str
+    why: str
+
+
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
@@ -224,6 +292,12 @@ EVENTS: dict[str, type[Event]] = {
         RankExited,
         AttemptStopped,
         AttemptProgressed,
+        MigrationRequested,
+        JobUnpinned,
+        MigrationAdvanced,
+        MigrationVerified,
+        MigrationFinished,
+        MigrationFailed,
     )
 }
 """By the name under which the journal keeps them: a class may move, its name may not change."""

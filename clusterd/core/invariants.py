@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterd.core.migrations import held_on
 from clusterd.core.state import State
 from clusterd.types import AttemptState, HostState, JobState
 
@@ -15,7 +16,7 @@ def _leases(state: State) -> list[str]:
     wrong: list[str] = []
     for device, lease in state.leases.items():
         attempt = state.attempt(lease.job, lease.attempt)
-        if attempt is None or device not in attempt.devices:
+        if attempt is None or device not in held_on(attempt, lease.host):
             wrong.append(f"{device} is leased to attempt {lease.job}.{lease.attempt}, which does not hold it")
     for job_id in state.active:
         attempt = state.jobs[job_id].attempt
@@ -59,6 +60,13 @@ def _books(state: State) -> list[str]:
             if attempt.state is not AttemptState.STOPPING or host.id in attempt.pending:
                 cores += attempt.cores.get(host.id, 0)
                 memory += attempt.memory_bytes.get(host.id, 0)
+            if attempt.migration is not None:
+                cores += max(attempt.migration.cores.get(host.id, 0) - attempt.cores.get(host.id, 0), 0)
+                memory += max(attempt.migration.memory_bytes.get(host.id, 0) - attempt.memory_bytes.get(host.id, 0), 0)
+            for retired in attempt.retired.values():
+                if host.id in retired.pending:
+                    cores += retired.cores.get(host.id, 0)
+                    memory += retired.memory_bytes.get(host.id, 0)
         if (cores, memory) != (host.cores_used, host.memory_used_bytes):
             wrong.append(f"{host.id} books {host.cores_used} cores, its attempts use {cores}")
         if host.state is HostState.UP and host.facts is None:

@@ -56,8 +56,21 @@ def place(job: Job, free: Free, count: int, group: int, single_host: bool) -> Pl
         by_host = [(h, [d for d in fitting(job, h) if d.kind == kind]) for h in candidates(job, free)]
         chosen = _pack(by_host, count, group, single_host)
         if chosen:
-            return _book(job, chosen)
+            return place_on(job, [device for _, devices in chosen for device in devices])
     return None
+
+
+def place_on(job: Job, devices: Iterable[Device]) -> Placement:
+    """Ranks on exactly these devices, in this order."""
+    cores_each, memory_each = _per_device(job)
+    ranks: list[RankPlace] = []
+    cores: dict[HostId, int] = {}
+    memory: dict[HostId, int] = {}
+    for number, device in enumerate(devices):
+        ranks.append(RankPlace(rank=number, host=device.host, device=device.id))
+        cores[device.host] = cores.get(device.host, 0) + _cores(device, cores_each)
+        memory[device.host] = memory.get(device.host, 0) + memory_each
+    return Placement(tuple(ranks), cores, memory)
 
 
 def _pack(
@@ -77,19 +90,6 @@ def _pack(
             chosen.append((host, devices[:take]))
             left -= take
     return chosen if left == 0 else []
-
-
-def _book(job: Job, chosen: Iterable[tuple[HostFree, list[Device]]]) -> Placement:
-    cores_each, memory_each = _per_device(job)
-    ranks: list[RankPlace] = []
-    cores: dict[HostId, int] = {}
-    memory: dict[HostId, int] = {}
-    for host, devices in chosen:
-        name = host.host.id
-        ranks += [RankPlace(rank=len(ranks) + i, host=name, device=device.id) for i, device in enumerate(devices)]
-        cores[name] = sum(_cores(device, cores_each) for device in devices)
-        memory[name] = memory_each * len(devices)
-    return Placement(tuple(ranks), cores, memory)
 
 
 def _cores_only(job: Job, free: Free) -> Placement | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from clusterd.core import attempts
 from clusterd.core.state import Attempt, Host, State
-from clusterd.types import AttemptReport, AttemptState, JobId, RankEnd, Reason
+from clusterd.types import AttemptReport, AttemptState, HostId, JobId, RankEnd, Reason
 
 
 @dataclass(slots=True)
@@ -15,21 +15,33 @@ class Found:
     """The differences."""
 
     orphans: list[tuple[JobId, int, int]] = field(default_factory=list)  # job, attempt, generation: not ours any more
+    retired: list[tuple[Attempt, int]] = field(default_factory=list)  # generations that are to be gone
     stopping: list[Attempt] = field(default_factory=list)  # being stopped, and this host has not said it is done
     unlaunched: list[Attempt] = field(default_factory=list)  # the launch did not get there, or we never heard it did
     ended: list[Attempt] = field(default_factory=list)  # ranks ended while we did not look
 
 
+def _generations(attempt: Attempt, host: HostId) -> set[int]:
+    """That may have ranks on the host."""
+    mine = {attempt.generation} if host in attempt.hosts else set()
+    if attempt.migration is not None:
+        mine.add(attempt.migration.generation)
+    return mine | {g for g, retired in attempt.retired.items() if host in retired.pending}
+
+
 def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:
     """Bring our attempts on `host` up to date with its agent's word, and say what remains to be done."""
     found = Found()
-    told = {(r.job, r.attempt): r for r in reports}
-    for (job, number), report in told.items():
-        attempt = state.attempt(job, number, report.generation)
-        if attempt is None or host.id not in attempt.hosts:
-            found.orphans.append((job, number, report.generation))
+    told = {(r.job, r.attempt, r.generation): r for r in reports}
+    for job, number, generation in told:
+        attempt = state.attempt(job, number)
+        if attempt is None or generation not in _generations(attempt, host.id):
+            found.orphans.append((job, number, generation))
     for attempt in list(state.attempts_on(host.id)):
-        known = told.get((attempt.job, attempt.number))
+        found.retired += [(attempt, g) for g, retired in attempt.retired.items() if host.id in retired.pending]
+        if host.id not in attempt.hosts:
+            continue
+        known = told.get((attempt.job, attempt.number, attempt.generation))
         here = [r for r in attempt.ranks.values() if r.place.host == host.id]
         if attempt.state is AttemptState.STOPPING:
             if known is not None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from clusterd.core import attempts
+from clusterd.core import attempts, elastic, migrations
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.reconcile import reconcile
 from clusterd.core.state import Attempt, Description, Host, Job, Outcome, State
-from clusterd.core.view import Policy, Proposal, Start, View
+from clusterd.core.view import Move, Policy, Proposal, Refusal, Start, View
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobKind, JobState
 
 HOST_LOST_AFTER_S = 120.0
@@ -54,7 +54,7 @@ class Scheduler:
     # --- the pass -----------------------------------------------------------------------------------------------------
 
     def _pass(self) -> None:
-        if not self.state.queue:
+        if not self.state.queue and not self.state.active:
             return
         self._describe_models()
         if self.state.recovering:
@@ -63,6 +63,8 @@ class Scheduler:
                 self._hold(self.state.jobs[job_id], f"the daemon has just started and waits to hear from {names}")
             return
         proposal: Proposal = self.policy.propose(View(self.state, self._now_s))
+        for move in proposal.moves:
+            self._move(move)
         for start in proposal.starts:
             self._start(start)
         for refusal in proposal.refusals:
@@ -133,7 +135,11 @@ class Scheduler:
             job = self.state.jobs[job_id]
             if job.description is Description.ASKED:  # whoever was asked has no one to answer to
                 job.description, job.described_on = Description.NEEDED, None
-        busy = {host for job in self.state.active for host in attempts.running(self.state, job).hosts}
+        for job_id in self.state.active:  # whoever led these moves is gone; the old ranks go on, or wait to be told
+            attempt = attempts.running(self.state, job_id)
+            if attempt.migration is not None:
+                self._give_up_migration(attempt, "the daemon ended in the middle of it")
+        busy = {host for job in self.state.active for host in attempts.running(self.state, job).all_hosts}
         self.state.recovering = {h for h in busy if self.state.hosts[h].state is HostState.CONNECTING}
         if self.state.recovering:
             self._set_timer("recovery", event.at_s + RECOVERY_S, "hosts in use are heard first")
@@ -187,9 +193,14 @@ class Scheduler:
             self._stop_on(host.id, job_id, number, generation, 5.0, reason)
         for attempt in found.stopping:
             self._stop_on(host.id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), attempt.why)
+        for attempt, generation in found.retired:
+            reason = f"generation {generation} of attempt {attempt.number} is over"
+            self._stop_on(host.id, attempt.job, attempt.number, generation, self._grace_s(attempt), reason)
         for attempt in found.unlaunched:
             self._launch(attempt, f"{host.id} had not started attempt {attempt.number} when contact was lost")
         for attempt in found.ended:
+            if attempt.resuming and host.id in attempt.hosts:
+                self._resume(attempt, f"{host.id} is back after the switch")
             self._settle(attempt)
         self._pass_due = True
 
@@ -225,6 +236,8 @@ class Scheduler:
             if attempt.state is not AttemptState.STOPPING:
                 self._stop(attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
             self._gone_from(attempt, host_id)
+            for generation in list(attempt.retired):
+                self._retired_gone(attempt, generation, host_id)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -298,10 +311,12 @@ class Scheduler:
         host = self.state.hosts.get(event.host)
         if host is not None:
             host.orphans.discard((event.job, event.attempt))
-        attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        if attempt is not None:
+        attempt = self.state.attempt(event.job, event.attempt)
+        if attempt is not None and attempt.generation == event.generation:
             attempts.take_reports(attempt, event.ranks)
             self._gone_from(attempt, event.host)
+        elif attempt is not None:
+            self._retired_gone(attempt, event.generation, event.host)
         self._pass_due = True
 
     def _on_attempt_progressed(self, event: e.AttemptProgressed) -> None:
@@ -312,6 +327,135 @@ class Scheduler:
         if job.first_loss is None:
             job.first_loss = event.first_loss
         job.lost_in_a_row = 0
+
+    # --- migrations ---------------------------------------------------------------------------------------------------
+
+    def _on_migration_requested(self, event: e.MigrationRequested) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is None:
+            return
+        answer = elastic.requested(job, View(self.state, event.at_s), event.plan, event.devices, event.by)
+        if isinstance(answer, Refusal):
+            self._hold(job, answer.reason)
+            return
+        if event.pin:
+            job.pinned = True
+        self._move(answer)
+
+    def _on_job_unpinned(self, event: e.JobUnpinned) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is not None:
+            job.pinned = False
+            self._pass_due = True
+
+    def _move(self, move: Move) -> None:
+        job = self.state.jobs[move.job]
+        stale = migrations.objection(self.state, job, move)
+        if stale:
+            self._hold(job, f"a move was refused: {stale}")
+            return
+        attempt = attempts.running(self.state, job.id)
+        old_plan, old_ranks = attempt.plan, tuple(rank.place for _, rank in sorted(attempt.ranks.items()))
+        migration = migrations.begin(self.state, job, move, self._now_s)
+        job.reason = move.reason
+        assert old_plan is not None
+        self._decide(
+            d.StartMigration(
+                cause=self._cause,
+                reason=move.reason,
+                job=job.id,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                plan=old_plan,
+                ranks=old_ranks,
+                new_generation=migration.generation,
+                new_plan=move.plan,
+                new_ranks=migration.places,
+            )
+        )
+
+    def _migrating(self, job: JobId, attempt: int, generation: int) -> Attempt | None:
+        """The attempt that is on its way to this generation."""
+        known = self.state.attempt(job, attempt)
+        is_it = known is not None and known.migration is not None and known.migration.generation == generation
+        return known if is_it else None
+
+    def _on_migration_advanced(self, event: e.MigrationAdvanced) -> None:
+        attempt = self._migrating(event.job, event.attempt, event.generation)
+        if attempt is not None and attempt.migration is not None:
+            attempt.migration.phases.append((event.phase, event.seconds, event.what))
+            return
+        job = self.state.jobs.get(event.job)
+        if job is not None and job.migrations and job.migrations[-1].generation == event.generation:
+            job.migrations[-1].phases.append((event.phase, event.seconds, event.what))  # what comes after the switch
+
+    def _on_migration_verified(self, event: e.MigrationVerified) -> None:
+        attempt = self._migrating(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.migration is None or attempt.state is not AttemptState.RUNNING:
+            return
+        job = self.state.jobs[event.job]
+        migration = attempt.migration
+        migration.step, migration.network_bytes, migration.local_bytes = (
+            event.step,
+            event.network_bytes,
+            event.local_bytes,
+        )
+        old_generation = attempt.generation
+        retired = migrations.switch(self.state, job, attempt)
+        self._resume(attempt, f"the whole state of step {event.step} is there: {migration.reason}")
+        for host_id in sorted(retired.pending):
+            reason = f"its state has moved to generation {attempt.generation}"
+            self._stop_on(host_id, job.id, attempt.number, old_generation, self._grace_s(attempt), reason)
+
+    def _resume(self, attempt: Attempt, reason: str) -> None:
+        self._decide(
+            d.ResumeAttempt(
+                cause=self._cause,
+                reason=reason,
+                job=attempt.job,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                hosts=attempt.hosts,
+            )
+        )
+
+    def _on_migration_finished(self, event: e.MigrationFinished) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or not attempt.resuming:
+            return
+        attempt.resuming = False
+        job = self.state.jobs[event.job]
+        job.migrations[-1].downtime_s, job.migrations[-1].ended_s = event.downtime_s, event.at_s
+        self._pass_due = True
+
+    def _on_migration_failed(self, event: e.MigrationFailed) -> None:
+        attempt = self._migrating(event.job, event.attempt, event.generation)
+        if attempt is None:
+            return
+        self._give_up_migration(attempt, f"{event.phase}: {event.why}")
+        self._pass_due = True
+
+    def _give_up_migration(self, attempt: Attempt, why: str) -> None:
+        """Back to the old ranks: they are told to go on, the new ones to go."""
+        job = self.state.jobs[attempt.job]
+        assert attempt.migration is not None
+        generation = attempt.migration.generation
+        retired = migrations.fail(job, attempt, why, self._now_s)
+        reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on"
+        job.reason = reason
+        self._decide(
+            d.AbortMigration(
+                cause=self._cause,
+                reason=reason,
+                job=job.id,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                new_generation=generation,
+                hosts=attempt.hosts,
+            )
+        )
+        for host_id in sorted(retired.pending):
+            self._stop_on(host_id, job.id, attempt.number, generation, 0.0, reason)
 
     def _settle(self, attempt: Attempt) -> None:
         """Stop the attempt once a rank failed, or every rank ended: stragglers go before devices are free."""
@@ -326,6 +470,8 @@ class Scheduler:
 
     def _stop(self, attempt: Attempt, outcome: Outcome | None, why: str) -> None:
         job = self.state.jobs[attempt.job]
+        if attempt.migration is not None:
+            self._give_up_migration(attempt, why)
         attempt.outcome, attempt.why = outcome, why
         attempt.pending = set(attempt.hosts)
         attempt.go(AttemptState.STOPPING)
@@ -357,7 +503,12 @@ class Scheduler:
             return
         attempt.pending.discard(host_id)
         attempts.release(self.state, attempt, host_id)
-        if not attempt.pending:
+        if not attempt.pending and not attempt.retired:
+            self._conclude(attempt)
+
+    def _retired_gone(self, attempt: Attempt, generation: int, host_id: HostId) -> None:
+        gone = migrations.gone(self.state, attempt, generation, host_id)
+        if gone and attempt.state is AttemptState.STOPPING and not attempt.pending and not attempt.retired:
             self._conclude(attempt)
 
     def _conclude(self, attempt: Attempt) -> None:

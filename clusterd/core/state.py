@@ -101,6 +101,43 @@ class Rank:
 
 
 @dataclass(slots=True)
+class Migration:
+    """One move of an attempt to other ranks: under way, or history."""
+
+    number: int
+    generation: int  # of the new ranks
+    plan: Plan
+    ranks: dict[int, Rank]
+    old_plan: Plan
+    reason: str
+    started_s: float
+    cores: dict[HostId, int] = field(default_factory=dict)  # of the new ranks, in all
+    memory_bytes: dict[HostId, int] = field(default_factory=dict)
+    phases: list[tuple[str, float, str]] = field(default_factory=list)  # name, seconds, in words
+    step: int | None = None
+    network_bytes: int = 0
+    local_bytes: int = 0
+    downtime_s: float | None = None
+    ended_s: float | None = None
+    failure: str = ""  # why it failed; empty: it did not
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        """Of the new ranks, by number."""
+        return tuple(rank.place for _, rank in sorted(self.ranks.items()))
+
+
+@dataclass(slots=True)
+class Retired:
+    """Ranks of a generation that is not the attempt's any more, until every host says that they are gone."""
+
+    ranks: dict[int, Rank]
+    pending: set[HostId]
+    cores: dict[HostId, int]
+    memory_bytes: dict[HostId, int]
+
+
+@dataclass(slots=True)
 class Attempt:
     """One numbered run of a job."""
 
@@ -117,6 +154,10 @@ class Attempt:
     pending: set[HostId] = field(default_factory=set)  # hosts that have not reported it gone
     cores: dict[HostId, int] = field(default_factory=dict)
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
+    last_generation: int = 1  # that was given out
+    migration: Migration | None = None  # under way, not switched
+    resuming: bool = False  # switched, and not known to train yet
+    retired: dict[int, Retired] = field(default_factory=dict)  # by generation
 
     def go(self, state: AttemptState) -> None:
         """Take a step of the attempt's state machine."""
@@ -126,6 +167,16 @@ class Attempt:
     def hosts(self) -> tuple[HostId, ...]:
         """Each of its hosts once, that of rank 0 first."""
         return tuple(dict.fromkeys(rank.place.host for rank in self.ranks.values()))
+
+    @property
+    def all_hosts(self) -> set[HostId]:
+        """Those of ranks that come, and of ranks that go, too."""
+        hosts = set(self.hosts)
+        if self.migration is not None:
+            hosts |= {place.host for place in self.migration.places}
+        for retired in self.retired.values():
+            hosts |= retired.pending
+        return hosts
 
     @property
     def devices(self) -> tuple[DeviceId, ...]:
@@ -145,6 +196,8 @@ class Job:
     state: JobState = JobState.QUEUED
     reason: str = ""  # in words: why it is where it is
     attempts: list[Attempt] = field(default_factory=list)
+    migrations: list[Migration] = field(default_factory=list)  # that are over
+    pinned: bool = False  # plan and place are its user's
     description: Description = Description.NOT_NEEDED
     described_on: HostId | None = None
     shape: dict[str, Any] | None = None  # plans.legality.ModelShape
@@ -193,8 +246,8 @@ class State:
         return attempt if generation is None or attempt.generation == generation else None
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
-        """Running attempts with a rank on the host."""
+        """Attempts with a rank on the host, of whatever generation."""
         for job in self.active:
             attempt = self.jobs[job].attempt
-            if attempt is not None and host in attempt.hosts:
+            if attempt is not None and host in attempt.all_hosts:
                 yield attempt

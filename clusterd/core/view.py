@@ -24,12 +24,25 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Take a running elastic job to another plan, or other devices."""
+
+    job: JobId
+    plan: Plan
+    ranks: tuple[RankPlace, ...]
+    cores: Mapping[HostId, int]
+    memory_bytes: Mapping[HostId, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """A stage turned the job down, for this reason; `forever` when no change of the cluster's load would help."""
 
     job: JobId
     reason: str
     forever: bool = False
+    devices: int = 0  # that would start it, if they were free
 
 
 @dataclass(slots=True)
@@ -38,6 +51,7 @@ class Proposal:
 
     starts: list[Start] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -14,22 +14,24 @@ import msgspec
 
 from clusterd import __version__, protocol
 from clusterd.config import Config, HostOptions
-from clusterd.core import admission
+from clusterd.core import admission, elastic, migrations
 from clusterd.core import events as e
 from clusterd.core.allocate import allocate
 from clusterd.core.place import Placement
 from clusterd.core.state import Job
-from clusterd.core.view import Refusal, View
+from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon import codec, projection
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Feed
+from clusterd.daemon.foresight import foresee
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import JobId, JobKind, JobSpec
+from clusterd.types import DeviceId, JobId, JobKind, JobSpec
+from plans.plan import Plan, PlanError
 
 ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
@@ -85,6 +87,8 @@ class Api:
             "host_undrain": self.host_undrain,
             "host_remove": self.host_remove,
             "steps": self.steps,
+            "migrate": self.migrate,
+            "unpin": self.unpin,
         }
 
     @property
@@ -260,6 +264,48 @@ class Api:
         """The training steps of an attempt, as its rank 0 wrote them."""
         known = admission.find_job(self._state, job)
         return {"job": known.id, "data": await self._logs.steps(known, attempt)}
+
+    async def migrate(
+        self,
+        peer: Peer,
+        job: str,
+        plan: str | None = None,
+        devices: list[str] | None = None,
+        pin: bool = False,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Move a running job; answers with what will move, `wait` and `watch` tell how it goes."""
+        known = admission.find_job(self._state, job)
+        admission.may_act_on(known, peer.user, peer.is_operator)
+        try:
+            wish = Plan.parse(plan) if plan else None
+        except PlanError as error:
+            raise UsageError(f"--plan: {error}") from None
+        chosen = tuple(DeviceId(device) for device in devices or ())
+        answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
+        if isinstance(answer, Refusal):
+            raise ClusterError(answer.reason)
+        objection = migrations.objection(self._state, known, answer)
+        if objection:
+            raise ClusterError(objection)
+        preview = await self._preview(known, answer)
+        if not dry_run:
+            event = e.MigrationRequested(
+                at_s=time.time(), job=known.id, plan=wish, devices=chosen, pin=pin, by=peer.user
+            )
+            await self._engine.post(event)
+        return {"job": known.id, "name": known.spec.name, "migrations": len(known.migrations), **preview}
+
+    async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
+        """What would move, and how long the job would stand still for it."""
+        return await anyio.to_thread.run_sync(foresee, job, move)
+
+    async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Let the scheduler choose again."""
+        known = admission.find_job(self._state, job)
+        admission.may_act_on(known, peer.user, peer.is_operator)
+        await self._engine.post(e.JobUnpinned(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known)
 
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
         """The job's row whenever it changes, until it is over."""

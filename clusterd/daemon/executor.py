@@ -16,6 +16,7 @@ from clusterd.daemon import facts
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.mover import Mover
 from clusterd.daemon.timers import Timers
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import Device, HostId, JobKind, JobSpec, RankPlace
@@ -40,6 +41,7 @@ class Executor:
         self._timers = timers
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
+        self._mover = Mover(engine, hosts, self._launch_standby)
         self._sending: dict[tuple[str, str], anyio.Lock] = {}
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
@@ -52,6 +54,12 @@ class Executor:
                     self._tasks.start_soon(self._stop, decision)
                 case d.DescribeModel():
                     self._tasks.start_soon(self._describe, decision)
+                case d.StartMigration():
+                    self._tasks.start_soon(self._mover.run, decision)
+                case d.AbortMigration():
+                    self._tasks.start_soon(self._mover.abort, decision)
+                case d.ResumeAttempt():
+                    self._tasks.start_soon(self._mover.resume, decision)
                 case d.SetTimer():
                     self._timers.changed()
                 case d.EndJob():
@@ -128,6 +136,31 @@ class Executor:
         return e.AttemptLaunched(
             at_s=time.time(), job=decision.job, attempt=decision.attempt, generation=decision.generation
         )
+
+    async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
+        """Start the new ranks of a migration; they wait to be told that the state is theirs."""
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        target = d.LaunchAttempt(
+            cause=decision.cause,
+            reason=decision.reason,
+            job=decision.job,
+            attempt=decision.attempt,
+            generation=decision.new_generation,
+            plan=decision.new_plan,
+            ranks=decision.new_ranks,
+        )
+        async with anyio.create_task_group() as group:
+            for host in target.hosts:
+                group.start_soon(self._send_snapshot, host, spec)
+        requests = await self._requests(target, spec, await self._archive.secrets(decision.job))
+
+        async def on(host: HostId, request: dict[str, Any]) -> None:
+            here = {**move, "host": host}
+            await self._hosts.request(host, "launch", timeout_s=180.0, **request, standby=True, move=here)
+
+        async with anyio.create_task_group() as group:
+            for host, request in requests.items():
+                group.start_soon(on, host, request)
 
     async def _requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]

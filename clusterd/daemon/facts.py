@@ -43,9 +43,7 @@ def host_facts(host: HostId, facts: Mapping[str, Any], options: HostOptions, add
 
 
 def _gpu(host: HostId, gpu: Mapping[str, Any]) -> Device:
-    foreign = [
-        p for p in gpu.get("processes", ()) if not p.get("ours") and p.get("memory_bytes", 0) >= FOREIGN_BYTES_MIN
-    ]
+    foreign = [p for p in gpu.get("processes", ()) if not p.get("ours") and _used(p) >= FOREIGN_BYTES_MIN]
     said = ", ".join(f"{p.get('user') or 'someone'} (pid {p['pid']})" for p in foreign)
     return Device(
         id=DeviceId(f"{host}:gpu{gpu['index']}"),
@@ -56,6 +54,10 @@ def _gpu(host: HostId, gpu: Mapping[str, Any]) -> Device:
         memory_bytes=int(gpu["memory_bytes"]),
         foreign=f"in use by {said}" if said else "",
     )
+
+
+def _used(process: Mapping[str, Any]) -> int:
+    return int(process.get("memory_bytes") or 0)
 
 
 def _cpu_devices(host: HostId, count: int, options: HostOptions, facts: Mapping[str, Any], cores: int) -> list[Device]:
@@ -77,7 +79,7 @@ def _cpu_devices(host: HostId, count: int, options: HostOptions, facts: Mapping[
 
 
 def address(facts: Mapping[str, Any], reached_at: str) -> str:
-    """Where other hosts reach this one: where we do, if that is an address of its own; behind a NAT, its first own one."""
+    """Where other hosts reach this one: where we do, if that is its own address; behind a NAT, its first own one."""
     own = [str(entry["address"]) for entry in facts.get("addresses", ())]
     if reached_at in own or reached_at.startswith("127."):
         return reached_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +84,10 @@ class Hosts:
         self._make_link = make_link
         self._managed: dict[HostId, _Managed] = {}
         self._progress: dict[tuple[str, int], float] = {}
+        self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+        """Called with what ranks tell the daemon, such as how a migration goes."""
+        self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
+        self.on_rank_gone: Callable[[str, int, int, int, str], None] = lambda *_: None
         self.expected: dict[tuple[str, str, int], Expected] = {}
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -144,6 +148,7 @@ class Hosts:
         for key, expected in list(self.expected.items()):
             if key[0] == host:
                 expected.arrive(None)
+        self.on_host_down(host, why)
         await self._engine.post(e.HostDisconnected(at_s=time.time(), host=host, why=why))
 
     async def on_event(self, host: HostId, message: dict[str, Any]) -> None:
@@ -153,6 +158,9 @@ class Hosts:
                 await self._on_rank_exited(host, message)
             case "progress":
                 await self._on_progress(host, message)
+            case "rank_said":
+                if self.on_rank_said is not None:
+                    await self.on_rank_said(message)
             case "facts":
                 managed = self._managed[host]
                 managed.facts = message["facts"]
@@ -170,6 +178,8 @@ class Hosts:
             expected.arrive({**message, "state": "exited"})
         if message["attempt"] == 0:
             return
+        end = facts.rank_end({**message, "state": "exited"})
+        self.on_rank_gone(message["job"], message["attempt"], message["generation"], message["rank"], str(end))
         await self._engine.post(
             e.RankExited(
                 at_s=float(message["at_s"]),
@@ -178,7 +188,7 @@ class Hosts:
                 generation=message["generation"],
                 host=host,
                 rank=message["rank"],
-                end=facts.rank_end({**message, "state": "exited"}),
+                end=end,
             )
         )
 

@@ -42,7 +42,7 @@ class JobLogs:
         follow: bool = False,
         offsets: dict[str, int] | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; with `follow` until the job is over."""
+        """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; `follow`: until the job is over."""
         state = self._engine.scheduler.state
         known = admission.find_job(state, job)
         number = attempt

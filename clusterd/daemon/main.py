@@ -18,7 +18,8 @@ from typing import Any
 import anyio
 import anyio.abc
 
-from clusterd import __version__, config as configuration
+from clusterd import __version__
+from clusterd import config as configuration
 from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES

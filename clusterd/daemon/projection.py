@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from clusterd.core.classify import is_predictable
-from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.core.state import Attempt, Host, Job, Migration, State
 from clusterd.types import AttemptState
 
 Row = dict[str, Any]
@@ -42,6 +42,28 @@ def job_row(job: Job) -> Row:
         "started_s": job.started_s,
         "ended_s": job.ended_s,
         "exit_code": job.exit_code,
+        "pinned": job.pinned,
+        "migrating": migration_row(running.migration) if running and running.migration else None,
+        "migrations": [migration_row(m) for m in job.migrations],
+    }
+
+
+def migration_row(migration: Migration) -> Row:
+    """One move of a job: from, to, why, and what it cost."""
+    return {
+        "number": migration.number,
+        "from": str(migration.old_plan),
+        "to": str(migration.plan),
+        "devices": [place.device for place in migration.places],
+        "reason": migration.reason,
+        "started_s": migration.started_s,
+        "ended_s": migration.ended_s,
+        "step": migration.step,
+        "phases": [{"phase": name, "seconds": seconds, "what": what} for name, seconds, what in migration.phases],
+        "network_bytes": migration.network_bytes,
+        "local_bytes": migration.local_bytes,
+        "downtime_s": migration.downtime_s,
+        "failure": migration.failure,
     }
 
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import anyio
+import asyncssh
 
 from clusterd import protocol
 from clusterd.agent.bundle import Bundle, bundle
-from clusterd.errors import AgentLost, HostError
+from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.ssh.bootstrap import AgentStream, attach
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.resolve import Route
@@ -49,7 +50,7 @@ class LinkState:
     why: str = ""  # for "waiting": the last failure, in one line
     until_s: float | None = None  # for "waiting": wall clock of the next dial
     failures: int = 0  # in a row
-    error: HostError | None = None  # behind `why`
+    error: ClusterError | None = None  # behind `why`
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})" if self.why else self.name
@@ -124,10 +125,12 @@ class HostLink:
                                     continue  # an old agent that had nothing to do made room for a new one
                                 up_since = time.monotonic()
                                 await self._serve(stream, hello)
-                except HostError as error:
+                except (ClusterError, OSError, asyncssh.Error, ValueError) as error:
+                    # What nobody put into words below is still one host's trouble, and never the daemon's.
+                    failed = error if isinstance(error, ClusterError) else HostError(f"{self.name}: {error}")
                     steady = up_since is not None and time.monotonic() - up_since > STEADY_S
                     failures = 1 if steady else failures + 1
-                    await self._wait(error, failures)
+                    await self._wait(failed, failures)
         finally:
             self._become("closed")
 
@@ -169,30 +172,33 @@ class HostLink:
     async def _greet(self, stream: AgentStream) -> Message | None:
         """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
         arguments = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
-        with anyio.fail_after(REQUEST_TIMEOUT_S):
+        try:
+            hello = await self._exchange(stream, "hello", arguments)
+        except AgentRefused as refused:
+            if refused.kind != "protocol":
+                raise
+            # Refused as well while jobs of the other version run; that refusal says so.
+            await self._exchange(stream, "shutdown", {"force": False})
+            return None
+        idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
+        if hello["version"] != self._bundle().version and idle:
             try:
-                hello = await self._exchange(stream, "hello", arguments)
-            except AgentRefused as refused:
-                if refused.kind != "protocol":
-                    raise
-                # Refused as well while jobs of the other version run; that refusal says so.
                 await self._exchange(stream, "shutdown", {"force": False})
                 return None
-            idle = all(rank["state"] != "running" for attempt in hello["attempts"] for rank in attempt["ranks"])
-            if hello["version"] != self._bundle().version and idle:
-                try:
-                    await self._exchange(stream, "shutdown", {"force": False})
-                    return None
-                except AgentRefused:
-                    return hello  # it found something to do meanwhile: the old one stays
-            return hello
+            except AgentRefused:
+                return hello  # it found something to do meanwhile: the old one stays
+        return hello
 
     async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
         """Ask when nobody else listens yet."""
         self._next_id += 1
-        await stream.send({**arguments, "id": self._next_id, "verb": verb})
-        while (message := await stream.receive()).get("id") != self._next_id:
-            continue
+        try:
+            with anyio.fail_after(REQUEST_TIMEOUT_S):
+                await stream.send({**arguments, "id": self._next_id, "verb": verb})
+                while (message := await stream.receive()).get("id") != self._next_id:
+                    continue
+        except TimeoutError:
+            raise AgentLost(f"{self.name}: its agent did not answer {verb!r}") from None
         return _unpack(self.name, message)
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
@@ -232,7 +238,7 @@ class HostLink:
             if not future.done():
                 future.set_exception(lost)
 
-    async def _wait(self, error: HostError, failures: int) -> None:
+    async def _wait(self, error: ClusterError, failures: int) -> None:
         longest_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(failures - 1, 16))
         # Between half and all of it: hosts that were lost together do not come back together.
         pause_s = longest_s * self._jitter.uniform(0.5, 1.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent import processes
+from clusterd.agent import attach, processes
 from clusterd.agent.home import Home, read_json
 
 DEADLINE_S = 30.0
@@ -160,7 +160,8 @@ class AgentClient:
         """As a crash, or the kernel, does."""
         pid = self.agent_pid
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: (s := processes.stat(pid)) is None or s.state in "ZX", "the agent to be gone")
+        # Its sockets close when its last thread ends, which may be after it became a zombie.
+        wait_until(lambda: not attach.held(Home(self.root)), "the agent to be gone")
         self.close()
 
     def close(self) -> None:

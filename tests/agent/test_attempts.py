@@ -174,6 +174,22 @@ def test_an_attempt_that_was_being_stopped_when_the_agent_died_is_stopped_by_the
     wait_until(lambda: agent.hello()["attempts"][0]["ranks"][0]["reason"] == "stopped", "its end to be known")
 
 
+def test_what_outlived_its_rank_and_the_agent_is_swept_by_the_next(connect: Connect) -> None:
+    """The agent dies after the last rank has ended and before the sweep: the device is not free yet."""
+    agent = connect()
+    script = "trap '' TERM; (trap '' TERM; exec setsid sleep 100) & echo $!; while [ ! -e go ]; do sleep 0.02; done"
+    agent.launch(["sh", "-c", script])
+    left = int(wait_until(agent.log, "the pid of what will be left"))
+    directory = Home(agent.root).attempt("j", 1)
+    agent.kill_agent()
+    (directory / "work" / "go").touch()
+    wait_until(lambda: '"exited"' in (directory / "rank-0.state.json").read_text(), "the exit to be written down")
+    assert alive(left)
+    agent = connect()
+    wait_until(lambda: not alive(left), "the sweep")
+    wait_until(lambda: agent.hello()["attempts"][0]["ranks"][0]["exit_code"] == 0, "the end to be reported")
+
+
 def test_a_rank_whose_fork_server_died_with_it_is_lost(agent: AgentClient) -> None:
     """Nobody is left who could know how it ended, and nobody claims to."""
     pid = agent.launch(["sleep", "100"])["ranks"][0]["pid"]

@@ -14,7 +14,7 @@ import pytest
 
 from clusterd.agent.home import Home
 from clusterd.agent.ports import Ports
-from tests.agent.client import AgentClient, launch, rank, wait_until
+from tests.agent.client import AgentClient, launch, processes_of, rank, wait_until
 from tests.agent.test_snapshots import tar_of
 
 Connect = Callable[..., AgentClient]
@@ -30,9 +30,18 @@ def test_attaching_many_times_at_once_starts_one_agent(connect: Connect, tmp_pat
     agents = {connect().agent_pid}
     for bridge in bridges:
         bridge.communicate()
-    shown = subprocess.run(["pgrep", "-f", f"{Path.cwd()} serve"], capture_output=True, text=True, check=False)
-    mine = [pid for pid in shown.stdout.split() if f"AGENT_HOME={tmp_path}" in Path(f"/proc/{pid}/environ").read_text()]
-    assert {int(pid) for pid in mine} == agents
+
+    def serving() -> set[int]:
+        return {pid for pid in processes_of(tmp_path / "agent") if b"serve" in command_line(pid)}
+
+    wait_until(lambda: serving() == agents, "those that came second to give up")
+
+
+def command_line(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 def test_the_agent_and_its_directory_are_the_users_alone(agent: AgentClient) -> None:

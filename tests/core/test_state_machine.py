@@ -11,22 +11,29 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.invariants import violations
+from clusterd.core.migrations import held_on
 from clusterd.core.scheduler import Scheduler
 from clusterd.types import (
     AttemptReport,
     HostId,
     HostState,
     JobId,
+    JobKind,
     JobSpec,
     RankEnd,
     RankReport,
     Reason,
     Resources,
 )
+from plans.plan import Plan
 from tests.core.conftest import CRASH, OK, facts
+from tests.plans.test_reshard import gpt
 
 LOST = RankEnd(reason=Reason.LOST)
 STOPPED = RankEnd(reason=Reason.STOPPED)
+EFFECTS = (d.LaunchAttempt, d.StopAttempt, d.DescribeModel, d.StartMigration, d.ResumeAttempt)
+PLANS = [Plan(), Plan(dp=2), Plan(tp=2), Plan(dp=2, tp=2), Plan(dp=3), Plan(dp=4, zero=3)]
+SHAPE = {**gpt().to_dict(), "steps": 1000}
 HOSTS = {HostId("a"): 2, HostId("b"): 2, HostId("c"): 4}
 
 
@@ -65,8 +72,12 @@ class Cluster(RuleBasedStateMachine):
     def tell(self, *events: e.Event) -> None:
         self.log.append(events)
         for decision in self.scheduler.handle(*events):
-            if isinstance(decision, d.LaunchAttempt | d.StopAttempt):
+            if isinstance(
+                decision, d.LaunchAttempt | d.StopAttempt | d.DescribeModel | d.StartMigration | d.ResumeAttempt
+            ):
                 self.todo.append(decision)
+            elif isinstance(decision, d.AbortMigration):
+                self.todo = [x for x in self.todo if not isinstance(x, d.StartMigration) or x.job != decision.job]
 
     def at(self) -> dict[str, float]:
         self.now_s += 1.0
@@ -93,6 +104,33 @@ class Cluster(RuleBasedStateMachine):
             time_limit_s=50.0 if limit else None,
         )
         self.tell(e.JobSubmitted(**self.at(), job=JobId(str(self.jobs)), spec=spec))
+
+    @rule(devices=st.integers(1, 4), guaranteed=st.booleans(), priority=st.integers(0, 2))
+    def submit_elastic(self, devices: int, guaranteed: bool, priority: int) -> None:
+        self.jobs += 1
+        spec = JobSpec(
+            name=f"job{self.jobs}",
+            kind=JobKind.ELASTIC,
+            command=("python", "train.py"),
+            resources=Resources(devices=devices),
+            priority=priority,
+            guaranteed=guaranteed,
+        )
+        self.tell(e.JobSubmitted(**self.at(), job=JobId(str(self.jobs)), spec=spec))
+
+    @precondition(lambda self: self.scheduler.state.active)
+    @rule(data=st.data(), plan=st.sampled_from([None, *PLANS]))
+    def migrate(self, data: st.DataObject, plan: Plan | None) -> None:
+        job = data.draw(st.sampled_from(list(self.scheduler.state.active)))
+        self.tell(e.MigrationRequested(**self.at(), job=job, plan=plan))
+
+    @precondition(lambda self: self.scheduler.state.active)
+    @rule(data=st.data())
+    def progress(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(list(self.scheduler.state.active)))
+        attempt = self.scheduler.state.jobs[job].attempt
+        assert attempt is not None
+        self.tell(e.AttemptProgressed(**self.at(), job=job, attempt=attempt.number, step=5, loss=1.0, step_time_s=1.0))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -157,6 +195,34 @@ class Cluster(RuleBasedStateMachine):
                 if not (isinstance(x, d.LaunchAttempt) and (x.job, x.attempt) == (decision.job, decision.attempt))
             ]
             self._stop(decision)
+        elif isinstance(decision, d.DescribeModel):
+            if self._is_reachable(decision.host):
+                self.tell(e.ModelDescribed(**self.at(), job=decision.job, shape=SHAPE))
+        elif isinstance(decision, d.StartMigration):
+            self._migrate(decision, refuses)
+        elif isinstance(decision, d.ResumeAttempt):
+            who = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
+            if all(self._is_reachable(host) for host in decision.hosts):
+                self.tell(e.MigrationFinished(**self.at(), **who, downtime_s=0.1))
+
+    def _migrate(self, start: d.StartMigration, fails: bool) -> None:
+        who = {"job": start.job, "attempt": start.attempt, "generation": start.new_generation}
+        key = (start.job, start.attempt, start.new_generation)
+        old = (start.job, start.attempt, start.generation)
+        for place in start.new_ranks:
+            if not self._is_reachable(place.host):
+                self.tell(e.MigrationFailed(**self.at(), **who, phase="prepare", why="host lost"))
+                return
+            agent = self.agents[place.host]
+            agent.running.setdefault(key, {})[place.rank] = None
+            taken = agent.owners.get(place.device or "")
+            assert taken in (None, key[:2]), f"{place.device} is used by {taken} and {start.job}"
+            agent.owners[place.device or ""] = key[:2]
+        whole = all(self.agents[p.host].running.get(old, {}).get(p.rank, OK) is None for p in start.ranks)
+        if fails or not whole or not all(self._is_reachable(p.host) for p in start.ranks):
+            self.tell(e.MigrationFailed(**self.at(), **who, phase="quiesce", why="a rank was lost"))
+            return
+        self.tell(e.MigrationVerified(**self.at(), **who, step=5, network_bytes=1, local_bytes=1))
 
     def _is_reachable(self, host: HostId) -> bool:
         return self.scheduler.state.hosts[host].state is HostState.UP
@@ -185,7 +251,14 @@ class Cluster(RuleBasedStateMachine):
             return
         agent = self.agents[stop.host]
         ranks = agent.running.pop((stop.job, stop.attempt, stop.generation), {})
-        agent.owners = {dev: who for dev, who in agent.owners.items() if who != (stop.job, stop.attempt)}
+        if not any(key[:2] == (stop.job, stop.attempt) for key in agent.running):
+            agent.owners = {dev: who for dev, who in agent.owners.items() if who != (stop.job, stop.attempt)}
+        else:  # another generation is still there: what it does not hold is free
+            attempt = self.scheduler.state.attempt(stop.job, stop.attempt)
+            still = held_on(attempt, stop.host, without=stop.generation) if attempt is not None else set()
+            agent.owners = {
+                dev: who for dev, who in agent.owners.items() if who != (stop.job, stop.attempt) or dev in still
+            }
         self.tell(
             e.AttemptStopped(
                 **self.at(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterd.core import elastic
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.order import order
 from clusterd.core.view import Proposal, Refusal, Start, View
@@ -13,12 +14,16 @@ class Default:
     name = "default"
 
     def propose(self, view: View) -> Proposal:
-        """Starts for what fits now, in order."""
-        proposal = Proposal()
+        """Starts for what fits now, in order; moves that make room, fill it, or leave drained hosts."""
+        proposal = Proposal(moves=elastic.drained(view))
+        waiting = False
         for job in order(view):
             answer = allocate(job, view)
             if isinstance(answer, Refusal):
+                room = elastic.room_for(job, view, answer.devices) if answer.devices and not proposal.moves else []
+                proposal.moves += room
                 proposal.refusals.append(answer)
+                waiting |= answer.devices > 0
                 continue
             assert isinstance(answer, Grant)
             where = answer.placement
@@ -26,4 +31,6 @@ class Default:
             proposal.starts.append(
                 Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
             )
+        if not waiting:
+            proposal.moves += elastic.growth(view)
         return proposal

@@ -1,0 +1,73 @@
+"""``clusterd migrate``, ``pin`` and ``unpin``: a running job to another plan or place, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from clusterd.cli.completing import complete_job
+from clusterd.cli.jobs import compact_devices
+from clusterd.cli.output import note, output_option, show_json
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+from clusterd.units import duration, size
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.option("--plan", help="As in dp=2,tp=2; default: the plan it has.")
+@click.option("--devices", help="HOST:DEV,... rank by rank; default: clusterd chooses.")
+@click.option("--pin", is_flag=True, help="And keep it so until unpinned.")
+@click.option("--dry-run", is_flag=True, help="Say what would move and how long it would stand still.")
+@output_option
+def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run: bool, output: str) -> int:
+    """Move a running elastic job to another plan or other devices, in memory."""
+    chosen = [device.strip() for device in devices.split(",")] if devices else []
+    with Client() as cluster:
+        answer = cluster.call("migrate", job=job, plan=plan, devices=chosen, pin=pin, dry_run=dry_run)
+        if dry_run:
+            if output == "table":
+                print(f"{answer['name']}: {answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}")
+                print(f"  {_bytes(answer)}; predicted downtime {duration(answer['predicted_downtime_s'])}")
+            else:
+                show_json(answer, output)
+            return 0
+        done = _watch(cluster, answer)
+    if output != "table":
+        show_json({**answer, "migration": done}, output)
+        return 1 if done["failure"] else 0
+    for phase in done["phases"]:
+        print(f"  {phase['phase']:<9} {duration(phase['seconds']):>6}  {phase['what']}".rstrip())
+    if done["failure"]:
+        raise ClusterError(f"the move failed, {done['from']} goes on: {done['failure']}")
+    print(f"{answer['name']}: {done['from']} -> {done['to']} on {compact_devices(done['devices'])}, {_bytes(done)}")
+    print(
+        f"  downtime {duration(done['downtime_s'])}, predicted {duration(answer['predicted_downtime_s'])}; "
+        f"went on after step {done['step']}"
+    )
+    return 0
+
+
+def _watch(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
+    """Until the move is over."""
+    for row in cluster.stream("wait", job=answer["job"]):
+        new = row["migrations"][answer["migrations"] :]
+        if new and new[0]["ended_s"]:
+            return dict(new[0])
+        if row["state"] in ("finished", "failed", "cancelled"):
+            break
+    raise ClusterError(f"{answer['name']} ended before it was moved: clusterd why {answer['job']}")
+
+
+def _bytes(row: dict[str, Any]) -> str:
+    return f"{size(row['local_bytes'])} within hosts, {size(row['network_bytes'])} over the network"
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+def unpin(job: str) -> None:
+    """Let the scheduler choose a job's plan and place again."""
+    with Client() as cluster:
+        row = cluster.call("unpin", job=job)
+    note(f"{row['id']} ({row['name']}) is the scheduler's again")

@@ -1,0 +1,219 @@
+"""Changing what runs: who shrinks for whom, who grows back, who leaves a drained host. Simple rules.
+
+A queued job that is guaranteed, or has a higher priority, may take devices from running elastic jobs that are neither
+pinned nor guaranteed; each keeps at least one. What such a job lost it gets back when nobody else can use it. A move is
+made only while enough of the job is left to pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from clusterd.core.choose import Choice, Impossible, choose
+from clusterd.core.place import Placement, place_on
+from clusterd.core.state import Attempt, Job
+from clusterd.core.view import Free, Move, Refusal, View
+from clusterd.types import AttemptState, Device, DeviceId, HostId, JobKind
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+WORTH_MOVING_S = 10.0
+"""A job that will be over sooner is left where it is."""
+
+SETTLE_S = 2.0
+"""Between two moves of one job: what a move brings has to be seen before the next is thought of."""
+
+
+def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, ...], by: str) -> Move | Refusal:
+    """The move that a person asked for, or why it cannot be made."""
+    attempt = job.attempt
+    if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
+        what = "only elastic jobs can be moved while they run"
+        return Refusal(job.id, f"{job.spec.name} is a {job.spec.kind.value} job and {job.state.value}: {what}")
+    wish = plan or attempt.plan
+    count = wish.ranks
+    own = _devices(attempt, view)
+    if devices:
+        known = {d.id: d for h in view.hosts.values() for d in h.devices}
+        missing = [d for d in devices if d not in known]
+        if missing:
+            return Refusal(job.id, f"there is no device {missing[0]}: clusterd host ls")
+        chosen = [known[d] for d in devices]
+    else:
+        free = [d for h in view.free.hosts.values() for d in h.devices]
+        kind = own[0].kind if own else None
+        here = [d for d in own if _may_stay(d, view)]
+        chosen = _spread([*here, *(d for d in free if d.kind == kind)], count, wish.tp, prefer=here)
+    if len(chosen) != count:
+        return Refusal(job.id, f"{wish} needs {count} devices, {len(chosen)} are given or free for it")
+    return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for")
+
+
+def drained(view: View) -> list[Move]:
+    """Moves that take elastic jobs off drained hosts: the same plan elsewhere, or a smaller one on what is left."""
+    moves: list[Move] = []
+    for job in view.running:
+        attempt = _movable(job, view, forced=True)
+        if attempt is None or not any(view.hosts[h].drained is not None for h in attempt.hosts if h in view.hosts):
+            continue
+        own = _devices(attempt, view)
+        here = [d for d in own if _may_stay(d, view)]
+        free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == own[0].kind]
+        leaving = sorted(h for h in attempt.hosts if view.hosts[h].drained is not None)
+        reason = f"{', '.join(leaving)} is drained"
+        assert attempt.plan is not None
+        move = _first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason)
+        if move is not None:
+            _take(view.free, move, own)
+            moves.append(move)
+    return moves
+
+
+def room_for(job: Job, view: View, count: int) -> list[Move]:
+    """Shrinks that free devices for a queued job; empty when they would not be enough.
+
+    Takes from the lowest priority first, and from the youngest among equals.
+    """
+    kind = job.spec.resources.kind
+    victims = [v for v in view.running if _yields(v, job) and _movable(v, view) is not None]
+    victims.sort(key=lambda v: (v.priority, -v.submitted_s))
+    missing = count - sum(1 for h in view.free.hosts.values() for d in h.devices if kind is None or d.kind == kind)
+    missing -= sum(_leaving(v) for v in view.running)
+    if missing <= 0:
+        return []
+    moves: list[Move] = []
+    for victim in victims:
+        if missing <= 0:
+            break
+        attempt = victim.attempt
+        assert attempt is not None and attempt.plan is not None
+        own = _devices(attempt, view)
+        if kind is not None and own[0].kind != kind:
+            continue
+        keep = max(len(own) - missing, 1)
+        reason = f"makes room for {job.spec.name}, which {_claim(job)}"
+        move = _first_that_works(victim, own, own, keep, None, reason)
+        if move is not None:
+            moves.append(move)
+            missing -= len(own) - len(move.ranks)
+    return moves if missing <= 0 else []
+
+
+def growth(view: View) -> list[Move]:
+    """Devices that nobody waits for go back to jobs that have fewer than they asked for; the oldest first."""
+    moves: list[Move] = []
+    for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
+        attempt = _movable(job, view)
+        asked = max(job.spec.resources.devices, 1)
+        if attempt is None or len(attempt.ranks) >= asked:
+            continue
+        own = _devices(attempt, view)
+        free = [
+            d
+            for h in view.free.hosts.values()
+            for d in h.devices
+            if d.kind == own[0].kind and (not job.spec.resources.hosts or d.host in job.spec.resources.hosts)
+        ]
+        if not free:
+            continue
+        wish = job.spec.resources.plan if len(own) + len(free) >= asked else None
+        reason = f"{len(free)} devices are free, and it asked for {asked}"
+        move = _first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason)
+        if move is not None and len(move.ranks) > len(own):
+            _take(view.free, move, own)
+            moves.append(move)
+    return moves
+
+
+def _first_that_works(
+    job: Job, devices: list[Device], prefer: list[Device], count: int, wish: Plan | None, reason: str
+) -> Move | None:
+    """A move to `count` of these devices, or to fewer where no plan uses that many."""
+    for size in range(min(count, len(devices)), 0, -1):
+        plan = wish if wish is not None and wish.ranks == size else None
+        group = plan.tp if plan else 1
+        chosen = _spread(devices, size, group, prefer)
+        if len(chosen) == size:
+            answer = _move(job, chosen, plan, reason)
+            if isinstance(answer, Move):
+                return answer
+    return None
+
+
+def _move(job: Job, chosen: list[Device], wish: Plan | None, reason: str) -> Move | Refusal:
+    memory_bytes = min(d.memory_bytes for d in chosen)
+    answer: Choice | Impossible = choose(
+        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish
+    )
+    if isinstance(answer, Impossible):
+        return Refusal(job.id, answer.reason)
+    where: Placement = place_on(job, chosen)
+    return Move(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, f"{answer.plan}: {reason}")
+
+
+def _spread(devices: Iterable[Device], count: int, group: int, prefer: list[Device]) -> list[Device]:
+    """`count` devices in groups that stay on one host, those that the job has first; fewer if there are not so many."""
+    mine = {d.id for d in prefer}
+    by_host: dict[HostId, list[Device]] = {}
+    for device in devices:
+        by_host.setdefault(device.host, []).append(device)
+    chosen: list[Device] = []
+    order = sorted(by_host, key=lambda h: (-sum(d.id in mine for d in by_host[h]), -len(by_host[h]), h))
+    for host in order:
+        here = sorted(by_host[host], key=lambda d: (d.id not in mine, d.id))
+        take = min(len(here) - len(here) % group, count - len(chosen))
+        chosen += here[: max(take, 0)]
+    return chosen
+
+
+def _movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
+    """The attempt, if the job may be moved now and a move would pay."""
+    attempt = job.attempt
+    if attempt is None or attempt.plan is None or job.spec.kind is not JobKind.ELASTIC:
+        return None
+    if attempt.state is not AttemptState.RUNNING or attempt.migration or attempt.resuming or attempt.retired:
+        return None
+    if job.step < 1 or any(h not in view.hosts for h in attempt.hosts):
+        return None
+    last = job.migrations[-1] if job.migrations else None
+    if last is not None and last.failure and last.ended_s is not None and view.now_s - last.ended_s < 15.0 * SETTLE_S:
+        return None
+    if forced:
+        return attempt
+    if job.pinned or (last is not None and view.now_s - (last.ended_s or last.started_s) < SETTLE_S):
+        return None
+    left = (job.shape or {}).get("steps", 0) - job.step
+    return attempt if left * (job.step_time_s or 0.0) >= WORTH_MOVING_S else None
+
+
+def _yields(victim: Job, job: Job) -> bool:
+    return not victim.spec.guaranteed and (job.spec.guaranteed or job.priority > victim.priority)
+
+
+def _leaving(job: Job) -> int:
+    """Devices that a move under way will free."""
+    attempt = job.attempt
+    if attempt is None:
+        return 0
+    kept = set(attempt.devices)
+    going = {r.place.device for retired in attempt.retired.values() for r in retired.ranks.values()} - kept
+    shrinks = len(attempt.ranks) - len(attempt.migration.ranks) if attempt.migration else 0
+    return len(going) + max(shrinks, 0)
+
+
+def _claim(job: Job) -> str:
+    return "is guaranteed" if job.spec.guaranteed else f"has priority {job.priority}"
+
+
+def _devices(attempt: Attempt, view: View) -> list[Device]:
+    known = {d.id: d for h in attempt.hosts if h in view.hosts for d in view.hosts[h].devices}
+    return [known[d] for d in attempt.devices if d in known]
+
+
+def _may_stay(device: Device, view: View) -> bool:
+    return view.hosts[device.host].unusable is None
+
+
+def _take(free: Free, move: Move, own: list[Device]) -> None:
+    mine = {d.id for d in own}
+    free.take([p for p in move.ranks if p.device not in mine and p.host in free.hosts], move.cores, {})

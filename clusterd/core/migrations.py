@@ -1,0 +1,168 @@
+"""The life of a migration in the books: devices of both sides are leased until one side is gone.
+
+Before the switch the attempt is the old ranks, and whatever fails leaves them be. The switch is one step: the new ranks
+become the attempt's, the old ones are retired. Retired ranks keep their devices until their hosts say they are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterd.core.state import Attempt, Job, Lease, Migration, Rank, Retired, State
+from clusterd.core.view import Move
+from clusterd.types import AttemptState, DeviceId, HostId, RankPlace
+
+
+def objection(state: State, job: Job, move: Move) -> str | None:
+    """Why a move must not begin now, whoever wants it; None: it may."""
+    attempt = job.attempt
+    if attempt is None or attempt.state is not AttemptState.RUNNING:
+        return f"{job.spec.name} is {job.state.value}: only a running job can be moved"
+    if attempt.plan is None:
+        return f"{job.spec.name} is a {job.spec.kind.value} job: only elastic jobs can be moved while they run"
+    if attempt.migration is not None or attempt.resuming:
+        return f"{job.spec.name} is being moved already"
+    if attempt.retired:
+        return f"the ranks of its last move are not gone yet on {', '.join(_pending(attempt))}"
+    own = set(attempt.devices)
+    seen: set[DeviceId] = set()
+    for place in move.ranks:
+        host = state.hosts.get(place.host)
+        if host is None:
+            return f"{place.host} is no host of ours"
+        # A drained host may be left, and may keep what it has; it may not be given more.
+        if host.unusable is not None and (place.device not in own or host.drained is None):
+            return host.unusable
+        if place.device is None or place.device not in {d.id for d in host.devices}:
+            return f"{place.device} does not exist"
+        if place.device in seen:
+            return f"{place.device} is named twice"
+        lease = state.leases.get(place.device)
+        if lease is not None and place.device not in own:
+            return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"
+        seen.add(place.device)
+    if tuple(p.device for p in move.ranks) == attempt.devices and move.plan == attempt.plan:
+        return f"{job.spec.name} runs under {move.plan} on these devices already"
+    return None
+
+
+def begin(state: State, job: Job, move: Move, now_s: float) -> Migration:
+    """Book what the new ranks need beside the old ones."""
+    attempt = job.attempt
+    assert attempt is not None and attempt.plan is not None, "only what runs under a plan is moved"
+    attempt.last_generation += 1
+    migration = Migration(
+        number=len(job.migrations) + 1,
+        generation=attempt.last_generation,
+        plan=move.plan,
+        ranks={place.rank: Rank(place) for place in move.ranks},
+        old_plan=attempt.plan,
+        reason=move.reason,
+        started_s=now_s,
+        cores=dict(move.cores),
+        memory_bytes=dict(move.memory_bytes),
+    )
+    for place in move.ranks:
+        if place.device is not None and place.device not in state.leases:
+            state.leases[place.device] = _lease(state, attempt, place, migration.generation)
+    _book(state, _more(migration.cores, attempt.cores), _more(migration.memory_bytes, attempt.memory_bytes))
+    attempt.migration = migration
+    return migration
+
+
+def switch(state: State, job: Job, attempt: Attempt) -> Retired:
+    """The new ranks become the attempt's; the old ones are returned, retired."""
+    migration = attempt.migration
+    assert migration is not None, "nothing to switch to"
+    old = Retired(
+        ranks=attempt.ranks,
+        pending=set(attempt.hosts),
+        cores=_more(attempt.cores, migration.cores),
+        memory_bytes=_more(attempt.memory_bytes, migration.memory_bytes),
+    )
+    attempt.retired[attempt.generation] = old
+    attempt.generation, attempt.plan, attempt.ranks = migration.generation, migration.plan, migration.ranks
+    attempt.cores, attempt.memory_bytes = migration.cores, migration.memory_bytes
+    for rank in attempt.ranks.values():
+        device = rank.place.device
+        if device is not None:
+            state.leases[device] = _lease(state, attempt, rank.place, attempt.generation)
+    attempt.migration, attempt.resuming = None, True
+    job.migrations.append(migration)
+    return old
+
+
+def fail(job: Job, attempt: Attempt, why: str, now_s: float) -> Retired:
+    """The migration is over without a switch; its new ranks are returned, retired."""
+    migration = attempt.migration
+    assert migration is not None, "nothing to give up"
+    new = Retired(
+        ranks=migration.ranks,
+        pending={rank.place.host for rank in migration.ranks.values()},
+        cores=_more(migration.cores, attempt.cores),
+        memory_bytes=_more(migration.memory_bytes, attempt.memory_bytes),
+    )
+    attempt.retired[migration.generation] = new
+    migration.failure, migration.ended_s = why, now_s
+    attempt.migration = None
+    job.migrations.append(migration)
+    return new
+
+
+def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
+    """A host is clean of retired ranks: free what they held there. False when it was not waited for."""
+    retired = attempt.retired.get(generation)
+    if retired is None or host not in retired.pending:
+        return False
+    retired.pending.discard(host)
+    kept = held_on(attempt, host)
+    for rank in retired.ranks.values():
+        place = rank.place
+        if place.host == host and place.device is not None and place.device not in kept:
+            lease = state.leases.get(place.device)
+            if lease is not None and lease.job == attempt.job:
+                del state.leases[place.device]
+    known = state.hosts.get(host)
+    if known is not None:
+        known.cores_used -= retired.cores.get(host, 0)
+        known.memory_used_bytes -= retired.memory_bytes.get(host, 0)
+    if not retired.pending:
+        del attempt.retired[generation]
+    return True
+
+
+def held_on(attempt: Attempt, host: HostId, without: int | None = None) -> set[DeviceId]:
+    """Devices of a host that some rank of the attempt, of whatever generation but `without`, may still use."""
+    places: list[RankPlace] = []
+    if attempt.state is not AttemptState.STOPPING or host in attempt.pending:
+        places += [rank.place for rank in attempt.ranks.values()]
+    if attempt.migration is not None:
+        places += attempt.migration.places
+    for generation, retired in attempt.retired.items():
+        if host in retired.pending and generation != without:
+            places += [rank.place for rank in retired.ranks.values()]
+    return {place.device for place in places if place.host == host and place.device is not None}
+
+
+def _lease(state: State, attempt: Attempt, place: RankPlace, generation: int) -> Lease:
+    job = state.jobs[attempt.job]
+    limit_s = job.spec.time_limit_s
+    until_s = attempt.started_s + limit_s if limit_s is not None else None
+    assert place.device is not None
+    return Lease(place.device, place.host, attempt.job, attempt.number, generation, until_s)
+
+
+def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:
+    """What `these` have beyond `those`, host by host."""
+    return {host: more for host, count in these.items() if (more := max(count - those.get(host, 0), 0))}
+
+
+def _book(state: State, cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+    for host, count in cores.items():
+        state.hosts[host].cores_used += count
+    for host, count in memory_bytes.items():
+        state.hosts[host].memory_used_bytes += count
+
+
+def _pending(attempt: Attempt) -> list[str]:
+    return sorted({str(host) for retired in attempt.retired.values() for host in retired.pending})

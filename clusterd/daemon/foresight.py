@@ -1,0 +1,55 @@
+"""What a migration would cost, before it is begun: bytes exactly, seconds by what moves took here before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clusterd.core.state import Job
+from clusterd.core.view import Move
+from plans.layout import layout
+from plans.model_shape import ModelShape
+from plans.reshard import plan_moves
+
+COPY_BYTES_PER_S = 2e9
+"""In and out of shared memory, where no move of this job was measured yet."""
+
+NETWORK_BYTES_PER_S = 1e9
+FIXED_S = 0.1
+"""Agreement on the last step, messages, and the commit of the switch."""
+
+
+def foresee(job: Job, move: Move) -> dict[str, Any]:
+    """Bytes within hosts and between them, and the predicted downtime."""
+    attempt = job.attempt
+    assert attempt is not None and attempt.plan is not None and job.shape is not None
+    shape = ModelShape.from_dict(job.shape)
+    old = [rank.place for _, rank in sorted(attempt.ranks.items())]
+    moves = plan_moves(
+        layout(shape, attempt.plan),
+        layout(shape, move.plan),
+        [place.host for place in old],
+        [place.host for place in move.ranks],
+        [str(place.device) for place in old],
+        [str(place.device) for place in move.ranks],
+    )
+    local, network = moves.local_bytes, moves.network_bytes
+    return {
+        "plan": str(move.plan),
+        "from": str(attempt.plan),
+        "devices": [place.device for place in move.ranks],
+        "reason": move.reason,
+        "local_bytes": local,
+        "network_bytes": network,
+        "predicted_downtime_s": _downtime_s(job, local, network),
+    }
+
+
+def _downtime_s(job: Job, local: int, network: int) -> float:
+    """Scaled from the job's own moves where there are any."""
+    done = [m for m in job.migrations if m.downtime_s is not None and m.local_bytes + m.network_bytes]
+    seconds = FIXED_S + local / COPY_BYTES_PER_S + network / NETWORK_BYTES_PER_S
+    if not done:
+        return seconds
+    last = done[-1]
+    expected = FIXED_S + last.local_bytes / COPY_BYTES_PER_S + last.network_bytes / NETWORK_BYTES_PER_S
+    return seconds * (last.downtime_s or expected) / expected
