@@ -184,7 +184,7 @@ class Attempts:
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._over)
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
@@ -223,21 +223,28 @@ class Attempts:
                     )
                 environment.check(launch)
                 self._renew(attempt, launch)
+            if attempt.stopped and not attempt.ranks:
+                raise Refused(
+                    "stale", f"generation {attempt.generation} of {attempt.name} was stopped before it started"
+                )
             if not attempt.stopped:
                 try:
                     await self._start_missing(attempt, secrets, control_socket, snapshot)
                 except Refused:
-                    self._in_background(self._abandon(attempt))
+                    if attempt.running:
+                        self._in_background(self._abandon(attempt))
                     raise
         self._settle(attempt)
         return {"ranks": [{"rank": r.rank, "pid": r.pid, "start_time": r.start_time} for r in attempt.ranks.values()]}
 
     async def _abandon(self, attempt: Attempt) -> None:
         """End what a launch that failed half-way had started."""
-        write_json(
-            attempt.stop_marker, {"generation": attempt.generation, "reason": "the launch failed", "at_s": time.time()}
-        )
-        await self._stop(attempt, 0.0, "the launch failed")
+        reason = "the launch failed"
+        try:
+            write_json(attempt.stop_marker, {"generation": attempt.generation, "reason": reason, "at_s": time.time()})
+        except OSError as error:  # the very disk that made the launch fail
+            print(f"agent: cannot write {attempt.stop_marker}: {error}", file=sys.stderr, flush=True)
+        await self._stop(attempt, 0.0, reason)
 
     def _renew(self, attempt: Attempt, launch: dict[str, Any]) -> None:
         attempt.launch = launch
@@ -289,13 +296,13 @@ class Attempts:
             server.result()
             return not attempt.stopped
         self._background.add(server)  # goes on: the next job of this environment finds it ready
-        server.add_done_callback(self._ready_or_not)
+        server.add_done_callback(self._over)
         return False
 
-    def _ready_or_not(self, server: asyncio.Future[Any]) -> None:
-        self._background.discard(server)
-        if not server.cancelled() and (error := server.exception()):
-            print(f"agent: {error}", file=sys.stderr, flush=True)
+    def _over(self, work: asyncio.Future[Any]) -> None:
+        self._background.discard(work)
+        if not work.cancelled() and (error := work.exception()):
+            print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     def _end_without_torch(self, attempt: Attempt, rank: Rank, message: str) -> None:
         with open(attempt.log(rank.rank), "ab") as log:
@@ -375,6 +382,8 @@ class Attempts:
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:
                     rank.end = await self._await_end(attempt, rank)
+                elif rank.state == "lost" and rank.pid == 0:  # its start was called off
+                    rank.state, rank.reason, rank.at_s = "exited", "stopped", time.time()
             self._tell_ends(attempt)
             return swept
 

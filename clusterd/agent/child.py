@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from clusterd.agent import processes
+from clusterd.agent import CODE_ROOT, processes
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127
@@ -84,7 +84,10 @@ def _run(request: dict[str, Any]) -> int:
         return EXIT_CANNOT_START
     if request["mode"] != "python":
         _exec(argv, env)
-    processes.claim_environment(processes.TAG, env[processes.TAG])
+    if not processes.claim_environment(processes.TAG, env[processes.TAG]):
+        # Slower, but a cancel finds it: an interpreter of its own shows its own environment.
+        path = os.pathsep.join(filter(None, [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH")]))
+        _exec([sys.executable, *argv[1:]], {**env, "PYTHONPATH": path})
     os.environ.clear()
     os.environ.update(env)
     _freshen(request["threads"])
@@ -109,9 +112,10 @@ def _freshen(threads: int) -> None:
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # undocumented, but spawned workers start there
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
-    # OMP_NUM_THREADS was read when the OpenMP library was loaded, in the parent.
-    if (torch := sys.modules.get("torch")) and threads:
-        torch.set_num_threads(threads)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+        if threads:  # OMP_NUM_THREADS was read when the OpenMP library was loaded, in the parent
+            torch.set_num_threads(threads)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
 

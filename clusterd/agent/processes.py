@@ -125,27 +125,25 @@ def claim_environment(name: str, value: str) -> bool:
     `os.environ` says. The parent is therefore started with a placeholder of spaces under `name`, and the child writes
     over its own copy of that memory. Returns False where there is no placeholder, or the value is longer.
     """
-    # man 5 proc_pid_stat: fields 50 and 51 are env_start and env_end; the state, after the name, is field 3.
-    text = Path("/proc/self/stat").read_bytes()
-    fields = text[text.rindex(b")") + 2 :].split()
-    start, end = int(fields[47]), int(fields[48])
-    if start <= 0 or end <= start:
-        return False
-    with open("/proc/self/mem", "r+b", buffering=0) as memory:
-        memory.seek(start)
-        block = memory.read(end - start) or b""
-        key = f"{name}=".encode()
-        offset = 0 if block.startswith(key) else block.find(b"\0" + key) + 1
-        if offset == 0 and not block.startswith(key):
-            return False
-        begin = offset + len(key)
-        room = block.index(b"\0", begin) - begin
-        written = value.encode()
-        if len(written) > room:
-            return False
-        memory.seek(start + begin)
-        # Zero bytes after the value: readers split at zeros and see empty entries, which carry nothing.
-        memory.write(written.ljust(room, b"\0"))
+    try:
+        # man 5 proc_pid_stat: fields 50 and 51 are env_start and env_end; the state, after the name, is field 3.
+        text = Path("/proc/self/stat").read_bytes()
+        fields = text[text.rindex(b")") + 2 :].split()
+        start, end = int(fields[47]), int(fields[48])
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(start)
+            block = b"\0" + (memory.read(end - start) or b"")
+            key = f"\0{name}=".encode()
+            begin = block.index(key) + len(key)
+            room = block.index(b"\0", begin) - begin
+            written = value.encode()
+            if len(written) > room:
+                return False
+            memory.seek(start + begin - 1)
+            # Zero bytes after the value: readers split at zeros and see empty entries, which carry nothing.
+            memory.write(written.ljust(room, b"\0"))
+    except (OSError, ValueError):
+        return False  # a kernel that hides its addresses, or was started without a placeholder
     return True
 
 

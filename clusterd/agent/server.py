@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -43,7 +44,7 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.daemon: tuple[str, int] | None = None  # its name and epoch, after hello
-        self.rank: tuple[Attempt, int, int] | None = None  # attempt, rank and pid, after rank_hello
+        self.rank: tuple[Attempt, int] | None = None  # after rank_hello
         self._writer = writer
         self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
         self.pump = asyncio.create_task(self._pump())
@@ -130,10 +131,7 @@ class Agent:
                 "socket": str(self._home.socket),
             },
         )
-        self._home.socket.unlink(missing_ok=True)
-        old_mask = os.umask(0o177)
-        server = await asyncio.start_unix_server(self._connected, os.fspath(self._home.socket))
-        os.umask(old_mask)
+        server = await asyncio.start_unix_server(self._connected, sock=_listener(self._home))
         chores = [
             asyncio.create_task(work)
             for work in (self._progress.follow(self._attempts), self._every_second(), self._watch_facts())
@@ -227,7 +225,8 @@ class Agent:
         for connection in self._connections:
             if connection.rank is not None and connection.rank[0] is attempt:
                 connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s})
-                asked.add(connection.rank[2])
+                # As forked: through a shell in between, the one that listens has another pid.
+                asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
@@ -237,8 +236,7 @@ class Agent:
         attempt = self._attempts.admit(
             message["job"], message["attempt"], message["generation"], rank, str(message["token"])
         )
-        # A rank that runs through a shell has another pid than the process that was forked for it.
-        connection.rank = (attempt, rank, attempt.ranks[rank].pid)
+        connection.rank = (attempt, rank)
         if attempt.stopped:
             connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
         return {}
@@ -246,7 +244,7 @@ class Agent:
     def _heard_from_rank(self, connection: Connection, message: Message) -> None:
         if connection.rank is None:
             return
-        attempt, rank, _pid = connection.rank
+        attempt, rank = connection.rank
         if message["event"] == "failed":
             self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
 
@@ -383,6 +381,14 @@ class Agent:
             if told is not None and seen != told:
                 self._tell_daemons({"event": "facts", "facts": found})
             told = seen
+
+
+def _listener(home: Home) -> socket.socket:
+    home.socket.unlink(missing_ok=True)  # of an agent that was killed: the lock says that none lives
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(os.fspath(home.socket))
+    home.socket.chmod(0o600)
+    return listener
 
 
 def _worth_telling(found: Message) -> object:

@@ -33,6 +33,9 @@ IDLE_S = 600.0
 UNUSED_S = 3600.0
 """Without children it ends after this long, agent or not: an imported torch holds a few hundred MB."""
 
+LOCK_WAIT_S = 10.0
+"""For another fork server of this environment that just ends."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -272,7 +275,7 @@ def main(arguments: list[str]) -> int:
 
 def _alone(lock: int) -> bool:
     """Whether this process got the lock; one that just ends may hold it for another moment."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

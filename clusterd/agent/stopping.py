@@ -51,10 +51,11 @@ def signal_session(leader: int, start_time: int, number: int) -> None:
     """Signal a rank and all of its session: its process group, and groups that a shell in it made."""
     if not processes.lives(leader, start_time):
         return
-    for pid in processes.in_session(leader):
-        if pid != leader and (found := processes.stat(pid)):
+    members = processes.in_session(leader)
+    processes.send(leader, start_time, number)  # first: a shell would remark on the end of its child
+    for pid in members:
+        if pid != leader and (found := processes.stat(pid)) and found.session == leader:
             processes.send(pid, found.start_time, number)
-    processes.send(leader, start_time, number)
 
 
 async def sweep(tag: str, grace_s: float) -> list[int]:

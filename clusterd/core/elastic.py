@@ -13,7 +13,7 @@ from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, place_on
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Free, Move, Refusal, View
-from clusterd.types import AttemptState, Device, DeviceId, HostId, JobKind
+from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobKind
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -173,7 +173,7 @@ def _movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
         return None
     if attempt.state is not AttemptState.RUNNING or attempt.migration or attempt.resuming or attempt.retired:
         return None
-    if job.step < 1 or any(h not in view.hosts for h in attempt.hosts):
+    if job.step < 1 or any(h not in view.hosts or view.hosts[h].state is not HostState.UP for h in attempt.hosts):
         return None
     last = job.migrations[-1] if job.migrations else None
     if last is not None and last.failure and last.ended_s is not None and view.now_s - last.ended_s < 15.0 * SETTLE_S:
@@ -216,4 +216,5 @@ def _may_stay(device: Device, view: View) -> bool:
 
 def _take(free: Free, move: Move, own: list[Device]) -> None:
     mine = {d.id for d in own}
-    free.take([p for p in move.ranks if p.device not in mine and p.host in free.hosts], move.cores, {})
+    new = [p for p in move.ranks if p.device not in mine and p.host in free.hosts]
+    free.take(new, {host: cores for host, cores in move.cores.items() if host in free.hosts}, {})

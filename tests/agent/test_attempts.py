@@ -121,7 +121,7 @@ def test_a_launch_that_was_overtaken_by_its_stop_is_refused(agent: AgentClient) 
 
 
 def test_a_newer_generation_waits_for_the_end_of_the_older_one_and_continues_its_log(agent: AgentClient) -> None:
-    agent.launch(["sh", "-c", "echo one; echo kept > file; sleep 100"])
+    agent.launch(["sh", "-c", "echo one; echo kept > file; exec sleep 100"])
     wait_until(lambda: agent.log() == "one\n", "the first line")
     refused = agent.refused("launch", **launch(["true"], generation=2))
     assert refused["kind"] == "busy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -188,7 +189,8 @@ def test_cancel_does_not_wait_for_an_import(connect: Any, tmp_path: Path) -> Non
     agent = connect(env={"CLUSTERD_PRELOAD": "slow", "PYTHONPATH": str(tmp_path)})
     launching = agent.send("launch", **launch(["python", "train.py"], kind="elastic"))
     wait_until(lambda: list(Home(agent.root).sockets.glob("????????????????.sock")), "the fork server to start")
-    assert agent.stop()["swept"] == []
+    stopped = agent.stop()
+    assert (stopped["swept"], stopped["ranks"][0]["reason"]) == ([], "stopped")
     assert [r["pid"] for r in agent.reply(launching)["ok"]["ranks"]] == [0]
 
 
@@ -250,3 +252,47 @@ def test_what_a_rank_says_about_its_failure_comes_with_its_end(standin_agent: Ag
     )
     end = run(standin_agent, tmp_path, source)
     assert (end["reason"], end["message"]) == ("plan", "tp=3 does not divide 4 heads")
+
+
+def spawner_alone(tmp_path: Path, change: str) -> subprocess.Popen[bytes]:
+    """A fork server that no agent started, with a constant changed."""
+    source = f"import sys; from clusterd.agent import spawner; spawner.{change}; sys.exit(spawner.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", source, "--socket", str(tmp_path / "s.sock")]
+    process = subprocess.Popen(command)
+    wait_until((tmp_path / "s.sock").exists, "the fork server to listen")
+    return process
+
+
+def test_a_fork_server_without_children_and_agent_ends_by_itself(tmp_path: Path) -> None:
+    with spawner_alone(tmp_path, "IDLE_S = 0.1") as process:
+        assert process.wait(20) == 0
+    assert not (tmp_path / "s.sock").exists()
+
+
+def test_a_second_fork_server_on_the_same_socket_gives_up(tmp_path: Path) -> None:
+    with spawner_alone(tmp_path, "LOCK_WAIT_S = 0.1") as first:
+        assert subprocess.run(first.args, check=False).returncode == 3
+        assert first.poll() is None
+        first.terminate()
+
+
+def test_fork_servers_end_with_their_last_rank_after_a_shutdown(standin_agent: AgentClient, tmp_path: Path) -> None:
+    """The agent is told to go while ranks run: they stay, and so does whoever will record their end."""
+    [started] = start(standin_agent, tmp_path, "import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)")
+    found = processes.stat(started["pid"])
+    assert found is not None
+    standin_agent.ok("shutdown", force=True)
+    record = Home(standin_agent.root).attempt("j", 1) / "rank-0.state.json"
+    (tmp_path / "go").touch()
+    wait_until(lambda: '"exited"' in record.read_text(), "the end to be written down")
+    wait_until(lambda: (s := processes.stat(found.parent)) is None or s.state in "ZX", "the fork server to end")
+
+
+def test_where_a_fork_cannot_be_marked_a_rank_gets_an_interpreter_of_its_own(connect: Any, tmp_path: Path) -> None:
+    agent = connect(env={"CLUSTERD_PRELOAD": "preloaded_hidden", "PYTHONPATH": f"{os.path.dirname(__file__)}/standin"})
+    source = "import sys, time, clusterd.agent; print('preloaded_hidden' in sys.modules, flush=True); time.sleep(100)"
+    [started] = start(agent, tmp_path, source)
+    wait_until(agent.log, "the rank to begin")
+    assert agent.log() == "False\n"
+    assert b"/j.1\0" in processes.environment(started["pid"])
+    agent.stop()

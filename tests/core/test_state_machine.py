@@ -20,6 +20,7 @@ from clusterd.types import (
     JobId,
     JobKind,
     JobSpec,
+    JobState,
     RankEnd,
     RankReport,
     Reason,
@@ -117,17 +118,31 @@ class Cluster(RuleBasedStateMachine):
             guaranteed=guaranteed,
         )
         self.tell(e.JobSubmitted(**self.at(), job=JobId(str(self.jobs)), spec=spec))
+        self.calm_down()  # what moves can only be seen once something runs
 
-    @precondition(lambda self: self.scheduler.state.active)
+    def elastic_running(self) -> list[JobId]:
+        jobs = (self.scheduler.state.jobs[job] for job in self.scheduler.state.active)
+        return [job.id for job in jobs if job.spec.kind is JobKind.ELASTIC and job.state is JobState.RUNNING]
+
+    @rule(data=st.data(), devices=st.integers(1, 3), plan=st.sampled_from(PLANS))
+    def move_in_the_open(self, data: st.DataObject, devices: int, plan: Plan) -> None:
+        """A job that trains is asked to move, and nothing stands in its way but what comes next."""
+        self.submit_elastic(devices=devices, guaranteed=False, priority=0)
+        running = self.elastic_running()
+        if running:
+            job = data.draw(st.sampled_from(running))
+            self.tell(e.MigrationRequested(**self.at(), job=job, plan=plan))
+
+    @precondition(lambda self: self.elastic_running())
     @rule(data=st.data(), plan=st.sampled_from([None, *PLANS]))
     def migrate(self, data: st.DataObject, plan: Plan | None) -> None:
-        job = data.draw(st.sampled_from(list(self.scheduler.state.active)))
+        job = data.draw(st.sampled_from(self.elastic_running()))
         self.tell(e.MigrationRequested(**self.at(), job=job, plan=plan))
 
-    @precondition(lambda self: self.scheduler.state.active)
+    @precondition(lambda self: self.elastic_running())
     @rule(data=st.data())
     def progress(self, data: st.DataObject) -> None:
-        job = data.draw(st.sampled_from(list(self.scheduler.state.active)))
+        job = data.draw(st.sampled_from(self.elastic_running()))
         attempt = self.scheduler.state.jobs[job].attempt
         assert attempt is not None
         self.tell(e.AttemptProgressed(**self.at(), job=job, attempt=attempt.number, step=5, loss=1.0, step_time_s=1.0))
@@ -150,6 +165,17 @@ class Cluster(RuleBasedStateMachine):
     def connect(self, host: HostId) -> None:
         reports = self.agents[host].reports()
         self.tell(e.HostConnected(**self.at(), host=host, facts=facts(host, gpus=HOSTS[host]), attempts=reports))
+
+    @rule()
+    def calm_down(self) -> None:
+        """A quiet hour: all hosts are there, and all that was asked is done. Faults need something to break."""
+        for host in HOSTS:
+            self.tell(e.HostUndrained(**self.at(), host=host))
+            self.connect(host)
+        for _ in range(30):
+            if not self.todo:
+                break
+            self.carry_out_one(self.todo[0])
 
     @rule(host=st.sampled_from(list(HOSTS)))
     def disconnect(self, host: HostId) -> None:
@@ -332,6 +358,6 @@ class Cluster(RuleBasedStateMachine):
 
 
 Cluster.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestCluster = Cluster.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -92,7 +93,8 @@ async def test_an_agent_that_cannot_start_says_why(dialer: Dialer, host: Embedde
 
 @pytest.mark.parametrize("version", ["3.6", "3.8"])
 def test_an_old_python_says_so_or_finds_a_newer_one(tmp_path: Path, version: str) -> None:
-    old = sorted(Path("/root/.pyenv/versions").glob(f"{version}*/bin/python3")) if Path("/root/.pyenv").exists() else []
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    old = sorted(pyenv.glob(f"versions/{version}*/bin/python3"))
     if not old:
         pytest.skip(f"no Python {version} on this machine")
     stage1 = (Path(__file__).parents[2] / "clusterd/ssh/stage1.py").read_text()
