@@ -75,7 +75,8 @@ def _submit(scratch: Path, name: str, text: str) -> str:
     file = scratch / f"{name}.toml"
     lines = [line.strip() for line in text.strip().splitlines()]
     # The training environment is the one this runs in.
-    file.write_text("\n".join([f'name = "{name}"', f'workdir = "{GPT}"', f'python = "{sys.executable}"', *lines]) + "\n")
+    head = [f'name = "{name}"', f'workdir = "{GPT}"', f'python = "{sys.executable}"']
+    file.write_text("\n".join([*head, *lines]) + "\n")
     return _clusterd("submit", str(file)).strip()
 
 
@@ -124,7 +125,7 @@ def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
             row["name"],
             row["state"],
             (row["plan"] or "-").replace(",", " "),
-            f"{len(row['devices'])} on {len(row['hosts'])} hosts" if len(row["hosts"]) > 1 else " ".join(row["devices"]),
+            _where(row),
             f"{row['step']}/{row['steps']}" if row["steps"] else "-",
             f"{row['first_loss']:.4f}" if row["first_loss"] is not None else "-",
             f"{row['loss']:.4f}" if row["loss"] is not None else "-",
@@ -135,6 +136,11 @@ def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
         waiting = [f"{row['name']}: {row['reason']}" for row in rows if row["state"] == "queued"]
         table.caption = "\n".join(waiting) or None
     return table
+
+
+def _where(row: dict[str, Any]) -> str:
+    hosts = len(row["hosts"])
+    return f"{len(row['devices'])} on {hosts} hosts" if hosts > 1 else " ".join(row["devices"])
 
 
 def _surprises(rows: list[dict[str, Any]]) -> list[str]:

@@ -3,9 +3,11 @@
 A layout follows from the model's shape and the plan alone, so everyone computes the same one and nothing but its digest
 is exchanged. A rank compares its row with its live objects before it takes part in a move (`clusterd.train.boxes`).
 
-A tensor is a parameter, or the optimizer's state of one: all slots that have the parameter's shape move as one, with
-their bytes per element added up. What is one number for all ranks (step counters) is no tensor and travels with the
-message.
+A tensor is a parameter, the optimizer's state of one, or a buffer. All slots of the state that have the parameter's
+shape move as one, with their bytes per element added up; a slot of another shape (the row and column means of Adafactor)
+is a tensor of its own and goes where the state goes. Buffers are held by every rank that has their layer, and may
+differ between replicas: the first holder's count. What is one number for all ranks (step counters) is no tensor and
+travels with the message.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Tensor:
     """One global tensor of the collection."""
 
     name: str  # global: blocks.17.attn.qkv.weight
-    kind: str  # "parameter" or "optimizer"
+    kind: str  # "parameter", "optimizer", "optimizer.SLOT" for a slot of another shape, or "buffer"
     shape: tuple[int, ...]
     element_bytes: int  # of all slots together
 
@@ -91,14 +93,32 @@ class Layout:
 
 
 def tensors_of(shape: ModelShape) -> tuple[Tensor, ...]:
-    """The collection of a model: its parameters, then the optimizer's state of the trainable ones."""
-    parameters = [Tensor(p.name, "parameter", p.shape, p.dtype_bytes) for p in shape.parameters]
-    state = [
-        Tensor(p.name, "optimizer", p.shape, round(shape.optimizer_state_ratio * p.dtype_bytes))
-        for p in shape.parameters
-        if p.trainable and shape.optimizer_state_ratio > 0
+    """The collection of a model: its parameters, the optimizer's state of the trainable ones, and the buffers."""
+    return tuple(part.tensor for part in _parts(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    tensor: Tensor
+    parameter: int  # index; -1: a buffer
+    layer: int
+    whole: bool  # no plan cuts it
+
+
+def _parts(shape: ModelShape) -> list[_Part]:
+    parts = [
+        _Part(Tensor(p.name, "parameter", p.shape, p.dtype_bytes), i, p.layer, False)
+        for i, p in enumerate(shape.parameters)
     ]
-    return (*parameters, *state)
+    for i, p in enumerate(shape.parameters):
+        if slots := shape.slots_of(i):
+            parts.append(_Part(Tensor(p.name, "optimizer", p.shape, sum(b for _, b in slots)), i, p.layer, False))
+    for odd in shape.odd_slots:
+        p = shape.parameters[odd.parameter]
+        tensor = Tensor(p.name, f"optimizer.{odd.name}", odd.shape, odd.dtype_bytes)
+        parts.append(_Part(tensor, odd.parameter, p.layer, True))
+    parts += [_Part(Tensor(b.name, "buffer", b.shape, b.dtype_bytes), -1, b.layer, True) for b in shape.buffers]
+    return parts
 
 
 def layout(shape: ModelShape, plan: Plan) -> Layout:
@@ -107,32 +127,38 @@ def layout(shape: ModelShape, plan: Plan) -> Layout:
     Tensor parallelism cuts `tp_dim`, ZeRO-2 and 3 cut what is left along the first dimension, each as `torch.chunk`
     does; ZeRO-1 gives the whole state of a parameter to one replica (`zero1_owners`); stages hold their layers.
     """
-    dims = max((len(p.shape) for p in shape.parameters), default=1) or 1
-    index_of = {p.name: i for i, p in enumerate(shape.parameters)}
-    tensors = tensors_of(shape)
+    parts = _parts(shape)
+    dims = max((len(part.tensor.shape) for part in parts), default=1) or 1
     stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else None
     owners = zero1_owners(shape, plan) if plan.zero == 1 else None
     shard, replica = (a.reshape(-1) for a in np.meshgrid(np.arange(plan.tp), np.arange(plan.dp)))
     rows: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for number, tensor in enumerate(tensors):
-        parameter = shape.parameters[index_of[tensor.name]]
-        stage = next(i for i, s in enumerate(stages) if parameter.layer in s) if stages is not None else 0
-        low, high = _cut(parameter, plan, shard, replica, dims)
+    for number, part in enumerate(parts):
+        stage = next(i for i, s in enumerate(stages) if part.layer in s) if stages is not None else 0
+        if part.whole:
+            low, high = _whole(part.tensor.shape, len(shard), dims)
+        else:
+            low, high = _cut(shape.parameters[part.parameter], plan, shard, replica, dims)
         held = (high > low).all(axis=1)
-        if tensor.kind == "optimizer" and owners is not None:
-            held &= replica == owners[index_of[tensor.name]]
+        if part.tensor.kind.startswith("optimizer") and owners is not None:
+            held &= replica == owners[part.parameter]
         ranks = (stage * plan.dp + replica) * plan.tp + shard
         count = int(held.sum())
         rows.append((np.full(count, number), ranks[held], low[held], high[held]))
-    columns = [np.concatenate(parts).astype(np.int64) for parts in zip(*rows, strict=True)]
-    return Layout(tensors, plan.ranks, *columns)
+    columns = [np.concatenate(column).astype(np.int64) for column in zip(*rows, strict=True)]
+    return Layout(tuple(part.tensor for part in parts), plan.ranks, *columns)
+
+
+def _whole(shape: tuple[int, ...], holders: int, dims: int) -> tuple[Ints, Ints]:
+    low = np.zeros((holders, dims), dtype=np.int64)
+    high = np.ones((holders, dims), dtype=np.int64)
+    high[:, : len(shape)] = shape
+    return low, high
 
 
 def _cut(parameter: ParameterShape, plan: Plan, shard: Ints, replica: Ints, dims: int) -> tuple[Ints, Ints]:
     """Boxes of a parameter for every (replica, shard) of its stage."""
-    low = np.zeros((len(shard), dims), dtype=np.int64)
-    high = np.ones((len(shard), dims), dtype=np.int64)
-    high[:, : len(parameter.shape)] = parameter.shape
+    low, high = _whole(parameter.shape, len(shard), dims)
     if plan.tp > 1 and parameter.tp_dim >= 0:
         low[:, parameter.tp_dim], high[:, parameter.tp_dim] = chunk(
             low[:, parameter.tp_dim], high[:, parameter.tp_dim], plan.tp, shard
@@ -143,7 +169,7 @@ def _cut(parameter: ParameterShape, plan: Plan, shard: Ints, replica: Ints, dims
 
 
 def chunk(low: Ints, high: Ints, parts: int, part: Ints) -> tuple[Ints, Ints]:
-    """The `part`-th of `parts` chunks of [low, high), as `torch.chunk` cuts: equal but for the last, which may be empty."""
+    """The `part`-th of `parts` chunks of [low, high), as `torch.chunk` cuts: equal but for the last, maybe empty."""
     each = -(-(high - low) // parts)
     return np.minimum(low + part * each, high), np.minimum(low + (part + 1) * each, high)
 
@@ -151,7 +177,7 @@ def chunk(low: Ints, high: Ints, parts: int, part: Ints) -> tuple[Ints, Ints]:
 def zero1_owners(shape: ModelShape, plan: Plan) -> dict[int, int]:
     """The replica that holds the optimizer's state of each trainable parameter (by index) under ZeRO-1.
 
-    As torch's `ZeroRedundancyOptimizer` deals them out: group by group, largest first, to the replica with least so far.
+    As torch's `ZeroRedundancyOptimizer` deals them out: by group, largest first, to the replica with least so far.
     """
     stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else [range(-1, len(shape.layers))]
     owners: dict[int, int] = {}

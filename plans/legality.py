@@ -95,6 +95,9 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if outside := [p.name for p in shape.parameters if p.layer < 0]:
         yield f"pp={plan.pp} needs every parameter in one of the layers; {outside[0]} is in none"
         return
+    if outside := [b.name for b in shape.buffers if b.layer < 0]:
+        yield f"pp={plan.pp} needs every buffer in one of the layers; {outside[0]} is in none"
+        return
     weights = shape.layer_weights()
     try:
         stages = split_layers(weights, plan.pp)

@@ -45,6 +45,30 @@ class LayerShape:
     flops: int = 0  # of the forward pass; the backward pass has about twice as many
 
 
+@dataclass(frozen=True, slots=True)
+class BufferShape:
+    """A tensor of the model that is not trained: running statistics, tables. Every rank that has its layer holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype_bytes: int
+    layer: int  # as in `ParameterShape`
+
+
+@dataclass(frozen=True, slots=True)
+class OddSlot:
+    """A tensor that the optimizer keeps for a parameter and that has another shape; it goes where the state goes."""
+
+    parameter: int  # index
+    name: str
+    shape: tuple[int, ...]
+    dtype_bytes: int
+
+
+Slots = tuple[tuple[str, int], ...]
+"""What the optimizer keeps in a parameter's own shape, name and bytes per element, in the order in which it is moved."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A job's model and what the job does with it."""
@@ -64,6 +88,10 @@ class ModelShape:
     optimizer_state_ratio: float = 2.0  # bytes of optimizer state per byte of trainable parameter
     optimizer_elementwise: bool = True  # whether parts of a tensor can be updated apart
     parameter_groups: tuple[tuple[int, ...], ...] = ()  # of the optimizer, by index; empty: one of all trainable ones
+    slots: tuple[Slots, ...] = ()  # the kinds that there are; empty: not known, the ratio stands for them
+    parameter_slots: tuple[int, ...] = ()  # kind of each parameter's slots; -1: it has none
+    odd_slots: tuple[OddSlot, ...] = ()
+    buffers: tuple[BufferShape, ...] = ()
 
     @property
     def parameter_bytes(self) -> int:
@@ -74,6 +102,15 @@ class ModelShape:
     def flops(self) -> int:
         """Of the forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+    def slots_of(self, parameter: int) -> Slots:
+        """Of a parameter, by index."""
+        if self.parameter_slots:
+            kind = self.parameter_slots[parameter]
+            return self.slots[kind] if kind >= 0 else ()
+        shape = self.parameters[parameter]
+        size = round(self.optimizer_state_ratio * shape.dtype_bytes) if shape.trainable else 0
+        return (("state", size),) if size else ()
 
     def layer_weights(self) -> tuple[int, ...]:
         """Parameter bytes of each layer: by these a pipeline is cut (`plans.stages`)."""
@@ -90,6 +127,8 @@ class ModelShape:
         values["parameters"] = [
             [p.name, list(p.shape), p.dtype_bytes, p.layer, p.trainable, p.tp_dim] for p in self.parameters
         ]
+        values["odd_slots"] = [[o.parameter, o.name, list(o.shape), o.dtype_bytes] for o in self.odd_slots]
+        values["buffers"] = [[b.name, list(b.shape), b.dtype_bytes, b.layer] for b in self.buffers]
         return values
 
     @classmethod
@@ -109,6 +148,10 @@ class ModelShape:
             known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))
             known["tied"] = tuple(tuple(names) for names in known.get("tied", ()))
             known["parameter_groups"] = tuple(tuple(group) for group in known.get("parameter_groups", ()))
+            known["slots"] = tuple(tuple((str(n), int(b)) for n, b in slots) for slots in known.get("slots", ()))
+            known["parameter_slots"] = tuple(known.get("parameter_slots", ()))
+            known["odd_slots"] = tuple(OddSlot(p, n, tuple(s), b) for p, n, s, b in known.get("odd_slots", ()))
+            known["buffers"] = tuple(BufferShape(n, tuple(s), b, x) for n, s, b, x in known.get("buffers", ()))
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no description of a model: {error!r}") from error

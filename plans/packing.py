@@ -1,8 +1,8 @@
 """Where each moved box lies on its way: the segments of a move, byte by byte, the same for everyone who computes them.
 
-A rank that leaves puts every box that somebody reads from it into one segment, its outbox, each box once and contiguous.
-Boxes that the same hosts lack lie together, so that what a host has to fetch is a few long ranges; what it fetched from
-all sources lies in one segment there, its inbox. Ranks read from the outboxes of their own host and from its inbox.
+A rank that leaves puts every box that somebody reads from it into one segment, its outbox, each box once.
+Boxes that the same hosts lack lie together, so that what a host has to fetch is a few long ranges; what it fetched
+lies in one segment there, its inbox. Ranks read from the outboxes of their own host and from its inbox.
 """
 
 from __future__ import annotations

@@ -144,7 +144,8 @@ def plan_moves(
     ids = {name: i for i, name in enumerate(dict.fromkeys((*old_hosts, *new_hosts)))}
     old_host = np.array([ids[h] for h in old_hosts], dtype=np.int64)
     new_host = np.array([ids[h] for h in new_hosts], dtype=np.int64)
-    source = _sources(piece, target, a, size, old_boxes, old_host, new_host, old_devices, new_devices)
+    one_counts = np.array([t.kind == "buffer" for t in old.tensors], dtype=bool)
+    source = _sources(piece, target, a, size, old_boxes, one_counts, old_host, new_host, old_devices, new_devices)
     columns = [new_boxes.tensor[b][piece], source, target, low[piece], high[piece], size[piece]]
     order = np.lexsort((*(columns[3][:, d] for d in reversed(range(low.shape[1]))), columns[0], target))
     tensor, source, target, low, high, size = (column[order] for column in columns)
@@ -190,8 +191,8 @@ class _Boxes:
 def _overlaps(old: _Boxes, new: _Boxes) -> tuple[Ints, Ints]:
     """Indices (into old, into new) of boxes that overlap.
 
-    Within a column boxes are disjoint and sorted along the first dimension, so those that overlap a new box are a range:
-    two binary searches each, over all tensors at once.
+    Within a column boxes are disjoint and sorted along the first dimension, so those that overlap a new one are a
+    range: two binary searches each, over all tensors at once.
     """
     none = np.zeros(0, dtype=np.int64)
     if not len(old.tensor) or not len(new.tensor):
@@ -228,12 +229,17 @@ def _sources(
     box: Ints,
     size: Ints,
     old: _Boxes,
+    one_counts: np.ndarray[tuple[int], np.dtype[np.bool_]],
     old_host: Ints,
     new_host: Ints,
     old_devices: Sequence[str],
     new_devices: Sequence[str],
 ) -> Ints:
-    """The old rank that each (piece, target) is read from."""
+    """The old rank that each (piece, target) is read from.
+
+    Args:
+        one_counts: (tensors,) whether holders may differ and the first one counts, wherever it is.
+    """
     row, holder = _expand(old.first[box[piece]], old.count[box[piece]], old.rank)
     near = (old_host[holder] == new_host[target[row]]).astype(np.int64)
     if old_devices and new_devices:
@@ -241,6 +247,7 @@ def _sources(
         old_device = np.array([ids[d] for d in old_devices])
         new_device = np.array([ids[d] for d in new_devices])
         near += near * (old_device[holder] == new_device[target[row]])
+    near[one_counts[old.tensor[box[piece[row]]]]] = 1
     best = np.zeros(len(piece), dtype=np.int64)
     np.maximum.at(best, row, near)
     # The first holder among the nearest; where all are far, replicas take turns below.

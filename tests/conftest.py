@@ -47,7 +47,9 @@ class RunningCluster:
             **options,
         )
         if check and done.returncode:
-            raise AssertionError(f"clusterd {' '.join(arguments)} -> {done.returncode}\n{done.stdout}{done.stderr}{self.log()}")
+            raise AssertionError(
+                f"clusterd {' '.join(arguments)} -> {done.returncode}\n{done.stdout}{done.stderr}{self.log()}"
+            )
         return done
 
     def start(self, hosts: int = 0, devices: int = 2) -> None:

@@ -42,7 +42,7 @@ class Attempts:
         self._ask = ask
         self._before_end = before_end
         self._known: dict[str, Attempt] = {}
-        self._fences: dict[str, int] = {}
+        self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before they came
         self._background: set[asyncio.Future[Any]] = set()
         self.spawners = Spawners(home, self._on_exited, preload)
 
@@ -51,13 +51,17 @@ class Attempts:
     def __iter__(self) -> Iterator[Attempt]:
         return iter(list(self._known.values()))
 
-    def find(self, job: str, attempt: int) -> Attempt | None:
-        """None where this host has nothing of it."""
-        return self._known.get(self._home.attempt(job, attempt).name)
+    def generations(self, job: str, attempt: int) -> list[Attempt]:
+        """All that this host has of an attempt, the oldest first."""
+        found = [known for known in self if (known.job, known.attempt) == (job, attempt)]
+        return sorted(found, key=lambda known: known.generation)
 
-    def get(self, job: str, attempt: int) -> Attempt:
-        """Raises `Refused` (``unknown``) where this host has nothing of it."""
-        found = self.find(job, attempt)
+    def get(self, job: str, attempt: int, generation: int | None = None) -> Attempt:
+        """A generation of an attempt, or the newest; raises `Refused` (``unknown``) where this host has none."""
+        if generation is not None:
+            found = self._known.get(self._home.attempt(job, attempt, generation).name)
+        else:
+            found = next(reversed(self.generations(job, attempt)), None)
         if found is None:
             raise Refused("unknown", f"attempt {attempt} of {job} was never here, or is forgotten")
         return found
@@ -77,7 +81,7 @@ class Attempts:
         Raises:
             Refused: no such rank, an older generation, or a wrong token.
         """
-        found = self.get(job, attempt)
+        found = self.get(job, attempt, generation)
         if not hmac.compare_digest(found.token.encode(), token.encode()):
             raise Refused("token", f"rank {rank} of {found.name} shows a wrong token")
         if generation != found.generation or rank not in found.ranks:
@@ -195,34 +199,26 @@ class Attempts:
         was never started, as after an agent that died half-way.
 
         Raises:
-            Refused: ``stale`` (an older generation, or one that was stopped), ``busy`` (an older one still runs),
-                ``environment`` or ``workdir`` (what the job names is not on this host), ``disk-full``.
+            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (what the job names is not on
+                this host), ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
         launch: dict[str, Any] = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
         launch |= {k: request.get(k) for k in ("env", "snapshot", "workdir", "python", "grace_s")}
-        directory = self._home.attempt(launch["job"], launch["attempt"])
+        launch |= {"standby": bool(request.get("standby")), "move": request.get("move")}
+        directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)
         if attempt is None:
-            if self._fences.get(directory.name, 0) >= launch["generation"]:
+            newest = max((known.generation for known in self.generations(launch["job"], launch["attempt"])), default=0)
+            fence = max(newest, self._fences.get((launch["job"], launch["attempt"]), 0))
+            if fence >= launch["generation"]:
                 raise Refused(
-                    "stale", f"generation {launch['generation']} of {directory.name} was stopped before it came"
+                    "stale", f"generation {launch['generation']} of {directory.name} came after {fence}, or its stop"
                 )
             environment.check(launch)
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             attempt = self._known[directory.name] = Attempt(directory, launch)
         async with attempt.lock:
-            if launch["generation"] < attempt.generation:
-                raise Refused(
-                    "stale", f"{attempt.name} is at generation {attempt.generation}; {launch['generation']} is older"
-                )
-            if launch["generation"] > attempt.generation:
-                if attempt.running:
-                    raise Refused(
-                        "busy", f"generation {attempt.generation} of {attempt.name} still runs here; stop it first"
-                    )
-                environment.check(launch)
-                self._renew(attempt, launch)
             if attempt.stopped and not attempt.ranks:
                 raise Refused(
                     "stale", f"generation {attempt.generation} of {attempt.name} was stopped before it started"
@@ -245,13 +241,6 @@ class Attempts:
         except OSError as error:  # the very disk that made the launch fail
             print(f"agent: cannot write {attempt.stop_marker}: {error}", file=sys.stderr, flush=True)
         await self._stop(attempt, 0.0, reason)
-
-    def _renew(self, attempt: Attempt, launch: dict[str, Any]) -> None:
-        attempt.launch = launch
-        attempt.ranks.clear()
-        attempt.stop_asked.clear()
-        for path in (*attempt.directory.glob("rank-*.state.json"), *attempt.directory.glob("rank-*.failed.json")):
-            path.unlink()
 
     async def _start_missing(
         self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
@@ -345,21 +334,18 @@ class Attempts:
     # ---- stop ----------------------------------------------------------------------------------------------------
 
     async def stop(self, job: str, attempt: int, generation: int, grace_s: float, reason: str) -> Report:
-        """End the attempt up to `generation`; returns when nothing that carries its tag is left.
+        """End one generation of the attempt; returns when nothing that carries its tag is left.
 
-        Of something unknown, only what carries its tag is looked for. A stop of an older generation than the newest
-        here is history: it ends nothing.
+        Of something unknown, only what carries its tag is looked for.
         """
-        directory = self._home.attempt(job, attempt)
+        directory = self._home.attempt(job, attempt, generation)
         known = self._known.get(directory.name)
         if known is None:
-            self._fences[directory.name] = max(generation, self._fences.get(directory.name, 0))
+            self._fences[job, attempt] = max(generation, self._fences.get((job, attempt), 0))
             return {
                 "ranks": [],
                 "swept": await stopping.sweep(self.tag(directory.name), min(grace_s, STRAGGLER_GRACE_S)),
             }
-        if generation < known.generation:
-            raise Refused("stale", f"{known.name} is at generation {known.generation}; {generation} is older")
         # On disk before the first signal: a rank's end is judged by it, and a launch that is under way heeds it.
         marker = read_json(known.stop_marker) or {}
         if int(marker.get("generation", 0)) < generation or not marker:
@@ -406,15 +392,13 @@ class Attempts:
         Raises:
             Refused: it runs.
         """
-        found = self.find(job, attempt)
-        if found is None:
-            return
-        async with found.lock:
-            if found.running:
-                raise Refused("busy", f"{found.name} still runs here; stop it first")
-            del self._known[found.name]
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(None, remove, found.directory)
+        for found in self.generations(job, attempt):
+            async with found.lock:
+                if found.running:
+                    raise Refused("busy", f"{found.name} still runs here; stop it first")
+                del self._known[found.name]
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(None, remove, found.directory)
 
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
         """Keep what a rank says about its failure, for the report of its end."""

@@ -148,6 +148,8 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "directory": str(attempt.directory),
         "control_socket": str(control_socket),
         "token": attempt.token,
+        "standby": bool(attempt.launch.get("standby")),
+        "move": attempt.launch.get("move"),
     }
     write_json(attempt.rank_file(int(rank["rank"])), place)
 
@@ -155,7 +157,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
 def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     """Where the ranks start: the attempt's own copy of the snapshot, the given directory, or an empty one.
 
-    A later generation of the attempt finds what an earlier one wrote.
+    A later generation of the attempt on this host finds what an earlier one wrote.
 
     Raises:
         Refused: the given directory is not there, or the copy does not fit on the disk.
@@ -167,6 +169,9 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
             raise Refused("workdir", f"the working directory {path} does not exist on this host")
         return path.absolute()
     work = attempt.directory / "work"
+    first = attempt.directory.with_name(f"{attempt.job}.{attempt.attempt}") / "work"
+    if attempt.generation > 1 and first.is_dir():
+        return first
     if work.is_dir():
         return work
     if snapshot is None:

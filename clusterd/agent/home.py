@@ -68,15 +68,15 @@ class Home:
         beside = self.root / "agent.sock"
         return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / "agent.sock"
 
-    def attempt(self, job: str, attempt: int) -> Path:
-        """The directory of an attempt.
+    def attempt(self, job: str, attempt: int, generation: int = 1) -> Path:
+        """The directory of one generation of an attempt; during a move two of them run here side by side.
 
         Raises:
             ValueError: a job id that is no plain name.
         """
         if not _NAME.fullmatch(job):
             raise ValueError(f"{job!r} is no job id: letters, digits, '.', '_' and '-' only")
-        return self.attempts / f"{job}.{attempt:d}"
+        return self.attempts / (f"{job}.{attempt:d}" if generation <= 1 else f"{job}.{attempt:d}.{generation:d}")
 
     def make(self) -> None:
         """Create what is missing, for this user alone.

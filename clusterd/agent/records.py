@@ -84,7 +84,7 @@ class Rank:
 
 @dataclass
 class Attempt:
-    """One attempt on this host, of the newest generation known here."""
+    """One generation of an attempt on this host."""
 
     directory: Path
     launch: dict[str, Any]  # the request as accepted, without secrets
@@ -112,7 +112,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """``<job>.<attempt>``."""
+        """``<job>.<attempt>``, and of later generations ``<job>.<attempt>.<generation>``."""
         return self.directory.name
 
     @property
@@ -132,7 +132,7 @@ class Attempt:
         return marker is not None and int(marker.get("generation", 0)) >= self.generation
 
     def log(self, rank: int) -> Path:
-        """Output of `rank`, over all its generations."""
+        """Output of `rank`."""
         return self.directory / f"rank-{rank:d}.log"
 
     def rank_file(self, rank: int) -> Path:

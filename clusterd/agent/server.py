@@ -17,7 +17,9 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent import facts, logs, processes, programs
 from clusterd.agent.attempts import Attempts
+from clusterd.agent.connection import Connection, Message
 from clusterd.agent.home import Home, default_home, read_json, write_json
+from clusterd.agent.moves import Moves
 from clusterd.agent.nvml import Probe
 from clusterd.agent.ports import UNUSED_S as PORT_UNUSED_S
 from clusterd.agent.ports import Ports
@@ -32,47 +34,7 @@ FACTS_PERIOD_S = 10.0
 IDLE_S = 24 * 3600.0
 """An agent that no daemon speaks to, and that has nothing that runs, ends after this long."""
 
-_EVENTS_WAITING_MAX = 1000
-
-Message = dict[str, Any]
-Handler = Callable[["Connection", Message], Awaitable[Message]]
-
-
-class Connection:
-    """One caller: a daemon or a rank. Frames to it leave in order, from one task."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.daemon: tuple[str, int] | None = None  # its name and epoch, after hello
-        self.rank: tuple[Attempt, int] | None = None  # after rank_hello
-        self._writer = writer
-        self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
-        self.pump = asyncio.create_task(self._pump())
-
-    def send(self, message: Message) -> None:
-        """Queue a frame. News of progress is dropped for a caller that does not read; what else is told is few."""
-        if message.get("event") in ("progress", "facts") and self._outgoing.qsize() > _EVENTS_WAITING_MAX:
-            return
-        self._outgoing.put_nowait(message)
-
-    async def _pump(self) -> None:
-        try:
-            while True:
-                self._writer.write(protocol.encode(await self._outgoing.get()))
-                await self._writer.drain()
-                self._outgoing.task_done()
-        except (OSError, protocol.ProtocolError) as error:
-            print(f"agent: a connection broke: {error}", file=sys.stderr, flush=True)
-            self._writer.close()
-
-    async def close(self) -> None:
-        """Send what is queued, if the caller takes it, and close."""
-        try:
-            await asyncio.wait_for(self._outgoing.join(), 1.0)
-        except asyncio.TimeoutError:
-            pass
-        self.pump.cancel()
-        self._writer.close()
+Handler = Callable[[Connection, Message], Awaitable[Message]]
 
 
 class Agent:
@@ -93,6 +55,7 @@ class Agent:
             os.environ.get("CLUSTERD_PRELOAD", PRELOAD),
         )
         self._snapshots = Snapshots(home.snapshots)
+        self._moves = Moves(home.root, self._id, self._tell_ranks, self._tell_attempt)
         self._ports = Ports(home.root / "ports.json")
         self._probe = Probe()
         self._done = asyncio.Event()
@@ -111,6 +74,13 @@ class Agent:
             "snapshot_has": self._snapshot_has,
             "snapshot_put": self._snapshot_put,
             "port": self._port,
+            "fabric": self._fabric,
+            "move": self._move,
+            "quiesce": self._pass_on,
+            "abort": self._pass_on,
+            "resume": self._pass_on,
+            "tell": self._tell,
+            "drop": self._drop,
             "shutdown": self._shutdown,
         }
 
@@ -147,6 +117,7 @@ class Agent:
         if self._callers:
             await asyncio.wait(self._callers, timeout=1.0)
         self._ports.close()
+        self._moves.close()
         self._home.socket.unlink(missing_ok=True)
 
     def _chore_ended(self, chore: asyncio.Task[None]) -> None:
@@ -188,6 +159,8 @@ class Agent:
         try:
             if verb == "rank_hello":
                 answer = self._rank_hello(connection, message)
+            elif connection.rank is not None:
+                answer = await self._asked_by_rank(connection.rank[0], str(verb), message)
             elif verb in self._verbs:
                 self._check_epoch(connection, str(verb))
                 answer = await self._verbs[str(verb)](connection, message)
@@ -229,6 +202,18 @@ class Agent:
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
 
+    def _tell_ranks(self, attempt: Attempt, message: Message) -> int:
+        """Send to the connected ranks of one generation."""
+        told = [c for c in self._connections if c.rank is not None and c.rank[0] is attempt]
+        for connection in told:
+            connection.send(message)
+        return len(told)
+
+    def _tell_attempt(self, job: str, number: int, message: Message) -> None:
+        """Send to the connected ranks of an attempt, whatever their generation."""
+        for attempt in self._attempts.generations(job, number):
+            self._tell_ranks(attempt, message)
+
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
     def _rank_hello(self, connection: Connection, message: Message) -> Message:
@@ -239,7 +224,20 @@ class Agent:
         connection.rank = (attempt, rank)
         if attempt.stopped:
             connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
+        elif missed := self._moves.missed(attempt):
+            connection.send(missed)
         return {}
+
+    async def _asked_by_rank(self, attempt: Attempt, verb: str, message: Message) -> Message:
+        if verb == "segment":
+            return await self._moves.segment(attempt, message)
+        if verb == "publish":
+            return self._moves.publish(attempt, message)
+        if verb == "fetch":
+            return await self._moves.fetch(attempt, message)
+        if verb == "segments":
+            return self._moves.segments(message)
+        raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
 
     def _heard_from_rank(self, connection: Connection, message: Message) -> None:
         if connection.rank is None:
@@ -247,6 +245,18 @@ class Agent:
         attempt, rank = connection.rank
         if message["event"] == "failed":
             self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
+        elif message["event"] == "said":
+            self._tell_daemons(
+                {
+                    "event": "rank_said",
+                    "job": attempt.job,
+                    "attempt": attempt.attempt,
+                    "generation": attempt.generation,
+                    "rank": rank,
+                    "at_s": time.time(),
+                    "said": message["said"],
+                }
+            )
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
@@ -280,6 +290,8 @@ class Agent:
 
     async def _launch(self, _connection: Connection, message: Message) -> Message:
         snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
+        if message.get("move"):
+            self._moves.admit(message["move"])
         return await self._attempts.launch(message, self._home.socket, snapshot)
 
     async def _stop(self, _connection: Connection, message: Message) -> Message:
@@ -292,14 +304,17 @@ class Agent:
         )
 
     async def _forget(self, _connection: Connection, message: Message) -> Message:
+        generations = self._attempts.generations(message["job"], message["attempt"])
         await self._attempts.forget(message["job"], message["attempt"])
-        name = f"{message['job']}.{message['attempt']}"
-        self._progress.forget(name)
-        self._ports.release(lambda owner, _generation, _age_s: owner == name)
+        names = {attempt.name for attempt in generations}
+        for attempt in generations:
+            self._progress.forget(attempt.name)
+            self._moves.forget(attempt)
+        self._ports.release(lambda owner, _generation, _age_s: owner in names)
         return {}
 
     async def _logs(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"])
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
         rank = int(message["rank"])
         if rank not in attempt.ranks:
             raise Refused(
@@ -309,12 +324,12 @@ class Agent:
         return logs.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
 
     async def _steps(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"])
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
         ended = not attempt.running
         return logs.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
 
     async def _model(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"])
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
         return {"model": read_json(attempt.directory / "model.json")}
 
     async def _snapshot_has(self, _connection: Connection, message: Message) -> Message:
@@ -326,8 +341,26 @@ class Agent:
         return {}
 
     async def _port(self, _connection: Connection, message: Message) -> Message:
-        name = self._home.attempt(message["job"], message["attempt"]).name
+        name = self._home.attempt(message["job"], message["attempt"], int(message["generation"])).name
         return {"port": self._ports.lease(name, int(message["generation"]))}
+
+    async def _fabric(self, _connection: Connection, _message: Message) -> Message:
+        return self._moves.fabric()
+
+    async def _move(self, _connection: Connection, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        return self._moves.forward(attempt, {"event": "move", "move": message["move"]})
+
+    async def _pass_on(self, _connection: Connection, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        return self._moves.forward(attempt, {"event": message["verb"], "move": message["move"]})
+
+    async def _tell(self, _connection: Connection, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        return self._moves.forward(attempt, dict(message["message"]))
+
+    async def _drop(self, _connection: Connection, message: Message) -> Message:
+        return await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, str(message["move"]))
 
     async def _shutdown(self, _connection: Connection, message: Message) -> Message:
         running = self._attempts.running

@@ -19,10 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from clusterd.train import build
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import Job
+from clusterd.train.slots import OptimizerState, optimizer_state
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
-from plans.model_shape import LayerShape, ModelShape, ParameterShape
+from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
+UNKNOWN_STATE_RATIO = 2.0
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -55,13 +57,14 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     styles = matches(job.tp_plan, [n for n, _ in model.named_modules()]) if job.tp_plan else {}
     tp_dims = _tp_dims(model, styles)
     with forward.real():
-        ratio, elementwise, optimizer = optimizer_traits(job)
+        elementwise, optimizer = optimizer_traits(job)
+        state = _optimizer_state(job, model)
     parameters = tuple(
         ParameterShape(
             name=name,
             shape=tuple(p.shape),
             dtype_bytes=p.element_size(),
-            layer=next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1),
+            layer=_layer_of(name, paths),
             trainable=p.requires_grad,
             tp_dim=tp_dims.get(name, -1),
         )
@@ -86,13 +89,34 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         tied=tied,
         loss_bytes=loss_bytes,
         optimizer=optimizer,
-        optimizer_state_ratio=ratio,
         optimizer_elementwise=elementwise,
+        optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
+        parameter_groups=state.parameter_groups if state is not None else (),
+        slots=state.slots if state is not None else (),
+        parameter_slots=state.parameter_slots if state is not None else (),
+        odd_slots=state.odd_slots if state is not None else (),
+        buffers=tuple(
+            BufferShape(build.global_name(name), tuple(b.shape), b.element_size(), _layer_of(name, paths))
+            for name, b in model.named_buffers()
+        ),
     )
 
 
-def optimizer_traits(job: Job) -> tuple[float, bool, str]:
-    """Bytes of state per byte of parameter, whether every element is treated alike, and the optimizer's name.
+def _layer_of(name: str, paths: Sequence[str]) -> int:
+    return next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1)
+
+
+def _optimizer_state(job: Job, model: nn.Module) -> OptimizerState | None:
+    try:
+        return optimizer_state(
+            job.optimizer, [(tuple(p.shape), p.dtype, p.requires_grad) for _, p in build.named_parameters(model)]
+        )
+    except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
+        return None
+
+
+def optimizer_traits(job: Job) -> tuple[bool, str]:
+    """Whether every element is treated alike, and the optimizer's name.
 
     Found by trying: two updates of a small matrix against the same updates of its halves.
     """
@@ -105,9 +129,8 @@ def optimizer_traits(job: Job) -> tuple[float, bool, str]:
         columns = [_updated(job, value[:, c], gradients[:, :, c])[0] for c in (slice(3), slice(3, 6))]
         alike = torch.allclose(whole, parts) and torch.allclose(whole, torch.cat(columns, dim=1))
     except Exception:  # whatever an optimizer does not like about being tried, it is not to be cut
-        return 2.0, False, "the optimizer"
-    slots = [v for s in state.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.numel() > 1]
-    return sum(v.nbytes for v in slots) / value.nbytes, alike, type(state).__name__
+        return False, "the optimizer"
+    return alike, type(state).__name__
 
 
 def _updated(job: Job, value: torch.Tensor, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer]:

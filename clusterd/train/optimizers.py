@@ -19,18 +19,23 @@ from clusterd.train.parallel import Parallel
 from clusterd.train.replicate import local_gradient, local_tensor
 
 
+MAKE_STATE_BYTES = 64 << 20
+"""Of gradients at a time: a rank that waits needs no second copy of its parameters."""
+
+
 class RankOptimizer:
     """The job's optimizer on this rank.
 
     Attributes:
         optimizer: what the factory made (under ZeRO-1: torch's ZeroRedundancyOptimizer around it); a scheduler
             works on it.
+        in_host_memory: whether it works on copies of the parameters there (offload=optimizer).
         local: (global name, parameter, the plain tensor that the optimizer works on), of every trainable parameter.
     """
 
     def __init__(self, parallel: Parallel, factory: OptimizerFactory) -> None:
         self._parallel = parallel
-        self._in_host_memory = parallel.plan.offload == "optimizer"
+        self.in_host_memory = parallel.plan.offload == "optimizer"
         self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
             (name, parameter, self._plain(parameter))
             for name, parameter in build.named_parameters(parallel.module)
@@ -51,7 +56,7 @@ class RankOptimizer:
                 plain.grad = None
                 continue
             gradient = local_gradient(parameter)
-            if self._in_host_memory:
+            if self.in_host_memory:
                 if plain.grad is None:
                     plain.grad = _host_like(gradient)
                 plain.grad.copy_(gradient, non_blocking=True)
@@ -59,19 +64,38 @@ class RankOptimizer:
                 # FSDP2 may move a shard to new memory at its first forward pass.
                 plain.data = local_tensor(parameter.detach())
                 plain.grad = gradient
-        if self._in_host_memory and self._parallel.device.type == "cuda":
+        if self.in_host_memory and self._parallel.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         self.optimizer.step()
-        if self._in_host_memory:
+        if self.in_host_memory:
             with torch.no_grad():
                 for _, parameter, plain in self.local:
                     local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
+
+    def make_state(self) -> None:
+        """Makes the optimizer keep what it keeps for every parameter, by updates that mean nothing, a few at a time.
+
+        For an optimizer whose state and whose parameters are then overwritten.
+        """
+        self.zero_grad()
+        holder = self.holder
+        lacking = [p for g in holder.param_groups for p in g["params"] if not holder.state.get(p)]
+        while lacking:
+            few, size = [], 0
+            while lacking and size < MAKE_STATE_BYTES:
+                few.append(lacking.pop())
+                size += few[-1].nbytes
+            for plain in few:
+                plain.grad = torch.zeros_like(plain)
+            holder.step()
+            for plain in few:
+                plain.grad = None
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
         for _, parameter, plain in self.local:
             parameter.grad = None
-            if not self._in_host_memory:
+            if not self.in_host_memory:
                 plain.grad = None
 
     def state_by_name(self) -> dict[str, dict[str, Any]]:
@@ -79,12 +103,23 @@ class RankOptimizer:
 
         Under ZeRO-1 only the parameters that this rank updates are there.
         """
-        holder = getattr(self.optimizer, "optim", self.optimizer)
-        return {name: dict(holder.state[plain]) for name, _, plain in self.local if plain in holder.state}
+        state = self.holder.state
+        return {name: dict(state[plain]) for name, _, plain in self.local if plain in state}
+
+    @property
+    def holder(self) -> torch.optim.Optimizer:
+        """The optimizer that keeps this rank's state: under ZeRO-1 the one inside."""
+        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        return inner
+
+    def updated(self) -> set[str]:
+        """Global names of the parameters whose state is this rank's to keep."""
+        here = {id(p) for group in self.holder.param_groups for p in group["params"]}
+        return {name for name, _, plain in self.local if id(plain) in here}
 
     def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
         local = local_tensor(parameter.detach())
-        if self._in_host_memory:
+        if self.in_host_memory:
             return nn.Parameter(_host_like(local).copy_(local))
         return parameter if not hasattr(parameter, "placements") else nn.Parameter(local)
 

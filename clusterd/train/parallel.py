@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from clusterd.train import build
+from clusterd.train.blank import allocate
 from clusterd.train.exits import PlanRefused
 from clusterd.train.replicate import GradientSum
 from clusterd.train.tensor_styles import matches, style_of
@@ -37,6 +38,8 @@ _NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTI
 
 class Parallel:
     """A module under a plan, on this rank.
+
+    A module on the meta device gets memory here, without values.
 
     Attributes:
         module: the rank's own module; parameters bear global names, sharded ones are DTensors.
@@ -64,7 +67,7 @@ class Parallel:
         if plan.zero >= 2:
             self._shard_fully()
         else:
-            module.to(device)
+            allocate(module, device)
             if plan.dp > 1:
                 self._replicate()
 
@@ -122,6 +125,8 @@ class Parallel:
             if not shares_parameters(self.module, block) and any(True for _ in block.parameters()):
                 fully_shard(block, **options)
         fully_shard(self.module, **options)
+        if any(p.is_meta for p in self.module.parameters()):
+            allocate(self.module, torch.device("cpu") if self.plan.offload == "parameters" else self.device)
         self.averages = True
 
     def _replicate(self) -> None:

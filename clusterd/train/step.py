@@ -66,6 +66,16 @@ class Stepper:
             self._scheduler.step()
         return loss if self._counts_loss else torch.zeros_like(loss)
 
+    def rehearse(self, inputs: Any, targets: Any) -> None:
+        """A step that means nothing, for what torch makes at the first one: connections, buckets, shapes, kernels.
+
+        Every rank of the plan must take part. Parameters and optimizer state are worth nothing afterwards.
+        """
+        scheduler, self._scheduler = self._scheduler, None
+        self.step(inputs, targets)
+        self._scheduler = scheduler
+        self._optimizer.make_state()
+
     def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
         total = torch.zeros((), device=self._parallel.device)
         start = 0

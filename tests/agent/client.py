@@ -149,8 +149,8 @@ class AgentClient:
     def stop(self, job: str = "j", grace_s: float = 5.0, generation: int = 1, **more: Any) -> dict[str, Any]:
         return self.ok("stop", job=job, attempt=1, generation=generation, grace_s=grace_s, reason="cancelled", **more)
 
-    def log(self, job: str = "j", rank: int = 0) -> str:
-        return self.ok("logs", job=job, attempt=1, rank=rank, offset=0, limit=1 << 20)["data"].decode()
+    def log(self, job: str = "j", rank: int = 0, **more: Any) -> str:
+        return self.ok("logs", job=job, attempt=1, rank=rank, offset=0, limit=1 << 20, **more)["data"].decode()
 
     @property
     def agent_pid(self) -> int:

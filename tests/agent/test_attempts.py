@@ -120,15 +120,21 @@ def test_a_launch_that_was_overtaken_by_its_stop_is_refused(agent: AgentClient) 
     agent.launch(["true"], generation=4)
 
 
-def test_a_newer_generation_waits_for_the_end_of_the_older_one_and_continues_its_log(agent: AgentClient) -> None:
+def test_two_generations_run_side_by_side_in_one_directory_and_end_apart(agent: AgentClient) -> None:
+    """During a move the old ranks train while the new ones get ready."""
     agent.launch(["sh", "-c", "echo one; echo kept > file; exec sleep 100"])
     wait_until(lambda: agent.log() == "one\n", "the first line")
-    refused = agent.refused("launch", **launch(["true"], generation=2))
-    assert refused["kind"] == "busy"
+    agent.launch(["sh", "-c", "cat file; exec sleep 100"], generation=2)
+    wait_until(lambda: agent.log(generation=2) == "kept\n", "what the other generation wrote")
     agent.stop()
-    agent.launch(["sh", "-c", "echo two; cat file"], generation=2)
-    agent.event("rank_exited", generation=2)
-    assert agent.log() == "one\ntwo\nkept\n"
+    running = {
+        (report["generation"], rank["state"])
+        for report in agent.ok("hello", protocol=1, daemon="d", epoch=9)["attempts"]
+        for rank in report["ranks"]
+    }
+    assert running == {(1, "exited"), (2, "running")}
+    assert agent.log(generation=1) == "one\n"
+    agent.stop(generation=2)
 
 
 def test_an_older_daemon_is_told_that_it_is_over(connect: Connect) -> None:

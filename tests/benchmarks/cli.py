@@ -1,6 +1,6 @@
 """Start-up of the command line, durable submits, the daemon's memory, and starting ranks through the fork server.
 
-    python tests/benchmarks/cli.py [--json] [--repeats N]
+python tests/benchmarks/cli.py [--json] [--repeats N]
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ async def _rank_starts(directory: Path, repeats: int) -> list[float]:
                 argv=["python", str(script), str(told)], env={}, secrets={}, snapshot=None, workdir=str(directory),
                 python=sys.executable, grace_s=1.0, timeout_s=120.0,
             )  # fmt: skip
-            while not told.exists() or not told.read_text():
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(until, lambda told=told: told.exists() and bool(told.read_text()))
             if number:  # the first one starts the fork server
                 seconds.append(float(told.read_text()) - asked_s)
         return seconds

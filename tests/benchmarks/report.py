@@ -24,10 +24,13 @@ class Report:
         self._met: dict[str, bool | None] = {}
         self.details: dict[str, Any] = {}
 
-    def add(self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None) -> None:
+    def add(
+        self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
+    ) -> None:
         """One figure; None: it could not be measured here."""
         self._figures[name] = value
-        self._aims[name] = f"<= {at_most:g}" if at_most is not None else f">= {at_least:g}" if at_least is not None else ""
+        above = f">= {at_least:g}" if at_least is not None else ""
+        self._aims[name] = f"<= {at_most:g}" if at_most is not None else above
         if value is None or (at_most is None and at_least is None):
             self._met[name] = None
         else:
@@ -37,7 +40,8 @@ class Report:
         """Print it."""
         if as_json:
             machine = {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
-            print(json.dumps({"benchmark": self.title, "figures": self._figures, "machine": machine, **self.details}, indent=2))
+            told = {"benchmark": self.title, "figures": self._figures, "machine": machine, **self.details}
+            print(json.dumps(told, indent=2))
             return
         table = Table(title=self.title, title_justify="left")
         for column, justify in (("figure", "left"), ("measured", "right"), ("aim", "right"), ("", "left")):

@@ -33,9 +33,15 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
         ("command = ['true']\nkind = 'elastik'", "it must be one of command, checkpointable, elastic"),
         ("command = []", "command is empty"),
         ("name = 'a b'\ncommand = ['true']", "the name 'a b' must be letters"),
-        ("command = ['true']\n[limits]\ntime = 'soon'", "time: 'soon' is no duration; write it as in 90s, 12h or 1h30m"),
+        (
+            "command = ['true']\n[limits]\ntime = 'soon'",
+            "time: 'soon' is no duration; write it as in 90s, 12h or 1h30m",
+        ),
         ("command = ['true']\n[resources]\nmemory = '16 potatoes'", "memory: '16 potatoes' is no size"),
-        ("command = ['true']\n[resources]\nplan = { dp = 0 }", "plan: dp is 0; it must be a whole number of at least 1"),
+        (
+            "command = ['true']\n[resources]\nplan = { dp = 0 }",
+            "plan: dp is 0; it must be a whole number of at least 1",
+        ),
         ("command = ['true']\n[resources]\nplan = { np = 2 }", "plan: a plan has no field 'np'"),
         ("command = ['true']\n[resources]\ndevices = 2\nplan = { dp = 4 }", "has 4 ranks, resources ask for 2 devices"),
         ("command = ['true']\n[secrets]\nKEY = 'hunter2'", "KEY: write env:VARIABLE or file:PATH"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from plans.layout import Layout, LayoutMismatch, layout, zero1_owners
 from plans.model_shape import LayerShape, ModelShape, ParameterShape

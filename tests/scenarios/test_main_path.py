@@ -64,7 +64,8 @@ def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: Runn
 def test_cancel_leaves_no_process_and_frees_the_devices(local_cluster: RunningCluster) -> None:
     """A script that ignores SIGTERM and has sent a child into its own session."""
     script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; sleep 1000 & wait; sleep 1000' & sleep 1000; sleep 1000"
-    text = f"command = ['sh', '-c', '''{script}''']\nworkdir = '.'\nlimits = {{ grace = '1s' }}\nresources = {{ devices = 2 }}"
+    limits = "limits = { grace = '1s' }\nresources = { devices = 2 }"
+    text = f"command = ['sh', '-c', '''{script}''']\nworkdir = '.'\n{limits}"
     job = local_cluster.submit(text, "stubborn")
     local_cluster.wait_for(job, lambda row: row["state"] == "running")
     until(lambda: len(_sleepers()) >= 2)

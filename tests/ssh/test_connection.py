@@ -270,6 +270,7 @@ async def test_a_proxy_command_carries_the_connection(
         "    sys.stdout.buffer.write(d); sys.stdout.buffer.flush()\n"
     )
     assert await says(dialer, server.route(proxy_command=f"{sys.executable} {relay} %h %p")) == "hi"
-    # The loop must not end before it has seen the relay's end.
+    # The loop must not end before it has seen the relay's end: its watcher's thread tells it with a last callback.
     while any(thread.name.startswith("waitpid") for thread in threading.enumerate()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)

@@ -1,0 +1,178 @@
+"""Moves through this host: what ranks that leave and ranks that come need of the agent between them.
+
+The agent knows nothing of tensors. It makes segments, says who published which, fetches ranges from other hosts, and
+passes on what the daemon and the ranks say to each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
+from clusterd.agent.records import Attempt, Refused
+from clusterd.agent.segments import Segment, Store
+
+Message = dict[str, Any]
+Tell = Callable[[Attempt, Message], int]
+TellAll = Callable[[str, int, Message], None]
+
+_REMEMBERED = ("move", "quiesce", "abort", "resume")
+"""What a rank that was not connected at that moment is told when it is."""
+
+
+class Moves:
+    """The store, the way in and out of it, and words between ranks.
+
+    Args:
+        tell: sends a message to the connected ranks of one generation; returns to how many.
+        tell_all: sends a message to all connected ranks of an attempt (job, number).
+    """
+
+    def __init__(self, home: Path, agent_id: str, tell: Tell, tell_all: TellAll) -> None:
+        shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
+        self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments")
+        self._server: SliceServer | None = None
+        self._tokens: dict[str, str] = {}
+        self._last: dict[str, Message] = {}
+        self._over: set[str] = set()
+        self._tell = tell
+        self._tell_all = tell_all
+        self._fetching: set[asyncio.Task[None]] = set()
+        self._arrived: dict[str, list[Message]] = {}
+
+    # ---- the daemon's verbs --------------------------------------------------------------------------------------
+
+    def fabric(self) -> Message:
+        """Where other agents fetch from; listens from the first call on."""
+        if self._server is None:
+            self._server = SliceServer(self._store, self._tokens.get)
+        return {"port": self._server.port}
+
+    def admit(self, move: Message) -> None:
+        """Whoever shows this move's token may fetch its segments."""
+        self._tokens[str(move["id"])] = str(move["token"])
+        self._over.discard(str(move["id"]))
+
+    def forward(self, attempt: Attempt, message: Message) -> Message:
+        """Pass a word of the daemon's on to the ranks of one generation; those that connect later get it then."""
+        kind = str(message.get("event"))
+        if kind in _REMEMBERED:
+            self._last[attempt.name] = message
+        if kind == "move":
+            self.admit(message["move"])
+        if kind == "abort":
+            self.drop(str(message["move"]))
+        return {"ranks": self._tell(attempt, message)}
+
+    def drop(self, move: str) -> Message:
+        """The move is over, one way or the other."""
+        self._over.add(move)
+        self._tokens.pop(move, None)
+        self._arrived.pop(move, None)
+        self._store.drop(move)
+        return {}
+
+    # ---- ranks' requests -----------------------------------------------------------------------------------------
+
+    def missed(self, attempt: Attempt) -> Message | None:
+        """What a rank that has just connected should have been told."""
+        return self._last.get(attempt.name)
+
+    async def segment(self, attempt: Attempt, message: Message) -> Message:
+        """Make a segment for a rank to fill."""
+        made = await self._make(str(message["name"]), int(message["bytes"]), str(message["move"]))
+        return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
+
+    async def _make(self, name: str, size: int, move: str) -> Segment:
+        if move in self._over:
+            raise Refused("over", f"move {move} is over")
+        return await asyncio.get_running_loop().run_in_executor(None, self._store.make, name, size, move)
+
+    def publish(self, attempt: Attempt, message: Message) -> Message:
+        """A rank filled its segment: all ranks of the attempt hear of it, and agents that wait for it are served."""
+        made = self._store.publish(str(message["name"]), dict(message.get("meta") or {}))
+        self._announce(attempt, made.move, made.name, made.path, made.meta, "outbox", message.get("source"))
+        return {}
+
+    async def fetch(self, attempt: Attempt, message: Message) -> Message:
+        """Make this host's inbox of a move and begin to fill it; each source is announced when it is there."""
+        move = str(message["move"])
+        inbox = await self._make(str(message["name"]), int(message["bytes"]), move)
+        for source in message["sources"]:
+            task = asyncio.create_task(self._bring(attempt, move, inbox, source))
+            self._fetching.add(task)
+            task.add_done_callback(self._fetching.discard)
+        return {"path": str(inbox.path)}
+
+    def segments(self, message: Message) -> Message:
+        """What was announced of a move so far, for a rank that came late."""
+        return {"segments": list(self._arrived.get(str(message["move"]), ()))}
+
+    async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: Message) -> None:
+        host, port = source["address"]
+        token = self._tokens.get(move, "")
+        ranges = [(int(offset), int(length)) for offset, length in source["ranges"]]
+        work = (
+            (str(host), int(port)), token, move, str(source["name"]), ranges, inbox.path, int(source["offset"]),
+            lambda: move in self._over,
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Message] = loop.create_future()
+
+        def bring() -> None:
+            # A thread of its own: waiting for a publication must not take up the pool that others need.
+            try:
+                result: Message | FetchFailed = fetch(*work)
+            except FetchFailed as failed:
+                result = failed
+            loop.call_soon_threadsafe(_settle, future, result)
+
+        _start_thread(bring)
+        try:
+            meta = await future
+        except FetchFailed as failed:
+            if move not in self._over:
+                print(f"agent: {attempt.name}: {failed}", file=sys.stderr, flush=True)
+                said = {"event": "fetch_failed", "move": move, "name": source["name"], "why": str(failed)}
+                self._tell_all(attempt.job, attempt.attempt, said)
+            return
+        self._announce(attempt, move, str(source["name"]), inbox.path, meta, "inbox", source.get("source"))
+
+    def _announce(
+        self, attempt: Attempt, move: str, name: str, path: Path, meta: Message, where: str, source: Any
+    ) -> None:
+        said = {
+            "event": "segment", "move": move, "name": name, "path": str(path), "meta": meta, "where": where,
+            "source": source,
+        }  # fmt: skip
+        self._arrived.setdefault(move, []).append(said)
+        self._tell_all(attempt.job, attempt.attempt, said)
+
+    def forget(self, attempt: Attempt) -> None:
+        """Nothing of this generation will ask again."""
+        self._last.pop(attempt.name, None)
+
+    def close(self) -> None:
+        """The agent ends; segments are of no use to the next, which knows no move."""
+        if self._server is not None:
+            self._server.close()
+        self._store.close()
+
+
+def _settle(future: asyncio.Future[Message], result: Message | FetchFailed) -> None:
+    if future.done():
+        return
+    if isinstance(result, FetchFailed):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="fetch", daemon=True).start()

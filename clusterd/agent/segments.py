@@ -1,0 +1,196 @@
+"""The tensor store: files in shared memory that ranks map, kept by the agent, outliving the ranks.
+
+The first write into fresh shared memory costs a page fault per 4 KiB, many times a warm write: segments are faulted in
+when they are made, which is while the old plan still trains, and what is dropped is kept for the next move.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import shutil
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.records import Refused
+
+SPARE_SHARE = 0.1
+"""Of a segment's size, that must stay free beside it: others use shared memory too."""
+
+POOL_BYTES_MAX = 4 << 30
+"""Of dropped segments that are kept for reuse."""
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+@dataclass
+class Segment:
+    """One file of the store."""
+
+    name: str
+    path: Path
+    size: int
+    move: str
+    complete: bool = False
+    meta: dict[str, Any] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    dropped: bool = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until it is complete; False when it was dropped, or the time is over."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.complete or self.dropped, timeout_s)
+            return self.complete and not self.dropped
+
+
+class Store:
+    """All segments of one agent. Methods may be called from any thread."""
+
+    def __init__(self, shared: Path, files: Path) -> None:
+        """`shared` is in memory (below /dev/shm), `files` on disk, for what does not fit. Both are emptied."""
+        self._places = (shared, files)
+        self._segments: dict[str, Segment] = {}
+        self._pool: list[Segment] = []
+        self._lock = threading.Lock()
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def make(self, name: str, size: int, move: str) -> Segment:
+        """A segment of at least one page, every page of it present; the same again for the same name and size.
+
+        Raises:
+            Refused: neither memory nor disk has room ("disk-full"), or the name is no name.
+        """
+        if not _NAME.fullmatch(name):
+            raise Refused("request", f"{name!r} is no name for a segment")
+        size = max(size, mmap.PAGESIZE)
+        with self._lock:
+            known = self._segments.get(name)
+            if known is not None and known.size == size:
+                return known
+            if known is not None:
+                self._discard(known)
+            segment = self._recycled(name, size, move)
+        if segment is None:
+            segment = self._fresh(name, size, move)
+        with self._lock:
+            self._segments[name] = segment
+        return segment
+
+    def find(self, name: str) -> Segment | None:
+        """The segment of this name."""
+        with self._lock:
+            return self._segments.get(name)
+
+    def of(self, move: str) -> list[Segment]:
+        """The segments of a move."""
+        with self._lock:
+            return [s for s in self._segments.values() if s.move == move]
+
+    def publish(self, name: str, meta: dict[str, Any]) -> Segment:
+        """Its writer is done with it.
+
+        Raises:
+            Refused: there is no such segment.
+        """
+        segment = self.find(name)
+        if segment is None:
+            raise Refused("unknown", f"there is no segment {name!r} here")
+        with segment.changed:
+            segment.meta, segment.complete = meta, True
+            segment.changed.notify_all()
+        return segment
+
+    def drop(self, move: str) -> None:
+        """Forget a move's segments: their memory goes to the pool, whoever waits for them is told."""
+        with self._lock:
+            for segment in [s for s in self._segments.values() if s.move == move]:
+                del self._segments[segment.name]
+                self._discard(segment)
+
+    def close(self) -> None:
+        """Remove everything."""
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _discard(self, segment: Segment) -> None:
+        with segment.changed:
+            segment.dropped = True
+            segment.changed.notify_all()
+        kept = sum(s.size for s in self._pool)
+        if segment.path.parent == self._places[0] and kept + segment.size <= POOL_BYTES_MAX:
+            # Ranks may still have it mapped; nobody gets it before they are told that the move is over.
+            self._pool.append(segment)
+        else:
+            segment.path.unlink(missing_ok=True)
+
+    def _recycled(self, name: str, size: int, move: str) -> Segment | None:
+        """The smallest pooled segment that is large enough, and not much larger."""
+        fits = [s for s in self._pool if size <= s.size <= 2 * size]
+        if not fits:
+            return None
+        old = min(fits, key=lambda s: s.size)
+        self._pool.remove(old)
+        path = old.path.with_name(name)
+        old.path.rename(path)
+        os.truncate(path, size)
+        return Segment(name, path, size, move)
+
+    def _fresh(self, name: str, size: int, move: str) -> Segment:
+        last: OSError | None = None
+        for place in self._places:
+            if _free_bytes(place) < size * (1 + SPARE_SHARE):
+                continue
+            path = place / name
+            try:
+                _make_present(path, size)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                last = error
+                continue
+            return Segment(name, path, size, move)
+        self._empty_pool()
+        said = f": {last}" if last else ""
+        free = " nor ".join(f"{place} ({_free_bytes(place) >> 20} MiB free)" for place in self._places)
+        raise Refused("disk-full", f"no room for a segment of {size >> 20} MiB in {free}{said}")
+
+    def _empty_pool(self) -> None:
+        with self._lock:
+            for segment in self._pool:
+                segment.path.unlink(missing_ok=True)
+            self._pool.clear()
+
+
+def _free_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def _make_present(path: Path, size: int) -> None:
+    """Make a file whose every page exists.
+
+    Raises:
+        OSError: no room. Writing to a page that cannot be had later would be a SIGBUS instead.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        with mmap.mmap(descriptor, size) as mapped:
+            _populate(mapped, size)
+    finally:
+        os.close(descriptor)
+
+
+def _populate(mapped: mmap.mmap, size: int) -> None:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
+        return
+    for offset in range(0, size, mmap.PAGESIZE):  # an older kernel: touch each page
+        mapped[offset] = 0

@@ -1,0 +1,211 @@
+"""The new side of a move: everything is made while the old ranks train, then filled from what they hand over.
+
+A rank in standby has no values of its own. It builds the model without them, meets the other new ranks, rehearses one
+step so that nothing is left for the first real one, and then overwrites all there is: parameters, optimizer state,
+buffers, counters. Until it is told to resume it may be ended at any moment and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from clusterd.train import exits, scalars
+from clusterd.train.boxes import Holding, check_boxes
+from clusterd.train.context import Context
+from clusterd.train.control import Control, Message
+from clusterd.train.leaving import copy_threads, piece_of
+from clusterd.train.moving import Move, sums_from_bytes
+from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.parallel import Parallel
+from clusterd.train.segments import Segment, load
+from plans.packing import Read
+
+
+class MoveFailed(exits.TrainError):
+    """This rank cannot take over; the old ones go on."""
+
+
+class Trained(Protocol):
+    """The part of `clusterd.train.entry.Training` that arrives."""
+
+    context: Context
+    device: torch.device
+    parallel: Parallel
+    optimizer: RankOptimizer
+    scheduler: Any
+    step: int
+
+    def rehearse(self) -> None:
+        """One step that means nothing."""
+
+    def read_ahead(self) -> None:
+        """Reads the samples of the next step."""
+
+
+class Arriving:
+    """The move that a rank in standby is for."""
+
+    def __init__(self, context: Context, control: Control) -> None:
+        assert context.move is not None
+        self._context, self._control = context, control
+        self._phase = "prepare"
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._move_id = str(context.move.get("id", ""))
+        for event in ("segment", "fetch_failed", "resume"):
+            control.on(event, self._messages.put)
+        control.on("connected", self._messages.put)
+        control.on("stop", self._messages.put)
+
+    def arrive(self, make: Callable[[], Trained]) -> Trained:
+        """Makes the rank's training and returns it at the moment at which it may go on with the next step.
+
+        Raises:
+            MoveFailed: after the daemon was told.
+            SystemExit: code 0, when this rank is not needed after all.
+        """
+        try:
+            return self._arrive(make)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            self._control.say("failed", id=self._move_id, phase=self._phase, why=why)
+            raise MoveFailed(f"move {self._move_id} failed in phase {self._phase}: {why}") from error
+
+    def _arrive(self, make: Callable[[], Trained]) -> Trained:
+        move = Move.from_dict(self._context.move or {})
+        rank = self._context.rank
+        training = make()
+        training.rehearse()
+        live = check_boxes(training, move.shape, move.new_layout, rank)
+        reads = move.packing.reads(rank)
+        self._fetch(move)
+        self._control.say("prepared", id=move.id, digest=move.moves.digest)
+        self._phase = "transfer"
+        metas, load_s = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
+        self._phase = "verify"
+        steps = {int(meta["step"]) for meta in metas}
+        if len(steps) != 1:
+            raise ValueError(f"the old ranks ended different steps: {sorted(steps)}")
+        training.step = steps.pop()
+        scalars.restore(training.optimizer, training.scheduler, move.shape, [meta["scalars"] for meta in metas])
+        host = move.new.hosts[rank]
+        self._control.say(
+            "loaded",
+            id=move.id,
+            step=training.step,
+            verified=True,
+            bytes_local=sum(read.bytes for read in reads if read.local),
+            bytes_network=sum(fetch.bytes for fetch in move.packing.fetches(host)),
+            load_s=load_s,
+        )
+        training.read_ahead()
+        self._phase = "resume"
+        while self._next()["event"] != "resume":
+            pass
+        return training
+
+    def _fetch(self, move: Move) -> None:
+        """What this host lacks, asked for by its lowest rank."""
+        rank = self._context.rank
+        host = move.new.hosts[rank]
+        fetches = move.packing.fetches(host)
+        if not fetches or move.new.hosts.index(host) != rank:
+            return
+        self._control.ask(
+            "fetch",
+            move=move.id,
+            name=move.inbox_name,
+            bytes=move.packing.inbox_bytes(host),
+            sources=[
+                {
+                    "name": move.outbox_name(fetch.source),
+                    "source": fetch.source,
+                    "address": list(move.fabric[fetch.source_host]),
+                    "ranges": [list(r) for r in fetch.ranges],
+                    "offset": fetch.offset,
+                }
+                for fetch in fetches
+            ],
+        )
+
+    def _load(
+        self, move: Move, live: dict[tuple[str, str], Holding], reads: list[Read], threads: int
+    ) -> tuple[list[Message], float]:
+        """Reads every source as it comes; returns what came with each, by source, and the seconds since the first."""
+        waiting: dict[int, list[Read]] = {}
+        for read in reads:
+            waiting.setdefault(read.source, []).append(read)
+        if not waiting:
+            raise ValueError(f"rank {self._context.rank} of {move.new.plan} has nothing to read: it holds no state")
+        metas: dict[int, Message] = {}
+        began = 0.0
+        self._ask_what_came(move)
+        while waiting:
+            message = self._next()
+            if message["event"] == "connected":
+                self._ask_what_came(move)
+            if message["event"] != "segment" or message.get("move") != move.id:
+                continue
+            source = int(message["source"])
+            mine = waiting.get(source, [])
+            if not mine or mine[0].local != (message["where"] == "outbox"):
+                continue
+            began = began or time.perf_counter()
+            self._read(move, live, mine, message, threads)
+            metas[source] = message["meta"]
+            del waiting[source]
+        if self._context_is_cuda(live):
+            torch.cuda.synchronize()
+        return [metas[source] for source in sorted(metas)], time.perf_counter() - began
+
+    def _read(
+        self,
+        move: Move,
+        live: dict[tuple[str, str], Holding],
+        reads: list[Read],
+        message: Message,
+        threads: int,
+    ) -> None:
+        """The parts of one source.
+
+        Raises:
+            ValueError: a part is not what the old rank had.
+        """
+        source = int(message["source"])
+        tensors = move.moves.new.tensors
+        segment = Segment(message["path"])
+        pieces = [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads]
+        sums = load(segment, pieces, threads=threads)
+        segment.close()
+        sent = sums_from_bytes(message["meta"]["sums"])
+        place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
+        for read, found in zip(reads, sums, strict=True):
+            if sent[place[read.tensor, read.low, read.high]] != found:
+                name = tensors[read.tensor].name
+                raise ValueError(f"{name} {list(read.low)}:{list(read.high)} from rank {source} has another sum here")
+        for read in reads:
+            tensor = tensors[read.tensor]
+            holding = live[tensor.name, tensor.kind]
+            if holding.mirror is not None and (local := holding.tensors[0]) is not None:
+                holding.mirror.copy_(local)
+
+    def _ask_what_came(self, move: Move) -> None:
+        for segment in self._control.ask("segments", move=move.id)["segments"]:
+            where = "inbox" if segment["name"] == move.inbox_name or segment.get("where") == "inbox" else "outbox"
+            self._messages.put({"event": "segment", "move": move.id, "where": where, **segment})
+
+    def _next(self) -> Message:
+        message = self._messages.get()
+        if message["event"] == "stop":
+            raise SystemExit(0)
+        if message["event"] == "fetch_failed" and message.get("move") == self._move_id:
+            raise ConnectionError(f"{message.get('name')}: {message.get('why')}")
+        return message
+
+    @staticmethod
+    def _context_is_cuda(live: dict[tuple[str, str], Holding]) -> bool:
+        return any(t is not None and t.is_cuda for holding in live.values() for t in holding.tensors)

@@ -1,0 +1,216 @@
+"""The old side of a move: get ready while training goes on, then hand over what others need, and wait for the word.
+
+Preparing runs in a thread beside the training loop. The handing over runs in the loop's own thread, between two steps
+that all ranks agreed on; until the new ranks train, an abort lets this one go on with the next step as if nothing had
+been.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from clusterd.train import scalars
+from clusterd.train.boxes import Holding, check_boxes
+from clusterd.train.context import Context
+from clusterd.train.control import Control, Message
+from clusterd.train.moving import Move, sums_to_bytes
+from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.parallel import Parallel
+from clusterd.train.segments import Piece, Segment, fill, narrowed
+from plans.layout import Tensor
+from plans.packing import Part
+
+POLL_S = 0.1
+COPY_THREADS_MAX = 8
+POLITE_SWITCH_S = 0.0005
+"""How long the preparing thread may keep the interpreter from the training loop."""
+
+
+class Trained(Protocol):
+    """The part of `clusterd.train.entry.Training` that leaves."""
+
+    context: Context
+    device: torch.device
+    parallel: Parallel
+    optimizer: RankOptimizer
+    scheduler: Any
+    step: int
+
+
+class Leaving:
+    """Moves of one running rank, one at a time."""
+
+    def __init__(self, training: Trained, control: Control) -> None:
+        self._training, self._control = training, control
+        self._news = threading.Condition()
+        self._move: Move | None = None
+        self._quiesce: str = ""  # id of the move that was asked to
+        self._aborted: set[str] = set()
+        self._ready = False  # the preparing thread is done, whether well or not
+        self._failed = ""
+        self._segment: Segment | None = None
+        control.on("move", self._on_move)
+        control.on("quiesce", self._on_quiesce)
+        control.on("abort", self._on_abort)
+
+    def depart(self, at_s: float) -> str:
+        """Between two steps, on every rank: hands over, and waits.
+
+        Args:
+            at_s: wall time of the end of the last step.
+        Returns:
+            "abort": to go on with the next step; "stop": to end.
+        """
+        with self._news:
+            move = self._move
+            # All agreed, but this rank has heard of the abort already.
+            while move is not None and not (self._quiesce == move.id and self._ready):
+                self._news.wait(POLL_S)
+                move = self._move
+                if self._control.requested("stop"):
+                    return "stop"
+        if move is None:
+            return "abort"
+        if not self._failed:
+            try:
+                self._hand_over(move, at_s)
+            except Exception as error:  # the daemon decides what becomes of the move; this rank is as it was
+                self._fail(move, "quiesce", error)
+        return self._wait(move)
+
+    def _hand_over(self, move: Move, at_s: float) -> None:
+        training = self._training
+        live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
+        outbox = move.packing.outbox(training.context.rank)
+        began = time.perf_counter()
+        sums: list[int] = []
+        if self._segment is not None:
+            tensors = move.moves.old.tensors
+            pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
+            sums = fill(self._segment, pieces, threads=copy_threads(move.old.hosts, training.context.rank))
+        publish_s = time.perf_counter() - began
+        if self._segment is not None:
+            meta = {
+                "step": training.step,
+                "sums": sums_to_bytes(sums),
+                "scalars": scalars.collect(training.optimizer, training.scheduler, move.shape),
+            }
+            self._control.ask("publish", name=move.outbox_name(training.context.rank), meta=meta)
+        self._control.say("quiesced", id=move.id, step=training.step, at_s=at_s, publish_s=publish_s)
+
+    def _wait(self, move: Move) -> str:
+        """For the abort of `move`, or for the end."""
+        while True:
+            with self._news:
+                if self._move is not move:
+                    break
+                # Python's signal handlers cannot wake a condition; they raise the flag that is looked at here.
+                self._news.wait(POLL_S)
+            if self._control.requested("stop"):
+                return "stop"
+        self._control.say("resumed", id=move.id, step=self._training.step)
+        return "abort"
+
+    # --- what the agent says, on the control thread -------------------------------------------------------------------
+
+    def _on_move(self, message: Message) -> None:
+        move_id = message["move"]["id"]
+        with self._news:
+            if move_id in self._aborted or (self._move is not None and self._move.id == move_id):
+                return  # said again by an agent that was gone for a while
+        try:
+            move = Move.from_dict(message["move"])
+        except (KeyError, TypeError, ValueError) as error:
+            self._control.say("failed", id=move_id, phase="prepare", why=f"a move that cannot be read: {error}")
+            return
+        with self._news:
+            self._forget()
+            self._move = move
+        threading.Thread(target=self._prepare, args=[move], name="clusterd-prepare", daemon=True).start()
+
+    def _on_quiesce(self, message: Message) -> None:
+        with self._news:
+            if message["move"] in self._aborted:
+                return
+            self._quiesce = message["move"]
+            self._news.notify_all()
+        self._control.request("quiesce", f"move {message['move']}")
+
+    def _on_abort(self, message: Message) -> None:
+        self._control.withdraw("quiesce")
+        with self._news:
+            self._aborted.add(message["move"])
+            if self._move is not None and self._move.id == message["move"]:
+                self._forget()
+            self._news.notify_all()
+
+    # --- beside the training loop -------------------------------------------------------------------------------------
+
+    def _prepare(self, move: Move) -> None:
+        rank = self._training.context.rank
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(POLITE_SWITCH_S)
+        try:
+            digest = move.moves.digest
+            outbox = move.packing.outbox(rank)
+            check_boxes(self._training, move.shape, move.old_layout, rank)
+            scalars.collect(self._training.optimizer, self._training.scheduler, move.shape)
+            segment = None
+            if outbox.size_bytes:
+                answer = self._control.ask("segment", name=move.outbox_name(rank), bytes=outbox.size_bytes)
+                segment = Segment(answer["path"], size_bytes=outbox.size_bytes)
+                segment.touch()
+                if self._training.device.type == "cuda":
+                    segment.pin()
+        except Exception as error:  # any failure is the move's, never the training's
+            self._fail(move, "prepare", error)
+            return
+        finally:
+            sys.setswitchinterval(before)
+        with self._news:
+            if self._move is not move:
+                return
+            self._segment, self._ready = segment, True
+            self._news.notify_all()
+        self._control.say("prepared", id=move.id, digest=digest, bytes=outbox.size_bytes)
+
+    def _fail(self, move: Move, phase: str, error: Exception) -> None:
+        with self._news:
+            if self._move is not move:
+                return
+            self._ready, self._failed = True, str(error)
+            self._news.notify_all()
+        self._control.say("failed", id=move.id, phase=phase, why=f"{type(error).__name__}: {error}")
+
+    def _forget(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+        self._move, self._segment, self._ready, self._failed = None, None, False, ""
+
+
+def piece_of(
+    part: Part | Any, tensor: Tensor, live: dict[tuple[str, str], Holding], offset: int
+) -> Piece:
+    """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
+    holding = live[tensor.name, tensor.kind]
+    origin = [low for low, _ in holding.box]
+    return Piece(
+        offset,
+        tuple(None if t is None else narrowed(t, part.low, part.high, origin) for t in holding.tensors),
+        part.bytes,
+    )
+
+
+def copy_threads(hosts: Sequence[str], rank: int) -> int:
+    """How many threads a rank copies with: its own cores, or its share of the host's."""
+    cores = len(os.sched_getaffinity(0))
+    if cores == os.cpu_count():
+        cores //= hosts.count(hosts[rank])
+    return max(1, min(COPY_THREADS_MAX, cores))

@@ -1,0 +1,187 @@
+"""State that is no tensor of the collection: step counters, values of parameter groups, the scheduler.
+
+It travels as plain values in the message that goes with a segment, never pickled. Parameters bear their global names,
+so that it does not matter how old and new ranks share parameters and groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from clusterd.train.optimizers import RankOptimizer
+from plans.model_shape import ModelShape
+
+Scalars = dict[str, Any]
+
+
+class CannotTravel(Exception):
+    """A value that is neither number nor text, nor made of such."""
+
+
+class ScalarsDiffer(Exception):
+    """What came does not fit the optimizer or the scheduler that is here."""
+
+
+def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scalars:
+    """Of this rank.
+
+    Returns:
+        counters: [values by slot, names of the parameters that have them]; absent: parameters that have no state yet;
+        groups: names and values of each; scheduler: its ``state_dict``, or None.
+    Raises:
+        CannotTravel: naming the value.
+    """
+    tensors = _tensor_slots(shape)
+    alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    absent: list[str] = []
+    names = {id(plain): name for name, _, plain in optimizer.local}
+    state = optimizer.holder.state
+    updated = optimizer.updated()
+    for name, _, plain in optimizer.local:
+        if name not in updated:
+            continue
+        kept = state.get(plain, {})
+        if not kept and tensors.get(name):
+            absent.append(name)
+        values = {
+            slot: plain_value(value, f"{name}: {slot}")
+            for slot, value in kept.items()
+            if slot not in tensors.get(name, ()) and value is not None
+        }
+        alike.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
+    return {
+        "counters": [[values, having] for values, having in alike.values() if values],
+        "absent": absent,
+        "groups": [
+            {
+                "names": [names[id(p)] for p in group["params"]],
+                "values": {k: plain_value(v, f"parameter group: {k}") for k, v in group.items() if k != "params"},
+            }
+            for group in optimizer.optimizer.param_groups
+        ],
+        "scheduler": plain_value(scheduler.state_dict(), "scheduler") if scheduler is not None else None,
+    }
+
+
+def restore(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape, came: Iterable[Scalars]) -> None:
+    """Puts what came from several ranks in the place of what is here.
+
+    Raises:
+        ScalarsDiffer: a counter or a group that is needed did not come.
+    """
+    sources = list(came)
+    _restore_counters(optimizer, _tensor_slots(shape), sources)
+    origins = _restore_groups(optimizer, sources)
+    if scheduler is not None:
+        states = [source["scheduler"] for source in sources]
+        if any(state is None for state in states):
+            raise ScalarsDiffer("a scheduler is here, and none was there")
+        fresh = scheduler.state_dict()
+        scheduler.load_state_dict(like(fresh, _by_groups(states, sources, origins)))
+
+
+def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], sources: list[Scalars]) -> None:
+    counters = {
+        name: values for source in reversed(sources) for values, having in source["counters"] for name in having
+    }
+    absent = {name for source in sources for name in source["absent"]}
+    updated = optimizer.updated()
+    for name, _, plain in optimizer.local:
+        if name not in updated:
+            continue
+        if name in absent:
+            optimizer.holder.state.pop(plain, None)
+            continue
+        kept = optimizer.holder.state[plain] if plain in optimizer.holder.state else {}
+        mine = {slot for slot, value in kept.items() if slot not in tensors.get(name, ()) and value is not None}
+        if lacking := mine - set(counters.get(name, {})):
+            raise ScalarsDiffer(f"no {min(lacking)} of {name} came")
+        for slot, value in counters.get(name, {}).items():
+            optimizer.holder.state[plain][slot] = like(kept.get(slot), value)
+
+
+def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tuple[int, int]]:
+    """Sets the groups' values; returns for each group here which one, of which source, it was."""
+    names = {id(plain): name for name, _, plain in optimizer.local}
+    where = {
+        name: (s, g)
+        for s, source in reversed(list(enumerate(sources)))
+        for g, group in enumerate(source["groups"])
+        for name in group["names"]
+    }
+    origins: list[tuple[int, int]] = []
+    for number, group in enumerate(optimizer.optimizer.param_groups):
+        first = next((names[id(p)] for p in group["params"] if names[id(p)] in where), None)
+        if first is None and (group["params"] or number >= len(sources[0]["groups"])):
+            raise ScalarsDiffer(f"parameter group {number} of this rank was in none of the groups that came")
+        source, origin = where[first] if first is not None else (0, number)
+        origins.append((source, origin))
+        values = sources[source]["groups"][origin]["values"]
+        group.update({k: like(group.get(k), v) for k, v in values.items()})
+    holder = optimizer.holder
+    if holder is not optimizer.optimizer:
+        for outer, inner in zip(optimizer.optimizer.param_groups, holder.param_groups, strict=True):
+            inner.update({k: v for k, v in outer.items() if k != "params"})
+    return origins
+
+
+def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[int, int]]) -> Any:
+    """A scheduler's state with its lists of one value per group rearranged for the groups that are here."""
+    here = len(origins)
+    if all(len(s["groups"]) == here for s in sources) and [g for _, g in origins] == list(range(here)):
+        return states[0]
+    first = states[0]
+    if isinstance(first, dict):
+        return {k: _by_groups([s[k] for s in states], sources, origins) for k in first}
+    if isinstance(first, list) and len(first) == len(sources[0]["groups"]):
+        return [states[s][g] for s, g in origins]
+    if isinstance(first, list):
+        return [_by_groups([s[i] for s in states], sources, origins) for i in range(len(first))]
+    return first
+
+
+def plain_value(value: Any, where: str) -> Any:
+    """`value` as numbers, text, lists and maps of them.
+
+    Raises:
+        CannotTravel: it holds something else; `where` names it.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        return {k: plain_value(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    raise CannotTravel(f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it")
+
+
+def like(fresh: Any, plain: Any) -> Any:
+    """What `plain_value` made, as the kind of thing that `fresh` is."""
+    if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
+        if isinstance(fresh, torch.Tensor):
+            return fresh.fill_(plain["tensor"])
+        value = torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
+        return value
+    if isinstance(plain, dict):
+        items = {k: like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
+        return Counter(items) if isinstance(fresh, Counter) else items
+    if isinstance(plain, list):
+        beside = fresh if isinstance(fresh, (list, tuple, deque)) and len(fresh) == len(plain) else [None] * len(plain)
+        values = [like(f, p) for f, p in zip(beside, plain, strict=True)]
+        return type(fresh)(values) if isinstance(fresh, (tuple, deque)) else values
+    return plain
+
+
+def _tensor_slots(shape: ModelShape) -> dict[str, set[str]]:
+    """Names of the slots that move as tensors, by parameter."""
+    found = {p.name: {name for name, _ in shape.slots_of(i)} for i, p in enumerate(shape.parameters)}
+    for odd in shape.odd_slots:
+        found[shape.parameters[odd.parameter].name].add(odd.name)
+    return found
