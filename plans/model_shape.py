@@ -66,7 +66,7 @@ class OddSlot:
 
 
 Slots = tuple[tuple[str, int], ...]
-"""What the optimizer keeps in a parameter's own shape, name and bytes per element, in the order in which it is moved."""
+"""What the optimizer keeps in a parameter's own shape: name, bytes per element; in the order in which it is moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,6 +158,7 @@ class Attempt:
     migration: Migration | None = None  # under way, not switched
     resuming: bool = False  # switched, and not known to train yet
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
+    past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
 
     def go(self, state: AttemptState) -> None:
         """Take a step of the attempt's state machine."""

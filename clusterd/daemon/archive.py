@@ -98,33 +98,37 @@ class Archive:
 
     # --- logs and steps -----------------------------------------------------------------------------------------------
 
-    def log_file(self, job: str, attempt: int, rank: int) -> Path:
-        """Where a rank's log is kept once its attempt is over; it need not exist."""
-        return self.directory / "attempts" / f"{job}.{attempt}" / f"rank-{rank}.log"
+    def log_file(self, job: str, attempt: int, generation: int, rank: int) -> Path:
+        """Where a rank's log is kept once it is over; it need not exist."""
+        return self._attempt(job, attempt) / f"rank-{rank}.{generation}.log"
 
-    def steps_file(self, job: str, attempt: int) -> Path:
-        """Where an attempt's training steps are kept; it need not exist."""
-        return self.directory / "attempts" / f"{job}.{attempt}" / "steps.jsonl"
+    def steps_file(self, job: str, attempt: int, generation: int) -> Path:
+        """Where the training steps of one generation are kept; it need not exist."""
+        return self._attempt(job, attempt) / f"steps.{generation}.jsonl"
+
+    def _attempt(self, job: str, attempt: int) -> Path:
+        return self.directory / "attempts" / f"{job}.{attempt}"
 
     async def write_log(self, job: str, attempt: int, rank: int, data: bytes) -> None:
         """Keep a log that is at hand."""
-        await anyio.to_thread.run_sync(_write, self.log_file(job, attempt, rank), data)
+        await anyio.to_thread.run_sync(_write, self.log_file(job, attempt, 1, rank), data)
 
     async def fetch_attempt(
-        self, hosts: Hosts, host: HostId, job: str, attempt: int, ranks: Iterable[dict[str, Any]]
+        self, hosts: Hosts, host: HostId, job: str, attempt: int, generation: int, ranks: Iterable[dict[str, Any]]
     ) -> None:
         """Bring the end of each rank's log, and the steps, to the head node: hosts come and go.
 
         A failure is logged and no more: the files are still on the host.
         """
+        which: dict[str, Any] = {"job": job, "attempt": attempt, "generation": generation}
         try:
             for report in ranks:
+                rank = int(report["rank"])
                 await self._fetch(
-                    hosts, host, "logs", self.log_file(job, attempt, report["rank"]),
-                    job=job, attempt=attempt, rank=report["rank"],
-                )  # fmt: skip
-                if report["rank"] == 0:
-                    await self._fetch(hosts, host, "steps", self.steps_file(job, attempt), job=job, attempt=attempt)
+                    hosts, host, "logs", self.log_file(job, attempt, generation, rank), rank=rank, **which
+                )
+                if rank == 0:
+                    await self._fetch(hosts, host, "steps", self.steps_file(job, attempt, generation), **which)
         except (ClusterError, OSError) as error:
             log.warning("logs of attempt %s.%d stay on %s alone: %s", job, attempt, host, error)
 
@@ -142,9 +146,9 @@ class Archive:
                     break
         await anyio.to_thread.run_sync(partial.replace, target)
 
-    async def last_step(self, job: str, attempt: int) -> dict[str, Any] | None:
-        """The newest training step of an attempt that was fetched; None if it trained none."""
-        file = self.steps_file(job, attempt)
+    async def last_step(self, job: str, attempt: int, generation: int) -> dict[str, Any] | None:
+        """The newest training step of a generation that was fetched; None if it trained none."""
+        file = self.steps_file(job, attempt, generation)
         if not file.exists():
             return None
         lines = [json.loads(line) for line in (await anyio.Path(file).read_text(encoding="utf-8")).splitlines()]
@@ -153,7 +157,7 @@ class Archive:
 
     def remove_attempt(self, job: str, attempt: int) -> None:
         """Forget what was kept of an attempt."""
-        shutil.rmtree(self.directory / "attempts" / f"{job}.{attempt}", ignore_errors=True)
+        shutil.rmtree(self._attempt(job, attempt), ignore_errors=True)
 
 
 def _digest(file: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import anyio
@@ -49,23 +49,36 @@ class Executor:
         for decision in decisions:
             match decision:
                 case d.LaunchAttempt():
-                    self._tasks.start_soon(self._launch, decision)
+                    self._begin(self._launch, decision)
                 case d.StopAttempt():
-                    self._tasks.start_soon(self._stop, decision)
+                    self._begin(self._stop, decision)
                 case d.DescribeModel():
-                    self._tasks.start_soon(self._describe, decision)
+                    self._begin(self._describe, decision)
                 case d.StartMigration():
-                    self._tasks.start_soon(self._mover.run, decision)
+                    self._begin(self._mover.run, decision)
                 case d.AbortMigration():
-                    self._tasks.start_soon(self._mover.abort, decision)
+                    self._begin(self._mover.abort, decision)
                 case d.ResumeAttempt():
-                    self._tasks.start_soon(self._mover.resume, decision)
+                    self._begin(self._mover.resume, decision)
                 case d.SetTimer():
                     self._timers.changed()
                 case d.EndJob():
-                    self._tasks.start_soon(self._archive.forget_secrets, decision.job)
+                    self._begin(self._forget_secrets, decision)
                 case _:
                     pass  # said, not done: HoldJob and RequeueJob are for people
+
+    def _begin(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
+        self._tasks.start_soon(self._guarded, work, decision)
+
+    async def _guarded(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
+        """A bug in carrying out one decision must not take the daemon, and all other jobs, with it."""
+        try:
+            await work(decision)
+        except Exception:
+            log.exception("%s was not carried out: %s", type(decision).__name__, decision.reason)
+
+    async def _forget_secrets(self, decision: d.EndJob) -> None:
+        await self._archive.forget_secrets(decision.job)
 
     # --- launch -------------------------------------------------------------------------------------------------------
 
@@ -74,12 +87,14 @@ class Executor:
         if key in self._launching:  # a reconnect asked again while the first is under way
             return
         done = anyio.Event()
+        event: e.Event | None = None
         with anyio.CancelScope() as scope:
             self._launching[key] = (scope, done)
             try:
                 event = await self._launched(decision)
-            except AgentLost:
-                event = None  # the reconnect tells what became of it, and the scheduler asks again
+            except AgentLost as lost:
+                # The reconnect tells what became of it, and the scheduler asks again.
+                log.info("launching %s.%d: %s", decision.job, decision.attempt, lost)
             finally:
                 del self._launching[key]
                 done.set()
@@ -269,8 +284,9 @@ class Executor:
             return
         if answer.get("swept"):
             log.info("%s: swept %d stragglers of %s", decision.host, len(answer["swept"]), decision.job)
-        await self._archive.fetch_attempt(self._hosts, decision.host, decision.job, decision.attempt, answer["ranks"])
-        last = await self._archive.last_step(decision.job, decision.attempt) if _has_first(answer["ranks"]) else None
+        which = (decision.job, decision.attempt, decision.generation)
+        await self._archive.fetch_attempt(self._hosts, decision.host, *which, answer["ranks"])
+        last = await self._archive.last_step(*which) if _has_first(answer["ranks"]) else None
         if last is not None:
             await self._engine.post(
                 e.AttemptProgressed(

@@ -30,6 +30,8 @@ PROGRESS_EVERY_S = 2.0
 FIRST_STEP_BYTES = 512
 """Enough for one line of steps.jsonl."""
 
+LINK_FAILED_PAUSE_S = 5.0
+
 LinkFactory = Callable[["Hosts", HostId, str], HostLink]
 
 
@@ -126,7 +128,13 @@ class Hosts:
 
     async def _serve(self, managed: _Managed) -> None:
         with managed.stop:
-            await managed.link.run()
+            while True:
+                try:
+                    await managed.link.run()
+                except Exception:
+                    # What one agent said must not end the daemon; the link starts over, and hears it all again.
+                    log.exception("the link to %s failed", managed.link.name)
+                    await anyio.sleep(LINK_FAILED_PAUSE_S)
 
     # --- what links tell ----------------------------------------------------------------------------------------------
 

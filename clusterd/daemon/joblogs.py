@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,40 +73,54 @@ class JobLogs:
     async def _attempt_logs(
         self, job: Job, attempt: Attempt, rank: int | None, follow: bool, offsets: dict[str, int]
     ) -> AsyncIterator[dict[str, Any]]:
-        ranks = sorted(attempt.ranks) if rank is None else [rank]
-        if rank is not None and rank not in attempt.ranks:
-            raise UsageError(
-                f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(attempt.ranks) - 1}, not {rank}"
-            )
-        at = {r: offsets.get(str(r), 0) for r in ranks}
+        """One generation after the other: a move goes on in another log, on another host."""
+        done = 0
         while True:
-            is_over = attempt.state is AttemptState.ENDED  # looked up before reading: nothing comes after it
+            generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
+            if generation is None:
+                return
+            async for piece in self._generation_logs(job, attempt, generation, rank, follow, offsets):
+                yield piece
+            done, offsets = generation, {}
+
+    async def _generation_logs(
+        self, job: Job, attempt: Attempt, generation: int, rank: int | None, follow: bool, offsets: dict[str, int]
+    ) -> AsyncIterator[dict[str, Any]]:
+        hosts = _hosts_of(attempt, generation)
+        if rank is not None and rank not in hosts:
+            if generation != attempt.generation:
+                return  # that plan had fewer ranks
+            raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(hosts) - 1}, not {rank}")
+        at = {r: offsets.get(str(r), 0) for r in (sorted(hosts) if rank is None else [rank])}
+        while True:
+            # Looked up before reading: nothing comes after it.
+            is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
             grew = False
-            for number in ranks:
+            for number in at:
                 try:
-                    answer = await self._read(job, attempt, number, at[number])
+                    answer = await self._read(job, attempt, generation, number, at[number])
                 except AgentLost as lost:
                     if not follow:
-                        raise ClusterError(
-                            f"{attempt.ranks[number].place.host} cannot be reached now: {lost}"
-                        ) from None
+                        raise ClusterError(f"{hosts[number]} cannot be reached now: {lost}") from None
                     continue
                 if answer["data"]:
                     grew = True
                     at[number] = answer["offset"]
-                    yield {"attempt": attempt.number, "rank": number, **answer}
+                    yield {"attempt": attempt.number, "generation": generation, "rank": number, **answer}
             if not grew:
                 if is_over or not follow:
                     return
                 await anyio.sleep(POLL_S)
 
-    async def _read(self, job: Job, attempt: Attempt, rank: int, offset: int) -> dict[str, Any]:
-        kept = self._archive.log_file(job.id, attempt.number, rank)
+    def _is_kept(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
+        return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)
+
+    async def _read(self, job: Job, attempt: Attempt, generation: int, rank: int, offset: int) -> dict[str, Any]:
+        kept = self._archive.log_file(job.id, attempt.number, generation, rank)
         if kept.exists():
             return await _read_file(kept, offset)
-        host = attempt.ranks[rank].place.host
-        which = {"job": job.id, "attempt": attempt.number, "rank": rank}
-        return await self._pull(host, "logs", offset, which)
+        which = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
+        return await self._pull(_hosts_of(attempt, generation)[rank], "logs", offset, which)
 
     async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -118,7 +132,7 @@ class JobLogs:
         return {"data": answer["data"], "offset": answer["offset"]}
 
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        kept = self._archive.log_file(job.id, 0, 0)
+        kept = self._archive.log_file(job.id, 0, 1, 0)
         if kept.exists():
             yield {"attempt": 0, "rank": 0, **await _read_file(kept, 0)}
 
@@ -127,15 +141,18 @@ class JobLogs:
         if not job.attempts:
             return b""
         current = self._attempt(job, attempt)
-        kept = self._archive.steps_file(job.id, current.number)
+        pieces = [await self._steps_of(job, current, g) for g in (*sorted(current.past), current.generation)]
+        return b"".join(pieces)
+
+    async def _steps_of(self, job: Job, attempt: Attempt, generation: int) -> bytes:
+        kept = self._archive.steps_file(job.id, attempt.number, generation)
         if kept.exists():
             return await anyio.Path(kept).read_bytes()
-        host = current.ranks[0].place.host
-        which = {"job": job.id, "attempt": current.number}
+        which = {"job": job.id, "attempt": attempt.number, "generation": generation}
         pieces: list[bytes] = []
         offset = 0
         while True:
-            answer = await self._pull(host, "steps", offset, which)
+            answer = await self._pull(_hosts_of(attempt, generation)[0], "steps", offset, which)
             if not answer["data"]:
                 return b"".join(pieces)
             pieces.append(answer["data"])
@@ -151,6 +168,13 @@ class JobLogs:
 
 def _is_over(job: Job) -> bool:
     return job.state.is_final
+
+
+def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
+    """Host by rank."""
+    if generation in attempt.past:
+        return attempt.past[generation]
+    return {number: rank.place.host for number, rank in attempt.ranks.items()}
 
 
 async def _read_file(file: Path, offset: int) -> dict[str, Any]:

@@ -7,10 +7,12 @@ buffers, counters. Until it is told to resume it may be ended at any moment and 
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -24,6 +26,8 @@ from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.segments import Segment, load
 from plans.packing import Read
+
+POLL_S = 0.1
 
 
 class MoveFailed(exits.TrainError):
@@ -47,35 +51,44 @@ class Trained(Protocol):
         """Reads the samples of the next step."""
 
 
+Arrived = TypeVar("Arrived", bound=Trained)
+
+
 class Arriving:
-    """The move that a rank in standby is for."""
+    """The move that a rank in standby is for.
+
+    Attributes:
+        move_id: of that move.
+    """
 
     def __init__(self, context: Context, control: Control) -> None:
         assert context.move is not None
         self._context, self._control = context, control
         self._phase = "prepare"
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._move_id = str(context.move.get("id", ""))
+        self.move_id = str(context.move.get("id", ""))
         for event in ("segment", "fetch_failed", "resume"):
             control.on(event, self._messages.put)
         control.on("connected", self._messages.put)
-        control.on("stop", self._messages.put)
+        control.on("stop", self._not_needed)
 
-    def arrive(self, make: Callable[[], Trained]) -> Trained:
+    def arrive(self, make: Callable[[], Arrived]) -> Arrived:
         """Makes the rank's training and returns it at the moment at which it may go on with the next step.
 
         Raises:
             MoveFailed: after the daemon was told.
-            SystemExit: code 0, when this rank is not needed after all.
+            SystemExit: code 0 after SIGTERM: this rank is not needed after all.
         """
         try:
-            return self._arrive(make)
+            training = self._arrive(make)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            self._control.say("failed", id=self._move_id, phase=self._phase, why=why)
-            raise MoveFailed(f"move {self._move_id} failed in phase {self._phase}: {why}") from error
+            self._control.say("failed", id=self.move_id, phase=self._phase, why=why)
+            raise MoveFailed(f"move {self.move_id} failed in phase {self._phase}: {why}") from error
+        self._control.on("stop", lambda _: None)  # from now on between two steps
+        return training
 
-    def _arrive(self, make: Callable[[], Trained]) -> Trained:
+    def _arrive(self, make: Callable[[], Arrived]) -> Arrived:
         move = Move.from_dict(self._context.move or {})
         rank = self._context.rank
         training = make()
@@ -158,8 +171,9 @@ class Arriving:
             self._read(move, live, mine, message, threads)
             metas[source] = message["meta"]
             del waiting[source]
-        if self._context_is_cuda(live):
-            torch.cuda.synchronize()
+        for holding in live.values():
+            if holding.mirror is not None and (local := holding.tensors[0]) is not None:
+                holding.mirror.copy_(local)
         return [metas[source] for source in sorted(metas)], time.perf_counter() - began
 
     def _read(
@@ -187,25 +201,28 @@ class Arriving:
             if sent[place[read.tensor, read.low, read.high]] != found:
                 name = tensors[read.tensor].name
                 raise ValueError(f"{name} {list(read.low)}:{list(read.high)} from rank {source} has another sum here")
-        for read in reads:
-            tensor = tensors[read.tensor]
-            holding = live[tensor.name, tensor.kind]
-            if holding.mirror is not None and (local := holding.tensors[0]) is not None:
-                holding.mirror.copy_(local)
 
     def _ask_what_came(self, move: Move) -> None:
+        """For the segments that were announced before this rank listened."""
         for segment in self._control.ask("segments", move=move.id)["segments"]:
-            where = "inbox" if segment["name"] == move.inbox_name or segment.get("where") == "inbox" else "outbox"
+            where = "inbox" if os.path.basename(segment["path"]) == move.inbox_name else "outbox"
             self._messages.put({"event": "segment", "move": move.id, "where": where, **segment})
 
     def _next(self) -> Message:
-        message = self._messages.get()
-        if message["event"] == "stop":
-            raise SystemExit(0)
-        if message["event"] == "fetch_failed" and message.get("move") == self._move_id:
+        while True:
+            if self._control.requested("stop"):
+                raise SystemExit(0)
+            try:
+                message = self._messages.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            break
+        if message["event"] == "fetch_failed" and message.get("move") == self.move_id:
             raise ConnectionError(f"{message.get('name')}: {message.get('why')}")
         return message
 
-    @staticmethod
-    def _context_is_cuda(live: dict[tuple[str, str], Holding]) -> bool:
-        return any(t is not None and t.is_cuda for holding in live.values() for t in holding.tensors)
+    def _not_needed(self, message: Message) -> None:
+        # The main thread may wait in a collective for ranks that are gone; nothing here is worth a tidy end.
+        print(f"clusterd: not needed: {message.get('reason', '')}", flush=True)
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,4 +1,4 @@
-"""A model without values: built on torch's meta device, given memory where it will live, and filled by who knows them."""
+"""A model without values: built on the meta device, given memory where it will live, and filled from elsewhere."""
 
 from __future__ import annotations
 

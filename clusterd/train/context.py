@@ -35,6 +35,8 @@ class Context:
     steps_file: Path | None = None
     control_socket: str = ""
     token: str = ""
+    standby: bool = False  # made for a move, to take over from the ranks that train now
+    move: dict[str, Any] | None = None
 
     @property
     def coordinates(self) -> Coordinates:
@@ -88,6 +90,8 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         steps_file=Path(values["steps_file"]) if values.get("steps_file") else None,
         control_socket=values.get("control_socket") or "",
         token=values.get("token") or "",
+        standby=bool(values.get("standby")),
+        move=values.get("move") or None,
     )
 
 

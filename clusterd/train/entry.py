@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import default_collate
 
 from clusterd.train import build, data, describe, exits
 from clusterd.train import context as contexts
 from clusterd.train.agree import Agreement
+from clusterd.train.arriving import Arriving
+from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
 from clusterd.train.control import Control, sigterm_asks_to_stop
 from clusterd.train.exits import PlanRefused
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
+from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.step import Stepper
 from clusterd.train.steps_log import StepsLog
 from plans import legality
+from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 StepSeen = Callable[[int, float, float], None]
@@ -38,13 +43,17 @@ class Training:
         parallel: the module and how it is spread; its parameters bear global names.
         optimizer: the optimizer over this rank's shards.
         step: number of the last step done; with the seed, all there is of the data position and the RNG.
+
+    Args:
+        blank: without values; they come from elsewhere.
     """
 
-    def __init__(self, job: Job, context: Context, device: torch.device, mesh: Any, *, step: int = 0) -> None:
+    def __init__(self, job: Job, context: Context, device: torch.device, mesh: Any, *, blank: bool = False) -> None:
         plan = context.plan
-        self.job, self.context, self.device, self.step = job, context, device, step
-        model = build.build(job.model, job.seed)
-        if not same_everywhere(build.fingerprint(model), device):
+        self.job, self.context, self.device, self.step = job, context, device, 0
+        self._ahead: Iterator[tuple[Any, Any]] | None = None
+        model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
+        if not blank and not same_everywhere(build.fingerprint(model), device):
             raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
@@ -65,6 +74,9 @@ class Training:
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """This replica's share of each step that is left."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return ahead
         if not self.stepper.wants_inputs:
             return itertools.repeat((None, None), self.job.steps - self.step)
         return data.batches(
@@ -78,6 +90,20 @@ class Training:
             steps=self.job.steps,
             num_workers=self.job.num_workers,
         )
+
+    def read_ahead(self) -> None:
+        """Reads the samples of the next step, so that it need not wait for them."""
+        left = iter(self.batches())
+        self._ahead = itertools.chain([first], left) if (first := next(left, None)) is not None else left
+
+    def rehearse(self) -> None:
+        """A step on copies of the first sample; see `Stepper.rehearse`."""
+        share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
+        batch: tuple[Any, Any] = (None, None)
+        if self.stepper.wants_inputs:
+            inputs, targets = default_collate([self.job.data[0]] * share)
+            batch = data.moved(inputs, self.device), data.moved(targets, self.device)
+        self.stepper.rehearse(*batch)
 
 
 AtEnd = Callable[[Training], None]
@@ -119,51 +145,62 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
 
 def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: AtEnd | None = None) -> Outcome:
     """The loop of one rank, from process groups made to process groups destroyed."""
-    refuse_illegal(job, context)
+    arriving = Arriving(context, control) if context.standby and context.move is not None else None
+    shape = ModelShape.from_dict(context.move["shape"]) if context.move is not None else None
+    refuse_illegal(job, context, shape)
     device = device_of(context)
     with process_groups(context, device) as mesh:
-        training = Training(job, context, device, mesh)
+        if arriving is not None:
+            training = arriving.arrive(lambda: Training(job, context, device, mesh, blank=True))
+        else:
+            training = Training(job, context, device, mesh)
         if context.rank == 0 and context.directory is not None:
-            write_description(job, context.directory)
+            write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
-        outcome = _steps(training, control, seen)
+        outcome = _steps(training, control, seen, move_id=arriving.move_id if arriving is not None else "")
         if at_end is not None:
             at_end(training)
         return outcome
 
 
-def refuse_illegal(job: Job, context: Context) -> None:
+def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) -> None:
     """Every rank checks the plan for itself, before it meets the others: none is left waiting for one that refused.
 
+    Args:
+        shape: of the model, if it is known already.
     Raises:
         PlanRefused: with all the reasons.
     """
     plan = context.plan
-    shape = None
-    if plan != Plan():
+    if plan != Plan() and shape is None:
         shape = describe.describe(job, tp_degrees=[plan.tp] if plan.tp > 1 else [], trace=False)
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
 
 
-def write_description(job: Job, directory: Path) -> None:
+def write_description(job: Job, directory: Path, shape: ModelShape | None = None) -> None:
     """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory, if it is not there yet."""
     if (directory / "model.json").exists():
         return
-    text = json.dumps(describe.describe(job).to_dict())
+    text = json.dumps((shape or describe.describe(job)).to_dict())
     part = directory / "model.json.part"
     part.write_text(text, encoding="utf-8")
     part.replace(directory / "model.json")
 
 
-def _steps(training: Training, control: Control, seen: StepSeen) -> Outcome:
+def _steps(training: Training, control: Control, seen: StepSeen, *, move_id: str = "") -> Outcome:
     job, place = training.job, training.context.coordinates
     loss, stopped = float("nan"), ""
     pending: tuple[int, float, Agreement] | None = None
+    leaving = Leaving(training, control)
     began = time.perf_counter()
     for inputs, targets in training.batches():
+        if move_id:
+            control.say("trains", id=move_id, step=training.step, at_s=time.time())
+            move_id = ""
         build.seed_step(job.seed, training.step, place.replica, place.stage)
         contribution = training.stepper.step(inputs, targets)
+        ended_at_s = time.time()
         training.step += 1
         previous, signals = pending, set[str]()
         agreement = Agreement(contribution, control.flags())
@@ -176,6 +213,17 @@ def _steps(training: Training, control: Control, seen: StepSeen) -> Outcome:
         if "stop" in signals:
             stopped = control.why("stop")
             break
+        if "quiesce" in signals and training.step < job.steps:
+            if training.device.type == "cuda":
+                torch.cuda.synchronize(training.device)
+                ended_at_s = time.time()
+            loss, _ = pending[2].settle()
+            seen(pending[0], loss, pending[1])
+            pending = None
+            if leaving.depart(ended_at_s) == "stop":
+                stopped = control.why("stop")
+                break
+            began = time.perf_counter()
     if pending is not None:
         loss, _ = pending[2].settle()
         seen(pending[0], loss, pending[1])
@@ -187,5 +235,13 @@ def _steps(training: Training, control: Control, seen: StepSeen) -> Outcome:
 def _log(job: Job, context: Context) -> StepSeen:
     if context.rank != 0:
         return lambda *_: None
-    log = StepsLog(context.steps_file, first_step=1, steps=job.steps, plan=str(context.plan), samples=job.global_batch)
-    return log.step
+    log: StepsLog | None = None
+
+    def seen(step: int, loss: float, time_s: float) -> None:
+        nonlocal log
+        if log is None:  # which step is the first is known when it is done
+            plan, path = str(context.plan), context.steps_file
+            log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
+        log.step(step, loss, time_s)
+
+    return seen

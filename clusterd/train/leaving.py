@@ -195,9 +195,7 @@ class Leaving:
         self._move, self._segment, self._ready, self._failed = None, None, False, ""
 
 
-def piece_of(
-    part: Part | Any, tensor: Tensor, live: dict[tuple[str, str], Holding], offset: int
-) -> Piece:
+def piece_of(part: Part | Any, tensor: Tensor, live: dict[tuple[str, str], Holding], offset: int) -> Piece:
     """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
     holding = live[tensor.name, tensor.kind]
     origin = [low for low, _ in holding.box]

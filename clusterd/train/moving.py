@@ -110,5 +110,3 @@ def sums_to_bytes(sums: list[int]) -> bytes:
 def sums_from_bytes(data: bytes) -> list[int]:
     """What `sums_to_bytes` made."""
     return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
-
-

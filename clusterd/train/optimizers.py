@@ -18,7 +18,6 @@ from clusterd.train.job import OptimizerFactory
 from clusterd.train.parallel import Parallel
 from clusterd.train.replicate import local_gradient, local_tensor
 
-
 MAKE_STATE_BYTES = 64 << 20
 """Of gradients at a time: a rank that waits needs no second copy of its parameters."""
 

@@ -97,7 +97,7 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
         if name in absent:
             optimizer.holder.state.pop(plain, None)
             continue
-        kept = optimizer.holder.state[plain] if plain in optimizer.holder.state else {}
+        kept = optimizer.holder.state.get(plain, {})
         mine = {slot for slot, value in kept.items() if slot not in tensors.get(name, ()) and value is not None}
         if lacking := mine - set(counters.get(name, {})):
             raise ScalarsDiffer(f"no {min(lacking)} of {name} came")
@@ -159,7 +159,9 @@ def plain_value(value: Any, where: str) -> Any:
         return {k: plain_value(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
         return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    raise CannotTravel(f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it")
+    raise CannotTravel(
+        f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it"
+    )
 
 
 def like(fresh: Any, plain: Any) -> Any:

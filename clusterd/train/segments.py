@@ -42,7 +42,7 @@ class Segment:
         return flat.view(tuple(shape))
 
     def touch(self) -> None:
-        """Makes this process's page table ready for writing; the pages are there already. In pieces, without the GIL."""
+        """Makes this process's page table ready for writing; the pages are there. In pieces, without the GIL."""
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         for start in range(0, self.size_bytes, TOUCH_BYTES):
             whole[start : start + TOUCH_BYTES : PAGE_BYTES].zero_()
