@@ -5,9 +5,9 @@ is exchanged. A rank compares its row with its live objects before it takes part
 
 A tensor is a parameter, the optimizer's state of one, or a buffer. All slots of the state that have the parameter's
 shape move as one, with their bytes per element added up; a slot of another shape (Adafactor's means of rows and
-columns) is a tensor of its own and goes where the state goes. Buffers are held by every rank that has their layer, and may
-differ between replicas: the first holder's count. What is one number for all ranks (step counters) is no tensor and
-travels with the message.
+columns) is a tensor of its own and goes where the state goes. Buffers are held by every rank that has their layer,
+and may differ between replicas: the first holder's count. What is one number for all ranks (step counters) is no
+tensor and travels with the message.
 """
 
 from __future__ import annotations

@@ -199,8 +199,8 @@ class Attempts:
         was never started, as after an agent that died half-way.
 
         Raises:
-            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (what the job names is not on
-                this host), ``disk-full``.
+            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (what the job names is not
+                on this host), ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
         launch: dict[str, Any] = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}

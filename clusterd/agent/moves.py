@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from clusterd.agent.segments import Segment, Store
 Message = dict[str, Any]
 Tell = Callable[[Attempt, Message], int]
 TellAll = Callable[[str, int, Message], None]
+
+_OUTBOX = re.compile(r"\.out(\d+)$")
+"""Names of segments that an old rank fills: the move, and the rank."""
 
 _REMEMBERED = ("move", "quiesce", "abort", "resume")
 """What a rank that was not connected at that moment is told when it is."""
@@ -86,7 +90,8 @@ class Moves:
 
     async def segment(self, attempt: Attempt, message: Message) -> Message:
         """Make a segment for a rank to fill."""
-        made = await self._make(str(message["name"]), int(message["bytes"]), str(message["move"]))
+        name = str(message["name"])
+        made = await self._make(name, int(message["bytes"]), name.rpartition(".")[0])
         return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
 
     async def _make(self, name: str, size: int, move: str) -> Segment:
@@ -97,7 +102,9 @@ class Moves:
     def publish(self, attempt: Attempt, message: Message) -> Message:
         """A rank filled its segment: all ranks of the attempt hear of it, and agents that wait for it are served."""
         made = self._store.publish(str(message["name"]), dict(message.get("meta") or {}))
-        self._announce(attempt, made.move, made.name, made.path, made.meta, "outbox", message.get("source"))
+        source = _OUTBOX.search(made.name)
+        if source is not None:
+            self._announce(attempt, made.move, made.name, made.path, made.meta, "outbox", int(source[1]))
         return {}
 
     async def fetch(self, attempt: Attempt, message: Message) -> Message:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,18 +89,20 @@ class RankPool:
         world_size: int = 0,
         port: int = 0,
         control_socket: str = "",
+        more: Callable[[int], dict[str, Any]] = lambda _: {},
     ) -> list[Run]:
         """Trains several scenarios under `plan`, one after another in the same processes.
 
         Args:
             world_size: processes to start; default: as many as the plan has.
             port: of the rendezvous; default: a free one.
+            more: entries of the rank file of each rank.
         """
         world_size = world_size or Plan.parse(plan).ranks
         directories = [directory / str(i) for i in range(len(variations))]
         for each in directories:
             each.mkdir(parents=True, exist_ok=True)
-            _write_rank_files(each, plan, world_size, port or free_port(), control_socket)
+            _write_rank_files(each, plan, world_size, port or free_port(), control_socket, more)
         request = {
             "directory": str(directory),
             "world_size": world_size,
@@ -130,7 +133,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _write_rank_files(directory: Path, plan: str, world_size: int, port: int, control_socket: str) -> None:
+def _write_rank_files(
+    directory: Path,
+    plan: str,
+    world_size: int,
+    port: int,
+    control_socket: str,
+    more: Callable[[int], dict[str, Any]],
+) -> None:
     for rank in range(world_size):
         rank_file = {
             "job": "test",
@@ -148,6 +158,7 @@ def _write_rank_files(directory: Path, plan: str, world_size: int, port: int, co
             "directory": str(directory),
             "control_socket": control_socket,
             "token": "secret",
+            **more(rank),
         }
         (directory / f"rank-{rank}.json").write_text(json.dumps(rank_file))
 

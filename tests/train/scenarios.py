@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ VOCABULARY, CONTEXT = 64, 16
 class Recorded(torch.utils.data.Dataset[Any]):
     """Random bytes that remember which of them were asked for."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, pace_s: float = 0.0) -> None:
+        self._pace_s = pace_s  # between the batches of a rank, for jobs that something is done to while they run
         self._tokens = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(7))
         # Some structure, so that there is something to learn and losses move.
         self._tokens[:, 1::2] = (self._tokens[:, 0:-1:2] * 3 + 1) % VOCABULARY
@@ -33,6 +35,7 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         # What a data loader calls; the description of the model looks at single samples.
+        time.sleep(self._pace_s)
         self.asked += indices
         return [self[i] for i in indices]
 
@@ -138,7 +141,7 @@ def job(
     )
 
 
-def rank(result: Path, *, samples: int = 128, way: str = "", **options: Any) -> None:
+def rank(result: Path, *, samples: int = 128, pace_s: float = 0.0, way: str = "", **options: Any) -> None:
     """One rank: trains, and leaves the samples it asked for and what its parameters have become.
 
     Args:
@@ -148,7 +151,7 @@ def rank(result: Path, *, samples: int = 128, way: str = "", **options: Any) -> 
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
         closed_ways.attempt(way, rank_file["rank"], rank_file["master_port"])
         return
-    data = Recorded(samples)
+    data = Recorded(samples, pace_s)
     left: dict[str, Any] = {}
 
     def at_end(training: entry.Training) -> None:

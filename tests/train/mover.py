@@ -1,0 +1,209 @@
+"""Leads migrations of real ranks in tests, as the daemon does, over the agents of `agent_double`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent_double import DEADLINE_S, HostAgent, Message, Network
+from rank_pool import RankPool, Run
+from scenarios import Recorded, job
+
+from clusterd.train.describe import describe
+from clusterd.train.moving import Move
+from plans.plan import Plan
+
+STEPS = 100_000
+"""More than any test waits for; the last generation is stopped."""
+
+
+@dataclass
+class Generation:
+    """Ranks of one plan."""
+
+    number: int
+    plan: Plan
+    hosts: list[str]
+    run: Future[list[Run]]
+    directory: Path
+
+    @property
+    def side(self) -> Message:
+        devices = [f"{host}:{r}" for r, host in enumerate(self.hosts)]
+        return {"generation": self.number, "plan": self.plan.to_dict(), "hosts": self.hosts, "devices": devices}
+
+    def steps(self) -> list[Message]:
+        return Run([], self.directory / "0").steps
+
+
+@dataclass
+class Moved:
+    """What a migration took."""
+
+    downtime_s: float
+    bytes_network: int
+    step: int  # the last one of the old ranks
+
+
+@dataclass
+class Mover:
+    """One job, and the pools that its generations take turns in."""
+
+    pools: tuple[RankPool, RankPool]
+    directory: Path
+    options: dict[str, Any]
+    hosts: tuple[str, ...] = ("a",)
+    generations: list[Generation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.network = Network()
+        self.agents = {host: HostAgent(host, self.directory, self.network) for host in self.hosts}
+        self._threads = ThreadPoolExecutor(2)
+        self._count = 0
+        model = {k: v for k, v in self.options.items() if k not in ("samples", "pace_s")}
+        self.shape = describe(job(Recorded(self.options.get("samples", 128)), **model), trace=False)
+
+    def close(self) -> None:
+        for generation in self.generations:
+            if not generation.run.done():
+                self._tell(generation, {"event": "stop", "reason": "the test ended"})
+        self._threads.shutdown()
+        for agent in self.agents.values():
+            agent.close()
+
+    @property
+    def now(self) -> Generation:
+        return self.generations[-1]
+
+    def start(self, plan: str, hosts: str = "") -> Generation:
+        """The first generation."""
+        generation = self._launch(plan, hosts, None)
+        self.generations.append(generation)
+        self.wait(lambda: sum(a.ready(generation.number) for a in self.agents.values()) == generation.plan.ranks)
+        return generation
+
+    def move(self, plan: str, hosts: str = "", *, abort_after: str = "", lose_line: bool = False) -> Moved | None:
+        """To another plan.
+
+        Args:
+            hosts: one letter per new rank; default: all on the first host.
+            abort_after: undo once all ranks concerned have said this.
+            lose_line: the agents' lines break while the old ranks are quiesced.
+        """
+        old = self.now
+        number = self._count + 1
+        move = {
+            "id": f"test.1.{number}",
+            "token": "00",
+            "shape": self.shape.to_dict(),
+            "lost": [],
+            "old": old.side,
+            "new": {},
+            "fabric": {host: [host, 1] for host in self.hosts},
+            "host": None,
+        }
+        new = self._launch(plan, hosts, move)
+        self._tell(old, {"event": "move", "move": move})
+        self.all_say(old, "prepared", move["id"])
+        self.all_say(new, "prepared", move["id"])
+        digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
+        assert digest == {Move.from_dict(move).moves.digest}
+        if abort_after != "prepared":
+            self._tell(old, {"event": "quiesce", "move": move["id"]})
+            quiesced = self.all_say(old, "quiesced", move["id"])
+            assert len({said["step"] for said in quiesced.values()}) == 1
+            if lose_line:
+                for agent in self.agents.values():
+                    agent.hang_up(old.number)
+                    agent.hang_up(new.number)
+            if not abort_after:
+                return self._switch(old, new, move["id"], quiesced)
+        self._tell(new, {"event": "stop", "reason": "the move was undone"})
+        self._tell(old, {"event": "abort", "move": move["id"]})
+        for agent in self.agents.values():
+            agent.forget(move["id"])
+        new.run.result(DEADLINE_S)[0].checked()
+        if abort_after != "prepared":
+            self.all_say(old, "resumed", move["id"])
+        return None
+
+    def _switch(self, old: Generation, new: Generation, move: str, quiesced: dict[int, Message]) -> Moved:
+        loaded = self.all_say(new, "loaded", move)
+        step = quiesced[0]["step"]
+        assert {said["step"] for said in loaded.values()} == {step}
+        self._tell(new, {"event": "resume", "move": move})
+        self._tell(old, {"event": "stop", "reason": "moved"})
+        old.run.result(DEADLINE_S)[0].checked()
+        trains = self.all_say(new, "trains", move)
+        self.generations.append(new)
+        for agent in self.agents.values():
+            agent.forget(move)
+        by_host = {new.hosts[rank]: said["bytes_network"] for rank, said in loaded.items()}
+        return Moved(
+            min(s["at_s"] for s in trains.values()) - max(s["at_s"] for s in quiesced.values()),
+            sum(by_host.values()),
+            step,
+        )
+
+    def train(self, steps: int) -> None:
+        """Waits until the present ranks have logged so many steps more."""
+        last = self._last_step()
+        self.wait(lambda: self._last_step() >= last + steps)
+
+    def stop(self) -> list[Message]:
+        """Ends the job; all the steps of all generations, in order."""
+        self._tell(self.now, {"event": "stop", "reason": "enough"})
+        self.now.run.result(DEADLINE_S)[0].checked()
+        return [step for generation in self.generations for step in generation.steps()]
+
+    def all_say(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
+        """Waits until every rank has said so; fails at once when one says that it failed."""
+
+        def done() -> bool:
+            assert not (failed := self._said(generation, "failed", move)), failed
+            if generation.run.done():
+                generation.run.result()[0].checked()
+            return len(self._said(generation, what, move)) == generation.plan.ranks
+
+        self.wait(done, what)
+        return self._said(generation, what, move)
+
+    def wait(self, what: Callable[[], bool], name: str = "") -> None:
+        """Polls; what is waited for happens in other processes."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not what():
+            assert time.monotonic() < deadline, (name, [a.heard[-5:] for a in self.agents.values()])
+            self.network.wait_for(lambda: False, 0.02)
+
+    def _said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
+        return {r: s for agent in self.agents.values() for r, s in agent.said(generation.number, what, move).items()}
+
+    def _tell(self, generation: Generation, message: Message) -> None:
+        for agent in self.agents.values():
+            agent.send(generation.number, message)
+
+    def _last_step(self) -> int:
+        steps = self.now.steps()
+        return int(steps[-1]["step"]) if steps else 0
+
+    def _launch(self, text: str, hosts: str, move: Message | None) -> Generation:
+        self._count += 1
+        plan = Plan.parse(text)
+        placed = list(hosts or self.hosts[0] * plan.ranks)
+        directory = self.directory / str(self._count)
+        generation = Generation(self._count, plan, placed, Future(), directory)
+        if move is not None:
+            move["new"] = generation.side
+
+        def more(rank: int) -> Message:
+            here = {"generation": generation.number, "control_socket": str(self.agents[placed[rank]].path)}
+            return here if move is None else {**here, "standby": True, "move": move}
+
+        generation.run = self._threads.submit(
+            self.pools[self._count % 2].run_each, directory, text, [{**self.options, "steps": STEPS}], more=more
+        )
+        return generation
