@@ -62,6 +62,8 @@ def size(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """``1h30m``: the two largest units, for people."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
     if seconds < 60:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
     minutes, rest_s = divmod(int(seconds), 60)

@@ -1,12 +1,14 @@
-"""The main job in two minutes on a laptop: a cluster inside this machine, three jobs, real training over real SSH.
+"""The main job in two minutes on a laptop: a cluster inside this machine, real training over real SSH, moved as it runs.
 
-Starts a daemon with two embedded hosts of two CPU devices each, submits two elastic jobs under different plans, each
-across both hosts, and a command; one has to wait for another. Ends non-zero on any surprise. ``DEMO_KEEP=1`` leaves the
-daemon up, to look around.
+Starts a daemon with two embedded hosts of two CPU devices each. A job has the whole lab at night; a guaranteed one
+arrives in the morning, for which it shrinks, and when that is over it grows back, without losing a step. A third waits
+for all devices, and a command passes. Ends non-zero on any surprise. ``DEMO_KEEP=1`` leaves the daemon up, to look
+around.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,26 +22,33 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from clusterd.cli.jobs import compact_devices
 from clusterd.client import Client
-from clusterd.units import duration
+from clusterd.units import duration, size
 
 GPT = Path(__file__).parent / "gpt"
 TIME_LIMIT_S = 240.0
 
 JOBS = {
-    "gpt-wide": """
+    "night": """
         kind = "elastic"
-        command = ["python", "train.py", "--steps", "80"]
+        command = ["python", "train.py", "--steps", "600"]
         resources = { devices = 4, plan = { dp = 2, tp = 2 } }
     """,
-    "gpt-deep": """
+    "morning": """
         kind = "elastic"
-        command = ["python", "train.py", "--steps", "80", "--depth", "6"]
-        resources = { devices = 4, plan = { dp = 2, pp = 2, accumulation = 4 } }
+        guaranteed = true
+        command = ["python", "train.py", "--steps", "40", "--depth", "6"]
+        resources = { devices = 2, plan = { pp = 2, accumulation = 4 } }
+    """,
+    "next": """
+        kind = "elastic"
+        command = ["python", "train.py", "--steps", "60"]
+        resources = { devices = 4, plan = { dp = 4, zero = 3 } }
     """,
     "hello": """
         command = ["python3", "-c", "import platform; print('hello from', platform.node())"]
-        resources = { devices = 1 }
+        priority = 1
     """,
 }
 
@@ -53,10 +62,11 @@ def main() -> int:
     _clusterd("start", "--local", "2", "--devices", "2")
     try:
         with Client() as cluster:
-            jobs = [_submit(scratch, name, text) for name, text in JOBS.items()]
-            rows = _watch(cluster, jobs, console)
-        console.print(_table(rows, final=True))
-        surprises = _surprises(rows)
+            rows = _watch(cluster, scratch, console)
+            console.print(_table(rows, final=True))
+            console.print(_moves(rows))
+            console.print("comparing the losses of night with a run that was left alone, in this process")
+            surprises = [*_surprises(rows), *_losses_differ(cluster, rows[0], console)]
         for surprise in surprises:
             console.print(f"[red]{surprise}[/red]")
         if surprises:
@@ -91,8 +101,10 @@ def _clusterd(*arguments: str) -> str:
     return done.stdout
 
 
-def _watch(cluster: Client, jobs: list[str], console: Console) -> list[dict[str, Any]]:
-    """Show progress until every job is over."""
+def _watch(cluster: Client, scratch: Path, console: Console) -> list[dict[str, Any]]:
+    """Submit the first job, the others once it trains, and show progress until every job is over."""
+    names = list(JOBS)
+    ids = {names[0]: _submit(scratch, names[0], JOBS[names[0]])}
     rows: dict[str, dict[str, Any]] = {}
     deadline_s = time.monotonic() + TIME_LIMIT_S
     last = ""
@@ -100,13 +112,17 @@ def _watch(cluster: Client, jobs: list[str], console: Console) -> list[dict[str,
         for item in cluster.stream("watch"):
             for row in item["snapshot"]["jobs"] if "snapshot" in item else item.get("jobs", ()):
                 rows[row["id"]] = row
-            mine = [rows[job] for job in jobs if job in rows]
+            mine = [rows[job] for job in ids.values() if job in rows]
             live.update(_table(mine))
-            states = ", ".join(f"{row['name']} {row['state']}" for row in mine)
+            states = ", ".join(
+                f"{row['name']} {row['state']}{' (' + row['plan'] + ')' if row['plan'] else ''}" for row in mine
+            )
             if not console.is_terminal and states != last:
                 console.print(states)
                 last = states
-            if len(mine) == len(jobs) and all(row["ended_s"] for row in mine):
+            if len(ids) == 1 and mine and mine[0]["step"] >= 5:
+                ids |= {name: _submit(scratch, name, JOBS[name]) for name in names[1:]}
+            if len(mine) == len(JOBS) and all(row["ended_s"] for row in mine):
                 return mine
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"demo: not over after {TIME_LIMIT_S:.0f} s: {states}")
@@ -115,8 +131,8 @@ def _watch(cluster: Client, jobs: list[str], console: Console) -> list[dict[str,
 
 def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("job", "state", "plan", "devices", "step", "first loss", "last loss", "waited", "ran"):
-        numeric = name in ("step", "first loss", "last loss", "waited", "ran")
+    for name in ("job", "state", "plan", "devices", "step", "loss", "waited", "ran"):
+        numeric = name in ("step", "loss", "waited", "ran")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=name in ("job", "state", "devices"))
     now_s = time.time()
     for row in rows:
@@ -124,11 +140,10 @@ def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
         table.add_row(
             row["name"],
             row["state"],
-            (row["plan"] or "-").replace(",", " "),
+            _short(row["plan"] or "-"),
             _where(row),
             f"{row['step']}/{row['steps']}" if row["steps"] else "-",
-            f"{row['first_loss']:.4f}" if row["first_loss"] is not None else "-",
-            f"{row['loss']:.4f}" if row["loss"] is not None else "-",
+            f"{row['first_loss']:.3f}>{row['loss']:.3f}" if row["first_loss"] and row["loss"] else "-",
             duration((started_s or ended_s or now_s) - row["submitted_s"]),
             duration((ended_s or now_s) - started_s) if started_s else "-",
         )
@@ -138,9 +153,34 @@ def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
     return table
 
 
+def _short(plan: str) -> str:
+    """``dp2 tp2`` of ``dp=2,tp=2``."""
+    return plan.replace("accumulation", "acc").replace("=", "").replace(",", " ")
+
+
 def _where(row: dict[str, Any]) -> str:
     hosts = len(row["hosts"])
-    return f"{len(row['devices'])} on {hosts} hosts" if hosts > 1 else " ".join(row["devices"])
+    return f"{len(row['devices'])} on {hosts} hosts" if hosts > 1 else compact_devices(row["devices"])
+
+
+def _moves(rows: list[dict[str, Any]]) -> Table:
+    """Every move of every job, and what it cost."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("job", "move", "step", "downtime", "in hosts", "network", "why"):
+        numeric = name in ("step", "downtime", "in hosts", "network")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name == "move")
+    for row in rows:
+        for move in row["migrations"]:
+            table.add_row(
+                row["name"],
+                f"{_short(move['from'])} > {_short(move['to'])}",
+                str(move["step"]),
+                duration(move["downtime_s"]) if move["downtime_s"] is not None else "failed",
+                size(move["local_bytes"]),
+                size(move["network_bytes"]),
+                move["failure"] or move["reason"].partition(": ")[2],
+            )
+    return table
 
 
 def _surprises(rows: list[dict[str, Any]]) -> list[str]:
@@ -151,14 +191,50 @@ def _surprises(rows: list[dict[str, Any]]) -> list[str]:
             continue
         if row["step"] != row["steps"]:
             wrong.append(f"{row['name']} ended at step {row['step']} of {row['steps']}")
-        if not row["loss"] or row["loss"] >= row["first_loss"]:
+        if not row["loss"] or not row["first_loss"] or row["loss"] >= row["first_loss"]:
             wrong.append(f"{row['name']} did not learn: {row['first_loss']} -> {row['loss']}")
-        if len(row["hosts"]) < 2:
-            wrong.append(f"{row['name']} ran on {row['hosts']} alone")
-    first, second = sorted(rows[:2], key=lambda row: row["started_s"] or 0.0)
-    if not wrong and second["started_s"] < first["ended_s"] - 1.0:
-        wrong.append(f"{second['name']} did not wait for {first['name']}, though both need every device")
+        if row["attempt"] != 1:
+            wrong.append(f"{row['name']} needed {row['attempt']} attempts")
+    if wrong:
+        return wrong
+    night, _, following, _ = rows
+    moves = [move for move in night["migrations"] if not move["failure"]]
+    sizes = [len(move["devices"]) for move in moves]
+    if sizes[:2] != [2, 4]:
+        wrong.append(f"night was to shrink to 2 devices and grow back to 4; it went to {sizes}")
+    if any(len(row["hosts"]) < 2 for row in (night, following)):
+        wrong.append("night and next were to run on both hosts")
+    if following["started_s"] < night["ended_s"] - 1.0:
+        wrong.append("next did not wait for night, though both need every device")
     return wrong
+
+
+def _losses_differ(cluster: Client, row: dict[str, Any], console: Console) -> list[str]:
+    """Train the same in one process, undisturbed; the moved run must have the same losses, each step once."""
+    moved = [json.loads(line) for line in cluster.call("steps", job=row["id"])["data"].splitlines()]
+    losses = {step["step"]: step["loss"] for step in moved if "step" in step}
+    if len(losses) != len(moved) or sorted(losses) != list(range(1, row["steps"] + 1)):
+        return [f"night trained {len(moved)} steps of {row['steps']}, {len(losses)} of them different ones"]
+    with tempfile.TemporaryDirectory() as directory:
+        environment = {**os.environ, "CLUSTERD_STEPS_FILE": f"{directory}/steps.jsonl", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "train.py", "--steps", str(row["steps"])]
+        done = subprocess.run(command, cwd=GPT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return [f"the undisturbed run failed: {done.stderr.strip().splitlines()[-1:]}"]
+        alone = [json.loads(line) for line in Path(directory, "steps.jsonl").read_text().splitlines()]
+    worst = max(abs(losses[step["step"]] - step["loss"]) / step["loss"] for step in alone)
+    console.print(f"largest difference over {len(alone)} steps: {worst:.1e} relative")
+    return [] if worst < 1e-4 else [f"the losses of night differ by {worst:.1e} from the undisturbed run"]
+
+
+def _short(plan: str) -> str:
+    """``dp2 tp2`` of ``dp=2,tp=2``."""
+    return plan.replace("accumulation", "acc").replace("=", "").replace(",", " ")
+
+
+def _where(row: dict[str, Any]) -> str:
+    hosts = len(row["hosts"])
+    return f"{len(row['devices'])} on {hosts} hosts" if hosts > 1 else compact_devices(row["devices"])
 
 
 if __name__ == "__main__":

@@ -230,8 +230,8 @@ def why(job: str, output: str) -> None:
     if output != "table":
         show_json(answer, output)
         return
-    bold = {"bold": True} if use_colour() else {}
-    print(click.style(f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}", **bold))
+    said = f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}"
+    print(click.style(said, bold=True) if use_colour() else said)
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
         print(f"  {len(answer['ahead'])} ahead in the queue: {names}")

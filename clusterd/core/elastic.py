@@ -99,15 +99,24 @@ def room_for(job: Job, view: View, count: int) -> list[Move]:
     return moves if missing <= 0 else []
 
 
-def growth(view: View) -> list[Move]:
-    """Devices that nobody waits for go back to jobs that have fewer than they asked for; the oldest first."""
+def growth(view: View, waiting: Iterable[int]) -> list[Move]:
+    """Devices that nobody can use go back to jobs that have fewer than they asked for; the oldest first.
+
+    Args:
+        waiting: devices that each queued job waits for. A job does not grow while one of them could start without what
+            the job holds already; one that needs these too waits for its end, which growing only brings nearer.
+    """
     moves: list[Move] = []
+    total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
+    needs = [count for count in waiting if count > 0]
     for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
         attempt = _movable(job, view)
         asked = max(job.spec.resources.devices, 1)
         if attempt is None or len(attempt.ranks) >= asked:
             continue
         own = _devices(attempt, view)
+        if any(count <= total - len(own) for count in needs):
+            continue
         free = [
             d
             for h in view.free.hosts.values()

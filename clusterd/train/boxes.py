@@ -59,7 +59,7 @@ def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Hold
     updated = training.optimizer.updated()
     state = training.optimizer.holder.state
     found: dict[tuple[str, str], Holding] = {}
-    for name, parameter in build.named_parameters(training.parallel.module):
+    for name, parameter in training.parallel.parameters:
         box = box_of(parameter)
         if any(high <= low for low, high in box):
             continue

@@ -66,6 +66,7 @@ def read(environ: Mapping[str, str] | None = None) -> Context:
             local_rank=int(environ.get("LOCAL_RANK", "0")),
             plan=_plan(environ.get("CLUSTERD_PLAN", ""), world_size),
             device_kind=environ.get("CLUSTERD_DEVICE", ""),
+            steps_file=Path(environ["CLUSTERD_STEPS_FILE"]) if environ.get("CLUSTERD_STEPS_FILE") else None,
         )
     )
 

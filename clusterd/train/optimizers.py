@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from clusterd.train import build
 from clusterd.train.job import OptimizerFactory
 from clusterd.train.parallel import Parallel
 from clusterd.train.replicate import local_gradient, local_tensor
@@ -37,7 +36,7 @@ class RankOptimizer:
         self.in_host_memory = parallel.plan.offload == "optimizer"
         self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
             (name, parameter, self._plain(parameter))
-            for name, parameter in build.named_parameters(parallel.module)
+            for name, parameter in parallel.parameters
             if parameter.requires_grad
         ]
         plain = [p for _, _, p in self.local]

@@ -43,6 +43,7 @@ class Parallel:
 
     Attributes:
         module: the rank's own module; parameters bear global names, sharded ones are DTensors.
+        parameters: all of them, by global name, as they are between steps; may be asked at any time.
         runner: what is called in its place (the same, or DistributedDataParallel around it).
         averages: whether gradients come out as the mean over replicas (else as their sum).
     """
@@ -70,6 +71,8 @@ class Parallel:
             allocate(module, device)
             if plan.dp > 1:
                 self._replicate()
+        # While a step runs, FSDP2 puts whole parameters in the place of the shards.
+        self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:

@@ -62,8 +62,10 @@ class HostAgent:
         return {
             rank: message["said"]
             for g, rank, message in self.heard
-            if g == generation and message.get("event") == "said"
-            and message["said"]["what"] == what and message["said"].get("id", "") in (move, message["said"].get("id"))
+            if g == generation
+            and message.get("event") == "said"
+            and message["said"]["what"] == what
+            and message["said"].get("id", "") in (move, message["said"].get("id"))
             and (not move or message["said"].get("id") == move)
         }
 

@@ -58,13 +58,14 @@ class Mover:
     options: dict[str, Any]
     hosts: tuple[str, ...] = ("a",)
     generations: list[Generation] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.network = Network()
         self.agents = {host: HostAgent(host, self.directory, self.network) for host in self.hosts}
         self._threads = ThreadPoolExecutor(2)
         self._count = 0
-        model = {k: v for k, v in self.options.items() if k not in ("samples", "pace_s")}
+        model = {k: v for k, v in self.options.items() if k not in ("samples", "pace_s", "record")}
         self.shape = describe(job(Recorded(self.options.get("samples", 128)), **model), trace=False)
 
     def close(self) -> None:
@@ -110,8 +111,9 @@ class Mover:
         self._tell(old, {"event": "move", "move": move})
         self.all_say(old, "prepared", move["id"])
         self.all_say(new, "prepared", move["id"])
+        self._move = Move.from_dict(move)
         digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
-        assert digest == {Move.from_dict(move).moves.digest}
+        assert digest == {self._move.moves.digest}
         if abort_after != "prepared":
             self._tell(old, {"event": "quiesce", "move": move["id"]})
             quiesced = self.all_say(old, "quiesced", move["id"])
@@ -139,6 +141,7 @@ class Mover:
         self._tell(old, {"event": "stop", "reason": "moved"})
         old.run.result(DEADLINE_S)[0].checked()
         trains = self.all_say(new, "trains", move)
+        self.moves.append(self._move)
         self.generations.append(new)
         for agent in self.agents.values():
             agent.forget(move)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import closed_ways
+import recorded_state
 import torch
 from model import GPT
 from torch import nn
@@ -73,6 +74,31 @@ class Stray(GPT):
         return super().forward(tokens) * self.scale
 
 
+class Tables(GPT):
+    """With a table that is computed, not trained or saved, and a count of what was seen, which no plan cuts."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        angles = torch.arange(CONTEXT)[:, None] * torch.arange(1, sizes["width"] + 1)[None, :] / CONTEXT
+        self.embed.register_buffer("table", angles.sin(), persistent=False)
+        self.embed.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.embed.register_forward_hook(self._add)
+
+    @staticmethod
+    def _add(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        embed.seen += inputs[0].shape[0]
+        return output + embed.table
+
+
+class Frozen(GPT):
+    """A block that does not train, and one that the forward pass leaves out."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.blocks[0].requires_grad_(False)
+        self.head.spare = nn.Linear(3, 5)
+
+
 class Huge(GPT):
     """Asks for more memory than any machine has, as an accelerator would refuse it."""
 
@@ -88,7 +114,7 @@ class Broken(GPT):
         raise RuntimeError("a mistake of the script's own")
 
 
-MODELS = {"huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray}
+MODELS = {"huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen}
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -97,6 +123,8 @@ OPTIMIZERS = {
         [{"params": [q for q in p if q.dim() > 1], "weight_decay": 0.1}, {"params": [q for q in p if q.dim() <= 1]}],
         lr=3e-3,
     ),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "rows": lambda p: RowNormalised(p, lr=0.01),
 }
 
@@ -141,16 +169,21 @@ def job(
     )
 
 
-def rank(result: Path, *, samples: int = 128, pace_s: float = 0.0, way: str = "", **options: Any) -> None:
+def rank(
+    result: Path, *, samples: int = 128, pace_s: float = 0.0, way: str = "", record: str = "", **options: Any
+) -> None:
     """One rank: trains, and leaves the samples it asked for and what its parameters have become.
 
     Args:
         way: trains by this one of `closed_ways` instead.
+        record: a folder for the whole state at both ends of every move.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
         closed_ways.attempt(way, rank_file["rank"], rank_file["master_port"])
         return
+    if record:
+        recorded_state.record(Path(record))
     data = Recorded(samples, pace_s)
     left: dict[str, Any] = {}
 

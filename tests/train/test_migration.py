@@ -5,17 +5,45 @@ Real ranks, real segments; agents and daemon are played (`agent_double`, `mover`
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recorded_state
 from mover import Mover
 from rank_pool import RankPool
+
+from plans.plan import Plan
 
 PACE_S = 0.03
 TOLERANCE = 1e-4
 OPTIONS = {"depth": 2, "pace_s": PACE_S}
+PLANS = [
+    "dp=1",
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "tp=2",
+    "pp=2,accumulation=2",
+    "dp=2,offload=optimizer",
+    "dp=4",
+    "dp=4,zero=1",
+    "dp=4,zero=3",
+    "tp=4",
+    "pp=4,accumulation=4",
+    "dp=2,tp=2",
+    "dp=2,tp=2,zero=1",
+    "dp=2,tp=2,zero=3",
+    "dp=2,pp=2,accumulation=2",
+    "dp=2,pp=2,zero=3,accumulation=2",
+    "tp=2,pp=2,accumulation=2",
+    "dp=2,zero=3,offload=parameters",
+    "dp=3,shares=2:5:9",
+    "dp=3,zero=3,shares=4:4:8,accumulation=2,checkpointing",
+]
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +67,9 @@ def moving(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Callabl
 
 
 @pytest.fixture(scope="session")
-def undisturbed(pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+def undisturbed(
+    pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[float]]:
     """Losses of one process that nobody moves."""
     known: dict[str, list[float]] = {}
 
@@ -58,23 +88,89 @@ def assert_undisturbed(steps: list[dict[str, Any]], expected: list[float]) -> No
     assert [s["loss"] for s in steps] == pytest.approx(expected[: len(steps)], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "walk",
-    [
-        ["dp=2", "tp=2", "pp=2,accumulation=2", "dp=2,zero=3", "dp=2,zero=1"],
-        ["dp=2,tp=2", "tp=4", "dp=4,zero=3", "dp=2,pp=2,accumulation=2", "dp=1"],
-        ["dp=2,tp=2,zero=3", "dp=2,zero=3,offload=parameters", "dp=2,shares=5:11", "dp=2,offload=optimizer", "pp=2,tp=2,accumulation=2"],
-    ],
-    ids=" > ".join,
-)
+def walk_through(mover: Mover, walk: list[str], *, hosts: list[str] | None = None) -> list[dict[str, Any]]:
+    """From plan to plan with a few steps in between, and ten at the end; all steps that were logged."""
+    hosts = hosts or [""] * len(walk)
+    mover.start(walk[0], hosts[0])
+    for plan, places in zip(walk[1:], hosts[1:], strict=True):
+        mover.train(2)
+        moved = mover.move(plan, places)
+        assert moved is not None
+    mover.train(10)
+    return mover.stop()
+
+
+WALKS = [
+    ["dp=2", "tp=2", "pp=2,accumulation=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"],
+    pytest.param(
+        ["dp=2,tp=2", "tp=4", "dp=4,zero=3", "dp=2,pp=2,accumulation=2", "dp=1", "dp=4,zero=1"],
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("walk", WALKS, ids=" > ".join)
 def test_moves_change_no_loss(
     walk: list[str], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    expected = undisturbed()
+    assert_undisturbed(walk_through(moving(), walk), undisturbed())
+
+
+@pytest.mark.parametrize(
+    "options, walk",
+    [
+        (
+            {"model": "tables", "optimizer": "two groups", "warmup": True},
+            ["dp=2,zero=1", "tp=2", "pp=2,accumulation=2"],
+        ),
+        ({"model": "frozen", "optimizer": "nesterov"}, ["dp=2", "pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8"]),
+        ({"optimizer": "adafactor"}, ["pp=2,accumulation=2", "dp=2,zero=1", "dp=1"]),
+        ({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
+    ],
+    ids=lambda v: " ".join(map(str, v.values())) if isinstance(v, dict) else "",
+)
+def test_every_bit_of_the_state_arrives(
+    options: dict[str, Any],
+    walk: list[str],
+    moving: Callable[..., Mover],
+    undisturbed: Callable[..., list[float]],
+    tmp_path: Path,
+) -> None:
+    """Frozen and unused parameters, tied ones, slots of odd shapes, parameter groups, schedules, tables and counts."""
+    mover = moving(**options, record=str(tmp_path / "state"))
+    steps = walk_through(mover, walk)
+    for number in range(2, 1 + len(walk)):
+        left = recorded_state.read(tmp_path / "state", f"test.1.{number}-old")
+        arrived = recorded_state.read(tmp_path / "state", f"test.1.{number}-new")
+        recorded_state.assert_equal(left, arrived)
+    assert_undisturbed(steps, undisturbed(**options))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 6))])
+def test_a_chain_of_random_moves_over_two_hosts(
+    seed: int, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
+) -> None:
+    """Between hosts goes what the hosts lack, once."""
+    rng = random.Random(seed)
+    mover = moving("ab", warmup=True)
+    walk = rng.choices(PLANS[:8] if seed == 0 else PLANS, k=6)
+    hosts = ["".join(rng.choices("ab", k=Plan.parse(p).ranks)) for p in walk]
+    assert_undisturbed(walk_through(mover, walk, hosts=hosts), undisturbed(warmup=True))
+    bound = sum(g.moves.network_bytes for g in mover.moves)
+    assert mover.network.sent_bytes == bound > 0
+
+
+@pytest.mark.parametrize("after", ["prepared", "quiesced"])
+def test_an_undone_move_leaves_the_old_ranks_as_they_were(
+    after: str, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
+) -> None:
     mover = moving()
-    mover.start(walk[0])
-    for plan in walk[1:]:
-        mover.train(3)
-        print(plan, mover.move(plan))
-    mover.train(10)
-    assert_undisturbed(mover.stop(), expected)
+    mover.start("dp=2")
+    for _ in range(2):
+        mover.train(2)
+        mover.move("tp=2", abort_after=after)
+        assert not mover.agents["a"].segments()
+    mover.train(2)
+    mover.move("dp=2,zero=3")  # and the next one finds everything in place
+    mover.train(5)
+    assert_undisturbed(mover.stop(), undisturbed())

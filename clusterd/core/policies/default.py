@@ -16,14 +16,14 @@ class Default:
     def propose(self, view: View) -> Proposal:
         """Starts for what fits now, in order; moves that make room, fill it, or leave drained hosts."""
         proposal = Proposal(moves=elastic.drained(view))
-        waiting = False
+        waiting: list[int] = []
         for job in order(view):
             answer = allocate(job, view)
             if isinstance(answer, Refusal):
                 room = elastic.room_for(job, view, answer.devices) if answer.devices and not proposal.moves else []
                 proposal.moves += room
                 proposal.refusals.append(answer)
-                waiting |= answer.devices > 0
+                waiting.append(answer.devices)
                 continue
             assert isinstance(answer, Grant)
             where = answer.placement
@@ -31,6 +31,5 @@ class Default:
             proposal.starts.append(
                 Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
             )
-        if not waiting:
-            proposal.moves += elastic.growth(view)
+        proposal.moves += elastic.growth(view, waiting)
         return proposal

@@ -1,0 +1,199 @@
+"""Coefficients from measured step times, and how far to trust what they predict.
+
+Bounded robust least squares on the logarithm of the step time, with the prior as further residuals; the posterior is
+taken as normal around the optimum (Laplace). Where the cluster's structure is not known, each possibility is fitted
+and weighs by its evidence, so that predictions are mixtures and their intervals tell that the structure is uncertain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+from scipy.special import ndtr, ndtri
+
+from profiling.coefficients import HARDWARE, NAMES, Array, Prior
+from profiling.model import Rows, Structure, predict
+
+_STEP = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    """Beliefs about the structure's errors, not about any model or cluster."""
+
+    noise: float = 0.025  # of a measured step time, as a standard deviation of its logarithm
+    misfit: float = 0.03  # of the structure itself on a plan unlike the measured ones, likewise
+    robust: float = 2.0  # residuals of so many noises begin to count less
+    cards: tuple[tuple[int, float], ...] = ((1, 0.25), (2, 0.45), (4, 0.3))  # devices per network card: prior weights
+
+
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """Normal distribution of the coefficients' logarithms under one structure."""
+
+    structure: Structure
+    logs: Array
+    covariance: Array
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Step times with their uncertainty: log-normal around the median."""
+
+    median_s: Array
+    width: Array  # standard deviation of the logarithm, noise of a measurement included
+
+    def interval(self, share: float = 0.9) -> tuple[Array, Array]:
+        """Within which a measurement falls with this probability."""
+        z = float(ndtri(0.5 + share / 2.0))
+        return self.median_s * np.exp(-z * self.width), self.median_s * np.exp(z * self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What measurements say about the coefficients."""
+
+    posteriors: tuple[Posterior, ...]
+    options: FitOptions
+    noise: float  # pooled from belief and residuals
+    measured: int
+
+    @property
+    def best(self) -> Posterior:
+        """Of the likeliest structure."""
+        return max(self.posteriors, key=lambda p: p.weight)
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """Of the likeliest structure, in their units."""
+        return dict(zip(NAMES, np.exp(self.best.logs).tolist(), strict=True))
+
+    def predict(self, rows: Rows) -> Prediction:
+        """Step times of these rows."""
+        means, variances, weights = [], [], []
+        for p in self.posteriors:
+            if p.weight < 1e-3:
+                continue
+            log_s, jacobian = _linearise(p.logs, rows, p.structure)
+            means.append(log_s)
+            variances.append(np.einsum("ij,jk,ik->i", jacobian, p.covariance, jacobian))
+            weights.append(p.weight)
+        w = np.array(weights)[:, None] / sum(weights)
+        mean = (w * np.array(means)).sum(axis=0)
+        spread = (w * (np.array(variances) + (np.array(means) - mean) ** 2)).sum(axis=0)
+        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + self.options.misfit**2))
+
+
+def fit(
+    rows: Rows, step_times_s: Sequence[float] | Array, prior: Prior, options: FitOptions = FitOptions(),
+    *, start: Fit | None = None,
+) -> Fit:
+    """Coefficients from measurements; with none, the prior.
+
+    Raises:
+        ValueError: a step time that is not positive and finite.
+    """
+    times = np.asarray(step_times_s, dtype=np.float64)
+    if times.shape != (len(rows),) or not np.all(np.isfinite(times)) or np.any(times <= 0):
+        raise ValueError("each row needs one step time above 0 seconds")
+    target = np.log(times)
+    posteriors, evidences, residuals = [], [], []
+    for index, (devices_per_card, weight) in enumerate(options.cards):
+        structure = Structure(devices_per_card)
+        first = start.posteriors[index].logs if start is not None and len(start.posteriors) > index else prior.mean
+        logs, cost = _optimise(rows, target, prior, options, structure, first)
+        log_s, jacobian = _linearise(logs, rows, structure)
+        misfit = (log_s - target) / options.noise
+        robust = 1.0 / np.sqrt(1.0 + (misfit / options.robust) ** 2)
+        precision = np.diag(prior.width**-2) + (jacobian * (robust / options.noise**2)[:, None]).T @ jacobian
+        covariance = np.linalg.inv(precision)
+        sign, determinant = np.linalg.slogdet(precision * np.outer(prior.width, prior.width))
+        evidences.append(math.log(weight) - cost - 0.5 * float(determinant))
+        posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0))
+        residuals.append(log_s - target)
+    likeliest = max(evidences)
+    weights = [math.exp(e - likeliest) for e in evidences]
+    total = sum(weights)
+    posteriors = [replace(p, weight=w / total) for p, w in zip(posteriors, weights, strict=True)]
+    # The prior takes up most of what few measurements say of noise: count the belief as ten of them.
+    left = residuals[int(np.argmax(weights))]
+    noise = math.sqrt((10.0 * options.noise**2 + float(left @ left)) / (10.0 + len(left)))
+    return Fit(tuple(posteriors), options, noise, len(rows))
+
+
+def _linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Array]:
+    """Logarithm of the step times, and its derivatives by the coefficients' logarithms (rows x coefficients)."""
+    moved = np.vstack([logs, logs + _STEP * np.eye(len(logs))])
+    log_s = np.log(predict(moved, rows, structure))
+    return log_s[0], ((log_s[1:] - log_s[0]) / _STEP).T
+
+
+def _optimise(
+    rows: Rows, target: Array, prior: Prior, options: FitOptions, structure: Structure, first: Array
+) -> tuple[Array, float]:
+    """Optimum, and the negative logarithm of the posterior there but for constants."""
+    if not len(target):
+        return prior.mean.copy(), 0.0
+    low, high = prior.mean - 4.0 * prior.width, prior.mean + 4.0 * prior.width
+
+    def scaled(log_s: Array, logs: Array) -> tuple[Array, Array]:
+        z = (log_s - target) / options.noise
+        # Soft-L1 as a residual: its square is the loss, so that the prior's residuals can stay plain squares.
+        size = np.sqrt(1.0 + (z / options.robust) ** 2)
+        soft = np.sign(z) * options.robust * np.sqrt(2.0 * (size - 1.0))
+        return soft, (logs - prior.mean) / prior.width
+
+    cache: dict[bytes, tuple[Array, Array]] = {}
+
+    def at(logs: Array) -> tuple[Array, Array]:
+        key = logs.tobytes()
+        if key not in cache:
+            cache.clear()
+            cache[key] = _linearise(logs, rows, structure)
+        return cache[key]
+
+    def residual(logs: Array) -> Array:
+        return np.concatenate(scaled(at(logs)[0], logs))
+
+    def jacobian(logs: Array) -> Array:
+        log_s, slopes = at(logs)
+        z = (log_s - target) / options.noise
+        size = np.sqrt(1.0 + (z / options.robust) ** 2)
+        soft = np.abs(options.robust * np.sqrt(2.0 * (size - 1.0)))
+        # d soft / d z, which tends to 1 at z = 0.
+        factor = np.where(soft > 1e-6, np.abs(z) / (size * np.maximum(soft, 1e-12)), 1.0)
+        return np.vstack([slopes * (factor / options.noise)[:, None], np.diag(1.0 / prior.width)])
+
+    inside = np.clip(first, low + 1e-6, high - 1e-6)
+    found = least_squares(residual, inside, jacobian, bounds=(low, high), x_scale=prior.width, max_nfev=60, ftol=1e-6, xtol=1e-6)
+    return found.x, float(found.cost)
+
+
+def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1.3) -> Prior:
+    """The prior for a further model on hardware that other models were measured on.
+
+    Only the hardware's coefficients are taken over; efficiency and overlap of one model say nothing of another's.
+    """
+    mean, width = prior.mean.copy(), prior.width.copy()
+    for index in HARDWARE:
+        weights = [1.0 / prior.width[index] ** 2]
+        values = [prior.mean[index]]
+        for known in fits.values():
+            variance = known.best.covariance[index, index] * discount**2 + 0.05**2
+            # What measurements added to the prior, so that it is not counted once per model.
+            added = max(1.0 / variance - 1.0 / prior.width[index] ** 2, 0.0)
+            weights.append(added)
+            values.append(float(known.best.logs[index]))
+        mean[index] = float(np.average(values, weights=weights))
+        width[index] = 1.0 / math.sqrt(sum(weights))
+    return Prior(mean, width)
+
+
+def tail(prediction: Prediction, limit_s: float) -> Array:
+    """Probability of a step longer than `limit_s`."""
+    return 1.0 - ndtr((math.log(limit_s) - np.log(prediction.median_s)) / prediction.width)  # type: ignore[no-any-return]

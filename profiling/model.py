@@ -1,0 +1,205 @@
+"""Step time of any plan on any allocation.
+
+    step  = max'(forward + backward' + pipe + gather + update + constant, input)
+    with s samples in the largest share, m micro-batches, p stages, t shards, d replicas, n = d t p ranks:
+
+    forward, backward   (m + p - 1) slots of one micro-batch on one stage each: operations, cut by t but for a small
+                        share, a launch time that does not shrink with the micro-batch, and tensor-parallel sums
+    backward'           gradient traffic hides softly behind the last micro-batch's backward pass: (a^k + b^k)^(1/k)
+    gradient traffic    2 (d-1)/d of the gradients in a ring inside a host, or through the network cards that the
+                        busiest host has in use; ZeRO scatters half of it and gathers the rest after the update
+    pipe                boundaries crossed one after the other, twice
+    update              on the device; or on the host, whose cores the ranks there share, with copies over PCIe
+    input               samples prepared by the job's cores, while the step runs
+
+Everything is vectorised over rows (plan on allocation) and over sets of coefficients: a Jacobian is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from plans.plan import Plan
+from profiling.coefficients import INDEX, Array
+from profiling.placement import Allocation, traffic
+from profiling.workload import Workload
+
+_COLUMNS = (
+    "share", "micro", "dp", "tp", "pp", "zero", "offload", "offload_parameters", "checkpointing", "layers",
+    "flops", "boundary_bytes", "tp_bytes", "gradient_bytes", "parameters", "batch",
+    "tp_crosses", "tp_flows", "tp_devices", "dp_hosts", "dp_flows", "dp_devices",
+    "pp_local", "pp_far", "pp_flows", "pp_devices", "host_ranks", "cores", "speed",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan on one allocation, for one workload: what a step time is predicted or measured for."""
+
+    workload: Workload
+    plan: Plan
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What is not a number to fit, but a fact of the cluster, or one of a few possibilities of which data tells."""
+
+    devices_per_card: int = 2  # devices that share a network card on a host
+
+
+class Rows:
+    """Features of many rows, by name, as arrays."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Array) -> None:
+        self.values = values  # (columns, rows)
+
+    def __len__(self) -> int:
+        return int(self.values.shape[1])
+
+    def __getitem__(self, chosen: Sequence[int] | Array) -> Rows:
+        return Rows(self.values[:, np.asarray(chosen, dtype=np.intp)])
+
+    def column(self, name: str) -> Array:
+        """Of all rows."""
+        return self.values[_COLUMNS.index(name)]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Rows:
+        """Features of these rows.
+
+        Raises:
+            ValueError, PlanError: a plan does not fit its allocation or its batch.
+        """
+        table = [_features(row) for row in rows]
+        return cls(np.array(table, dtype=np.float64).T.reshape(len(_COLUMNS), len(table)))
+
+
+def _features(row: Row) -> tuple[float, ...]:
+    plan, load, allocation = row.plan, row.workload, row.allocation
+    counts = allocation.counts
+    t = traffic(plan.dp, plan.tp, plan.pp, counts)
+    batch = load.global_batch
+    if plan.shares or batch % plan.dp == 0:
+        share = allocation.slowest_share(plan.dp, plan.tp, plan.pp, plan.batch_shares(batch))
+    else:  # a batch that the replicas cannot share evenly: the largest share sets the pace
+        share = -(-batch // plan.dp) / allocation.slowest_speed()
+    return (
+        share, plan.accumulation, plan.dp, plan.tp, plan.pp, plan.zero, plan.offload != "none",
+        plan.offload == "parameters", plan.checkpointing, load.layers,
+        load.flops_per_sample, load.boundary_bytes, load.tp_bytes, load.gradient_bytes, load.parameters, batch,
+        t.tp_crosses, t.tp_flows, t.tp_devices, t.dp_hosts, t.dp_flows, t.dp_devices,
+        t.pp_local_hops, t.pp_far_hops, t.pp_flows, t.pp_devices, max(counts), allocation.cores,
+        allocation.slowest_speed(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of a step by what they are for; arrays (coefficient sets x rows). They add up to `step_s`."""
+
+    forward_s: Array
+    backward_s: Array
+    sync_s: Array  # gradient traffic that the backward pass does not hide
+    pipe_s: Array
+    gather_s: Array
+    update_s: Array
+    constant_s: Array
+    input_s: Array  # waiting for samples
+
+    @property
+    def step_s(self) -> Array:
+        """The whole step."""
+        total = self.forward_s
+        for f in fields(self)[1:]:
+            total = total + getattr(self, f.name)
+        return total
+
+
+def predict(logs: Array, rows: Rows, structure: Structure = Structure()) -> Array:
+    """Step times in seconds: of each row under each set of coefficients.
+
+    Args:
+        logs: logarithms of the coefficients, in the order of `coefficients.NAMES`: (..., coefficients).
+    Returns: (..., rows).
+    """
+    return phases(logs, rows, structure).step_s
+
+
+def phases(logs: Array, rows: Rows, structure: Structure = Structure()) -> Phases:
+    """As `predict`, by phase."""
+    k = np.exp(np.clip(logs, -80.0, 80.0))
+
+    def c(name: str) -> Array:
+        return k[..., INDEX[name], None]  # type: ignore[no-any-return]
+
+    (share, micro, dp, tp, pp, zero, offload, offload_p, checkpointing, layers, flops, boundary, tp_bytes, gradients,
+     parameters, batch, tp_crosses, tp_flows, tp_devices, dp_hosts, dp_flows, dp_devices, pp_local, pp_far, pp_flows,
+     pp_devices, host_ranks, cores, speed) = rows.values  # fmt: skip
+    local, network, growth = c("local_rate"), c("network_rate"), c("card_growth")
+
+    def through_network(flows: Array, devices: Array) -> Array:
+        """Bytes per second that each of `flows` gets."""
+        return network * np.ceil(devices / structure.devices_per_card) ** growth / flows  # type: ignore[no-any-return]
+
+    parallel = (tp > 1) | (pp > 1)
+    path = np.where(parallel, c("parallel_path"), 1.0) * np.where(zero > 0, c("sharded_path"), 1.0)
+    unsharded = np.minimum(c("unsharded_share"), 1.0)
+    cut = np.where(tp > 1, unsharded + (1.0 - unsharded) / tp, 1.0)
+
+    # One micro-batch on one stage.
+    slots = micro + pp - 1.0
+    samples = share / micro
+    compute = (samples * np.maximum(flops, 1.0) / c("compute_rate") * cut + c("launch_s") * layers / speed) / pp * path
+    tp_rate = np.where(tp_crosses > 0, through_network(np.maximum(tp_flows, 1.0), tp_devices), local)
+    tp_delay = np.where(tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
+    summed = np.where(
+        tp > 1,
+        2.0 * (tp - 1.0) / tp * samples * tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * tp_delay,
+        0.0,
+    ) / pp  # fmt: skip
+    forward = slots * (compute + summed)
+    recomputed = np.where(checkpointing > 0, c("recompute_ratio") * compute + summed, 0.0)
+    backward = slots * (c("backward_ratio") * compute + summed + recomputed)
+
+    # Gradients, and ZeRO's parameters.
+    held = gradients / (tp * pp)
+    ring = np.where(dp > 1, (dp - 1.0) / dp, 0.0) * held
+    rate = np.where(dp_flows > 0, 1.0 / (1.0 / through_network(np.maximum(dp_flows, 1.0), dp_devices) + 0.3 / local), local)
+    delay = np.where(dp > 1, (dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
+    one_way = ring / rate + delay
+    gather = np.where(zero > 0, c("gather_ratio") * one_way, 0.0)
+    # ZeRO-3 gathers for the forward and for the backward pass of each micro-batch, hidden behind compute as gradients are.
+    hidden = np.where(zero > 2, one_way + 2.0 * micro * gather, np.where(zero > 0, one_way, 2.0 * one_way))
+    gather = np.where(zero > 2, 0.0, gather)
+    norm = 1.0 + c("overlap")
+    last = np.where(zero > 2, forward + backward, backward / slots)
+    sync = np.where(dp > 1, (hidden**norm + last**norm) ** (1.0 / norm) - last, 0.0)
+
+    far = boundary * samples / through_network(pp_flows, pp_devices) + c("network_latency_s") / 20.0
+    near = boundary * samples / local + c("local_latency_s")
+    pipe = np.where(pp > 1, 2.0 * c("pipe_slowness") * (pp_far * far + pp_local * near) * slots / pp, 0.0)
+
+    mine = parameters / (tp * pp) / np.where(zero > 0, dp, 1.0)
+    on_device = mine / c("update_rate") / speed
+    on_host = (
+        mine / c("host_update_rate") * host_ranks ** c("host_sharing")
+        + mine * (gradients / parameters) * 2.0 / c("copy_rate")
+        + c("offload_s")
+    )
+    streamed = np.where(offload_p > 0, 2.0 * micro * held / dp / c("copy_rate"), 0.0)
+    update = np.where(offload > 0, on_host + streamed, on_device)
+
+    constant = c("step_s") + np.zeros_like(update)
+    busy = forward + backward + sync + pipe + gather + update + constant
+    loading = np.where(cores > 0, batch * c("sample_core_s") / np.maximum(cores, 1.0), 0.0)
+    waiting = (busy**8 + loading**8) ** 0.125 - busy
+    zeros = np.zeros_like(busy)
+    return Phases(
+        forward + zeros, backward + zeros, sync + zeros, pipe + zeros, gather + zeros, update + zeros, constant, waiting
+    )

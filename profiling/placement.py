@@ -1,0 +1,129 @@
+"""Where the ranks of a plan stand, and what that means for the traffic between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What an allocation has of one host."""
+
+    devices: int
+    cores: int = 0  # CPU cores for the job there; 0: not known, taken as enough
+    device_type: str = ""
+    speed: float = 1.0  # of a device, relative to the type that the coefficients are for
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Devices of a job in rank order, host by host."""
+
+    hosts: tuple[HostShare, ...]
+
+    def __post_init__(self) -> None:
+        if not self.hosts or any(h.devices < 1 or h.speed <= 0 for h in self.hosts):
+            raise ValueError("an allocation needs at least one host, and each a device and a speed above 0")
+
+    @classmethod
+    def of(cls, counts: Sequence[int], *, cores_per_device: int = 0, device_type: str = "") -> Allocation:
+        """Alike devices: so many on each host."""
+        return cls(tuple(HostShare(n, n * cores_per_device, device_type) for n in counts))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Devices on each host."""
+        return tuple(h.devices for h in self.hosts)
+
+    @property
+    def devices(self) -> int:
+        """In all."""
+        return sum(h.devices for h in self.hosts)
+
+    @property
+    def cores(self) -> int:
+        """In all; 0 where one host's are not known."""
+        return sum(h.cores for h in self.hosts) if all(h.cores for h in self.hosts) else 0
+
+    def slowest_share(self, dp: int, tp: int, pp: int, shares: Sequence[int]) -> float:
+        """Samples times slowness of the replica that everyone waits for; with alike devices the largest share."""
+        if all(h.speed == 1.0 for h in self.hosts):
+            return float(max(shares))
+        speeds = [h.speed for h in self.hosts for _ in range(h.devices)]
+        worst = 0.0
+        for replica, share in enumerate(shares):
+            mine = [speeds[(s * dp + replica) * tp + t] for s in range(pp) for t in range(tp)]
+            worst = max(worst, share / min(mine))
+        return worst
+
+    def slowest_speed(self) -> float:
+        """Of the slowest device."""
+        return min(h.speed for h in self.hosts)
+
+
+class Traffic(NamedTuple):
+    """What of a plan's traffic goes over the network, by the placement alone."""
+
+    tp_crosses: bool  # a tensor-parallel group spans hosts
+    tp_flows: int  # groups sending through the busiest host's network, if they do
+    tp_devices: int  # in use on that host
+    dp_hosts: int  # the most hosts that one data-parallel group spans
+    dp_flows: int  # rings through the network of the host where they have least room; 0: none leaves its host
+    dp_devices: int  # in use on that host
+    pp_local_hops: int  # boundaries between stages that stay on one host
+    pp_far_hops: int  # ... that do not
+    pp_flows: int  # ranks of one stage sending through the busiest host's network
+    pp_devices: int  # in use on that host
+
+
+@lru_cache(maxsize=65536)
+def traffic(dp: int, tp: int, pp: int, counts: tuple[int, ...]) -> Traffic:
+    """Ranks are numbered as in `plans.plan`, and fill the hosts in order.
+
+    Raises:
+        ValueError: the allocation has another number of devices than the plan has ranks.
+    """
+    ranks = dp * tp * pp
+    if sum(counts) != ranks:
+        raise ValueError(f"a plan of {ranks} ranks does not fit an allocation of {sum(counts)} devices")
+    if len(counts) == 1:
+        return Traffic(False, 0, 1, 1, 0, 1, pp - 1, 0, 0, 1)
+    stage = dp * tp
+    starts = [0]
+    for count in counts:
+        starts.append(starts[-1] + count)
+    tp_crosses = any(start % tp for start in starts[1:-1])
+    spans = [0] * pp
+    worst_dp, worst_pp = (0.0, 0, 1), (0.0, 0, 1)
+    for begin, end in zip(starts, starts[1:], strict=False):
+        here, flows = end - begin, 0
+        for s in range(begin // stage, (end - 1) // stage + 1):
+            low, high = max(begin, s * stage), min(end, (s + 1) * stage)
+            spans[s] += 1
+            if high - low < stage:
+                flows += min(tp, high - low)
+        if dp > 1 and flows:
+            worst_dp = max(worst_dp, (flows / here, flows, here))
+        # One stage sends at a time.
+        sending = min(max(min(end, ranks - stage) - max(begin, end - stage), 0), stage)
+        if sending:
+            worst_pp = max(worst_pp, (sending / here, sending, here))
+    host_of = [h for h, count in enumerate(counts) for _ in range(count)]
+    far = sum(host_of[s * stage] != host_of[(s + 1) * stage] for s in range(pp - 1))
+    least = min(counts)
+    return Traffic(
+        tp_crosses=tp_crosses and tp > 1,
+        tp_flows=math.ceil(least / tp),
+        tp_devices=least,
+        dp_hosts=max(spans),
+        dp_flows=worst_dp[1],
+        dp_devices=worst_dp[2],
+        pp_local_hops=pp - 1 - far,
+        pp_far_hops=far,
+        pp_flows=max(worst_pp[1], 1),
+        pp_devices=worst_pp[2],
+    )

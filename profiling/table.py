@@ -1,0 +1,138 @@
+"""Measured step times as a CSV table: what a row must have, and one clear line for each thing that is wrong."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from plans.plan import Plan, PlanError
+from profiling.model import Row
+from profiling.placement import Allocation
+from profiling.workload import Workload
+
+
+class TableError(ValueError):
+    """A table that cannot be used: file, line, column, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One measured step time."""
+
+    row: Row
+    step_time_s: float
+    family: str  # how its author groups it; only for reports
+    line: int  # in the file it came from; 0: from none
+
+    @property
+    def hosts(self) -> int:
+        """That it ran on."""
+        return len(self.row.allocation.hosts)
+
+
+REQUIRED = (
+    "model", "parameters", "layers", "hidden", "seq_len", "global_batch", "dp", "tp", "pp", "zero_stage", "offload",
+    "act_ckpt", "gpus_per_node", "step_time_s",
+)  # fmt: skip
+_MOST_S = 86_400.0
+_LEAST_S = 1e-6
+
+
+def read_table(path: Path) -> dict[str, list[Measured]]:
+    """Rows by model, in the order of the file.
+
+    Raises:
+        TableError: it cannot be read, or a value is missing, no number, or outside what can be.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"{path}: cannot be read ({error}); give a CSV file of step times") from None
+    reader = csv.DictReader(text.splitlines())
+    header = reader.fieldnames or []
+    if missing := [name for name in REQUIRED if name not in header]:
+        raise TableError(f"{path}, line 1: no column {', '.join(missing)}; needed are {', '.join(REQUIRED)}")
+    if len(set(header)) < len(header):
+        raise TableError(f"{path}, line 1: a column is named twice; keep one of each")
+    models: dict[str, list[Measured]] = {}
+    for values in reader:
+        one = _read_row(path, reader.line_num, values)
+        models.setdefault(one.row.workload.name, []).append(one)
+    if not models:
+        raise TableError(f"{path}: no rows below the header; add measurements")
+    return models
+
+
+def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
+    def wrong(column: str, why: str) -> TableError:
+        return TableError(f"{path}, line {line}, column {column}: {why}")
+
+    def number(column: str, least: float, most: float, what: str) -> float:
+        text = (values.get(column) or "").strip()
+        try:
+            value = float(text)
+        except ValueError:
+            raise wrong(column, f"{text!r} is no number; {what}") from None
+        if not math.isfinite(value) or not least <= value <= most:
+            raise wrong(column, f"{text} is outside {least:g} to {most:g}; {what}")
+        return value
+
+    def whole(column: str, least: int, most: int, what: str) -> int:
+        value = number(column, least, most, what)
+        if value != int(value):
+            raise wrong(column, f"{value:g} is not whole; {what}")
+        return int(value)
+
+    if None in values:
+        raise wrong("(after the last)", "more values than the header names; remove them or quote the commas")
+    model = (values["model"] or "").strip()
+    if not model:
+        raise wrong("model", "empty; name the model")
+    step_time_s = number("step_time_s", _LEAST_S, _MOST_S, "give seconds per step")
+    counts = []
+    for part in (values["gpus_per_node"] or "").split("+"):
+        if not part.strip().isdigit() or int(part) < 1:
+            raise wrong("gpus_per_node", f"{values['gpus_per_node']!r}; write devices of each host as in 4+4")
+        counts.append(int(part))
+    degrees = {name: whole(name, 1, 100_000, "give a degree of parallelism") for name in ("dp", "tp", "pp")}
+    ranks = degrees["dp"] * degrees["tp"] * degrees["pp"]
+    if sum(counts) != ranks:
+        raise wrong("gpus_per_node", f"{sum(counts)} devices, but dp*tp*pp is {ranks}; correct one of them")
+    if (values.get("gpus") or "").strip() and number("gpus", 1, 1e6, "give the number of devices") != ranks:
+        raise wrong("gpus", f"{values['gpus']}, but dp*tp*pp is {ranks}; correct one of them")
+    if (values.get("nodes") or "").strip() and number("nodes", 1, 1e6, "give the number of hosts") != len(counts):
+        raise wrong("nodes", f"{values['nodes']}, but gpus_per_node lists {len(counts)}; correct one of them")
+    micro = 1
+    if (values.get("micro_batches") or "").strip():
+        micro = whole("micro_batches", 1, 1_000_000, "give micro-batches per step, or nothing if not known")
+    try:
+        plan = Plan(
+            **degrees,
+            zero=whole("zero_stage", 0, 3, "give a ZeRO stage"),
+            offload="optimizer" if whole("offload", 0, 1, "give 0 or 1") else "none",
+            accumulation=micro,
+            checkpointing=bool(whole("act_ckpt", 0, 1, "give 0 or 1")),
+            schedule="gpipe",
+        )
+    except PlanError as error:
+        raise TableError(f"{path}, line {line}: {error}") from None
+    workload = Workload.from_sizes(
+        model,
+        parameters=whole("parameters", 1, 10**14, "give the number of parameters"),
+        layers=whole("layers", 0, 100_000, "give the number of blocks"),
+        hidden=whole("hidden", 0, 10**7, "give the width, 0 where there is none"),
+        seq_len=whole("seq_len", 0, 10**8, "give the length of a sample, 0 where it has none"),
+        global_batch=whole("global_batch", 1, 10**9, "give samples per step"),
+    )
+    if workload.global_batch < plan.dp:
+        raise wrong("global_batch", f"{workload.global_batch} samples cannot be shared by dp={plan.dp}; correct one")
+    row = Row(workload, plan, Allocation.of(counts))
+    return Measured(row, step_time_s, (values.get("family") or "").strip() or "all", line)
+
+
+def families(rows: Iterable[Measured]) -> list[str]:
+    """Named in the rows, each once, in order."""
+    return list(dict.fromkeys(r.family for r in rows))

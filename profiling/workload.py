@@ -1,0 +1,71 @@
+"""What of a job the performance model needs to know: sizes, and the work that one sample makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plans.model_shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One model, trained with one global batch. Zero means: not known, the fit finds out from measurements."""
+
+    name: str
+    parameters: int  # of the whole model
+    global_batch: int  # samples per step
+    layers: int = 1  # blocks that tensor parallelism cuts and that a pipeline is cut between
+    flops_per_sample: float = 0.0  # of the forward pass
+    boundary_bytes: float = 0.0  # per sample, from one pipeline stage to the next
+    tp_bytes: float = 0.0  # per sample, summed over shards in one forward pass of the whole model
+    bytes_per_parameter: float = 4.0  # of a gradient as it is sent
+
+    def __post_init__(self) -> None:
+        if self.parameters < 1 or self.global_batch < 1 or self.layers < 1:
+            raise ValueError(f"{self.name}: parameters, global batch and layers must be at least 1")
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of the whole model."""
+        return self.parameters * self.bytes_per_parameter
+
+    @classmethod
+    def from_sizes(
+        cls, name: str, *, parameters: int, layers: int, hidden: int, seq_len: int, global_batch: int
+    ) -> Workload:
+        """From a model card. A convolutional network has no width or sequence: give 0 for what it has not.
+
+        A transformer block does 2 operations per parameter and token plus attention; it adds up its result over the
+        shards twice in the forward pass, 2 bytes a number (Megatron-LM, section 3). What is not known of other
+        networks is left to the fit, whose prior of operations per second is wide for that reason.
+        """
+        tokens, width, depth = max(seq_len, 1), max(hidden, 0), max(layers, 1)
+        activations = 2.0 * tokens * width
+        return cls(
+            name=name,
+            parameters=parameters,
+            global_batch=global_batch,
+            layers=depth,
+            flops_per_sample=2.0 * parameters * tokens + 4.0 * depth * tokens * tokens * width,
+            boundary_bytes=activations,
+            tp_bytes=2.0 * depth * activations,
+        )
+
+    @classmethod
+    def from_shape(cls, shape: ModelShape, name: str = "model", *, global_batch: int | None = None) -> Workload:
+        """From the description that a rank gave of its own module."""
+        trainable = [p for p in shape.parameters if p.trainable]
+        size_bytes = sum(p.size_bytes for p in trainable)
+        count = sum(p.size_bytes // max(p.dtype_bytes, 1) for p in trainable)
+        inner = [layer.output_bytes for layer in shape.layers[:-1]]
+        blocks = sum(layer.block for layer in shape.layers)
+        return cls(
+            name=name,
+            parameters=max(count, 1),
+            global_batch=shape.global_batch if global_batch is None else global_batch,
+            layers=max(blocks or len(shape.layers), 1),
+            flops_per_sample=float(shape.flops),
+            boundary_bytes=float(max(inner, default=0)),
+            tp_bytes=float(sum(layer.tp_reduced_bytes for layer in shape.layers)),
+            bytes_per_parameter=size_bytes / count if count else 4.0,
+        )

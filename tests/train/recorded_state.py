@@ -1,0 +1,90 @@
+"""The whole state of ranks on both sides of a move, written down bit by bit, and put together again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from clusterd.train.arriving import Arriving
+from clusterd.train.boxes import holdings
+from clusterd.train.leaving import Leaving
+from plans.model_shape import ModelShape
+
+State = dict[str, Any]
+"""By "name|kind|slot": bytes of the whole tensor; and the step."""
+
+
+def record(directory: Path) -> None:
+    """In this rank, from now on: as it leaves, and as it has arrived."""
+    depart, arrive = Leaving.depart, Arriving.arrive
+
+    def recorded_depart(self: Any, at_s: float) -> str:
+        if self._move is not None:
+            _write(directory, f"{self._move.id}-old", self._training, self._move.shape)
+        return depart(self, at_s)
+
+    def recorded_arrive(self: Any, make: Any) -> Any:
+        training = arrive(self, make)
+        _write(directory, f"{self.move_id}-new", training, ModelShape.from_dict(training.context.move["shape"]))
+        return training
+
+    Leaving.depart = recorded_depart  # type: ignore[method-assign]
+    Arriving.arrive = recorded_arrive  # type: ignore[method-assign]
+
+
+def read(directory: Path, side: str) -> State:
+    """Of one side of a move (``test.1.2-old``), put together from all its ranks; replicas must agree, bit by bit."""
+    whole: State = {}
+    for path in sorted(directory.glob(f"{side}-*.json")):
+        told = json.loads(path.read_text())
+        arrays = np.load(path.with_suffix(".npz"))
+        for key, value in told["scalars"].items():
+            assert whole.setdefault(key, value) == value, key
+        for key, (shape, box) in told["boxes"].items():
+            array = arrays[key]
+            at = tuple(slice(low, high) for low, high in box)
+            target, seen = whole.setdefault(key, (np.zeros((*shape, array.shape[-1]), np.uint8), np.zeros(shape, bool)))
+            mine = seen[at]
+            if key.split("|")[1] != "buffer":
+                assert (target[at][mine] == array[mine]).all(), f"replicas differ in {key}"
+            if key.split("|")[1] != "buffer" or not mine.any():
+                target[at], seen[at] = array, True
+    for key, value in whole.items():
+        if isinstance(value, tuple):
+            assert value[1].all(), f"nobody held all of {key}"
+            whole[key] = value[0]
+    return whole
+
+
+def assert_equal(one: State, other: State) -> None:
+    """Every bit, and every scalar."""
+    assert set(one) == set(other)
+    for key, value in one.items():
+        assert np.array_equal(value, other[key]), key
+
+
+def _write(directory: Path, name: str, training: Any, shape: ModelShape) -> None:
+    arrays, boxes = {}, {}
+    shapes = {p.name: p.shape for p in shape.parameters}
+    for (of, kind), holding in holdings(training, shape).items():
+        for slot, tensor in enumerate(holding.tensors):
+            if tensor is None:
+                continue
+            key = f"{of}|{kind}|{slot}"
+            whole = shapes[of] if kind in ("parameter", "optimizer") else tuple(high for _, high in holding.box)
+            boxes[key] = (whole, holding.box)
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            arrays[key] = flat.reshape(*tensor.shape, tensor.element_size()).numpy().copy()
+    scalars: State = {"step": training.step}
+    for of, slots in training.optimizer.state_by_name().items():
+        for slot, value in slots.items():
+            if f"{of}|optimizer|0" not in boxes or (isinstance(value, torch.Tensor) and value.dim() == 0):
+                scalars[f"{of}|{slot}"] = float(value)
+    directory.mkdir(exist_ok=True)
+    name = f"{name}-{training.context.rank}"
+    np.savez(directory / f"{name}.npz", **arrays)
+    (directory / f"{name}.json").write_text(json.dumps({"scalars": scalars, "boxes": boxes}))
