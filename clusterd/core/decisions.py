@@ -78,6 +78,7 @@ class StartMigration(Decision):
     new_generation: int
     new_plan: Plan
     new_ranks: tuple[RankPlace, ...]
+    lost: tuple[int, ...] = ()  # old ranks that are dead
 
     @property
     def devices(self) -> int:

@@ -69,6 +69,15 @@ def drained(view: View) -> list[Move]:
     return moves
 
 
+def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
+    """Where a job goes whose ranks died: as many devices as it had, of its own and of free ones, or fewer."""
+    own = _devices(attempt, view)
+    here = [d for d in own if _may_stay(d, view)]
+    kind = own[0].kind if own else None
+    free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == kind]
+    return _first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why)
+
+
 def room_for(job: Job, view: View, count: int) -> list[Move]:
     """Shrinks that free devices for a queued job; empty when they would not be enough.
 

@@ -181,6 +181,17 @@ class RankExited(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankOrphaned(Event):
+    """A rank's peers are gone; it holds its state of the end of `step`, and waits."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStopped(Event):
     """Nothing of the attempt is left on the host: no rank, no straggler with its tag."""
 
@@ -290,6 +301,7 @@ EVENTS: dict[str, type[Event]] = {
         AttemptLaunched,
         LaunchFailed,
         RankExited,
+        RankOrphaned,
         AttemptStopped,
         AttemptProgressed,
         MigrationRequested,

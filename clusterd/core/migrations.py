@@ -6,15 +6,15 @@ become the attempt's, the old ones are retired. Retired ranks keep their devices
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from clusterd.core.state import Attempt, Job, Lease, Migration, Rank, Retired, State
 from clusterd.core.view import Move
 from clusterd.types import AttemptState, DeviceId, HostId, RankPlace
 
 
-def objection(state: State, job: Job, move: Move) -> str | None:
-    """Why a move must not begin now, whoever wants it; None: it may."""
+def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> str | None:
+    """Why a move must not begin now, whoever wants it; None: it may. After a loss, it may lead to where the job was."""
     attempt = job.attempt
     if attempt is None or attempt.state is not AttemptState.RUNNING:
         return f"{job.spec.name} is {job.state.value}: only a running job can be moved"
@@ -41,13 +41,13 @@ def objection(state: State, job: Job, move: Move) -> str | None:
         if lease is not None and place.device not in own:
             return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"
         seen.add(place.device)
-    if tuple(p.device for p in move.ranks) == attempt.devices and move.plan == attempt.plan:
+    if not after_loss and tuple(p.device for p in move.ranks) == attempt.devices and move.plan == attempt.plan:
         return f"{job.spec.name} runs under {move.plan} on these devices already"
     return None
 
 
-def begin(state: State, job: Job, move: Move, now_s: float) -> Migration:
-    """Book what the new ranks need beside the old ones."""
+def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] = ()) -> Migration:
+    """Book what the new ranks need beside the old ones, of which `lost` are dead."""
     attempt = job.attempt
     assert attempt is not None and attempt.plan is not None, "only what runs under a plan is moved"
     attempt.last_generation += 1
@@ -61,6 +61,7 @@ def begin(state: State, job: Job, move: Move, now_s: float) -> Migration:
         started_s=now_s,
         cores=dict(move.cores),
         memory_bytes=dict(move.memory_bytes),
+        lost=tuple(sorted(lost)),
     )
     for place in move.ranks:
         if place.device is not None and place.device not in state.leases:
@@ -89,6 +90,7 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
         if device is not None:
             state.leases[device] = _lease(state, attempt, rank.place, attempt.generation)
     attempt.migration, attempt.resuming = None, True
+    attempt.orphaned.clear()
     job.migrations.append(migration)
     return old
 

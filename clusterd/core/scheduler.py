@@ -7,9 +7,9 @@ Handlers are found by name: ``RankExited`` goes to ``_on_rank_exited``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from clusterd.core import attempts, elastic, migrations
+from clusterd.core import attempts, elastic, migrations, recovery
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
@@ -154,6 +154,11 @@ class Scheduler:
             self.state.recovering.clear()
         elif kind == "host-lost":
             self._give_up(HostId(about))
+        elif kind == "recover":
+            job = self.state.jobs.get(JobId(about))
+            if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
+                silent = sorted(recovery.undecided(job.attempt, self.state.hosts))
+                self._stop(job.attempt, Outcome.HOST_LOST, f"ranks died, and ranks {silent} did not say what they hold")
         elif kind == "limit":
             job = self.state.jobs.get(JobId(about))
             if job is not None and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
@@ -201,7 +206,7 @@ class Scheduler:
         for attempt in found.ended:
             if attempt.resuming and host.id in attempt.hosts:
                 self._resume(attempt, f"{host.id} is back after the switch")
-            self._settle(attempt)
+            self._after_end(attempt)
         self._pass_due = True
 
     def _on_host_disconnected(self, event: e.HostDisconnected) -> None:
@@ -219,6 +224,9 @@ class Scheduler:
         if any(self.state.attempts_on(host.id)):
             until_s = event.at_s + self.host_lost_after_s
             self._set_timer(f"host-lost:{host.id}", until_s, f"{host.id} is unreachable: {event.why}")
+        for attempt in list(self.state.attempts_on(host.id)):
+            if attempt.orphaned:
+                self._recover(attempt)
         self._pass_due = True
 
     def _on_host_changed(self, event: e.HostChanged) -> None:
@@ -305,7 +313,52 @@ class Scheduler:
         if attempt is None or attempt.ranks[event.rank].end is not None:
             return
         attempt.ranks[event.rank].end = event.end
-        self._settle(attempt)
+        self._after_end(attempt)
+
+    def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.state is not AttemptState.RUNNING:
+            return
+        attempt.orphaned[event.rank] = event.step
+        if f"recover:{event.job}" not in self.state.timers:
+            until_s = event.at_s + recovery.WAIT_FOR_SURVIVORS_S
+            self._set_timer(f"recover:{event.job}", until_s, f"rank {event.rank} lost its peers")
+        self._recover(attempt)
+
+    def _after_end(self, attempt: Attempt) -> None:
+        """A rank ended: wait for those that survive it, or end the attempt."""
+        job = self.state.jobs[attempt.job]
+        ends = [rank.end for rank in attempt.ranks.values() if rank.end is not None]
+        if not any(recovery.may_recover(job, attempt, end) for end in ends) or job.step < 1:
+            self._settle(attempt)
+            return
+        if attempt.migration is not None and not attempt.migration.lost:
+            self._give_up_migration(attempt, "a rank that was to be moved died")
+        if f"recover:{job.id}" not in self.state.timers:
+            job.reason = (
+                f"a rank died ({next(end for end in ends if not end.is_success)}); its peers are asked what they hold"
+            )
+            self._set_timer(f"recover:{job.id}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, job.reason)
+        self._recover(attempt)
+
+    def _recover(self, attempt: Attempt) -> None:
+        """Go on from what is left, once it is known what that is."""
+        job = self.state.jobs[attempt.job]
+        if attempt.state is not AttemptState.RUNNING or attempt.migration is not None:
+            return
+        if recovery.undecided(attempt, self.state.hosts):
+            return
+        lost = recovery.dead(attempt, self.state.hosts)
+        if not lost:
+            return
+        self.state.timers.pop(f"recover:{job.id}", None)
+        answer = recovery.way_on(job, attempt, View(self.state, self._now_s))
+        if isinstance(answer, Refusal):
+            self._stop(attempt, Outcome.HOST_LOST, answer.reason)
+        elif stale := migrations.objection(self.state, job, answer, after_loss=True):
+            self._stop(attempt, Outcome.HOST_LOST, stale)
+        else:
+            self._begin_migration(job, attempt, answer, lost)
 
     def _on_attempt_stopped(self, event: e.AttemptStopped) -> None:
         host = self.state.hosts.get(event.host)
@@ -354,9 +407,11 @@ class Scheduler:
         if stale:
             self._hold(job, f"a move was refused: {stale}")
             return
-        attempt = attempts.running(self.state, job.id)
+        self._begin_migration(job, attempts.running(self.state, job.id), move)
+
+    def _begin_migration(self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = ()) -> None:
         old_plan, old_ranks = attempt.plan, tuple(rank.place for _, rank in sorted(attempt.ranks.items()))
-        migration = migrations.begin(self.state, job, move, self._now_s)
+        migration = migrations.begin(self.state, job, move, self._now_s, lost)
         job.reason = move.reason
         assert old_plan is not None
         self._decide(
@@ -371,6 +426,7 @@ class Scheduler:
                 new_generation=migration.generation,
                 new_plan=move.plan,
                 new_ranks=migration.places,
+                lost=migration.lost,
             )
         )
 
@@ -432,7 +488,12 @@ class Scheduler:
         attempt = self._migrating(event.job, event.attempt, event.generation)
         if attempt is None:
             return
+        lost = attempt.migration.lost if attempt.migration is not None else ()
         self._give_up_migration(attempt, f"{event.phase}: {event.why}")
+        if lost:  # there is nothing to go back to
+            self._stop(
+                attempt, Outcome.HOST_LOST, f"ranks {list(lost)} died, and going on without them failed: {event.why}"
+            )
         self._pass_due = True
 
     def _give_up_migration(self, attempt: Attempt, why: str) -> None:
@@ -478,6 +539,7 @@ class Scheduler:
         job.go(JobState.STOPPING)
         job.reason = why
         self.state.timers.pop(f"limit:{job.id}", None)
+        self.state.timers.pop(f"recover:{job.id}", None)
         for host_id in attempt.hosts:
             self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), why)
 

@@ -119,6 +119,7 @@ class Migration:
     local_bytes: int = 0
     downtime_s: float | None = None
     ended_s: float | None = None
+    lost: tuple[int, ...] = ()  # old ranks that were dead when it began
     failure: str = ""  # why it failed; empty: it did not
 
     @property
@@ -158,6 +159,7 @@ class Attempt:
     migration: Migration | None = None  # under way, not switched
     resuming: bool = False  # switched, and not known to train yet
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
+    orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
 
     def go(self, state: AttemptState) -> None:

@@ -167,7 +167,9 @@ class Hosts:
             case "progress":
                 await self._on_progress(host, message)
             case "rank_said":
-                if self.on_rank_said is not None:
+                if message["said"]["what"] == "orphaned":
+                    await self._on_orphaned(message)
+                elif self.on_rank_said is not None:
                     await self.on_rank_said(message)
             case "facts":
                 managed = self._managed[host]
@@ -197,6 +199,18 @@ class Hosts:
                 host=host,
                 rank=message["rank"],
                 end=end,
+            )
+        )
+
+    async def _on_orphaned(self, message: dict[str, Any]) -> None:
+        await self._engine.post(
+            e.RankOrphaned(
+                at_s=time.time(),
+                job=JobId(message["job"]),
+                attempt=message["attempt"],
+                generation=message["generation"],
+                rank=message["rank"],
+                step=message["said"]["step"],
             )
         )
 

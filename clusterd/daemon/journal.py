@@ -6,6 +6,7 @@ One thread owns the connection; the event loop waits for it without blocking. Co
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,12 +83,7 @@ class Journal:
     async def _run(self, work: Callable[[], R]) -> R:
         """Let the writer thread do `work` to its end, whatever becomes of the waiting task."""
         with anyio.CancelScope(shield=True):
-            future = self._thread.submit(work)
-            done = anyio.Event()
-            token = anyio.lowlevel.current_token()
-            future.add_done_callback(lambda _: anyio.from_thread.run_sync(done.set, token=token))
-            await done.wait()
-        return future.result()
+            return await asyncio.wrap_future(self._thread.submit(work))
 
     async def append(self, events: Sequence[Event], extra: Iterable[tuple[str, tuple[Any, ...]]] = ()) -> None:
         """Make one batch durable, with further statements that must hold exactly if it does.

@@ -179,8 +179,13 @@ class _Move:
         self._began_s = time.perf_counter()
 
     @property
+    def old_ranks(self) -> tuple[RankPlace, ...]:
+        """Those that live."""
+        return tuple(place for place in self.decision.ranks if place.rank not in self.decision.lost)
+
+    @property
     def old_hosts(self) -> tuple[HostId, ...]:
-        return _distinct(self.decision.ranks)
+        return _distinct(self.old_ranks)
 
     @property
     def new_hosts(self) -> tuple[HostId, ...]:
@@ -228,7 +233,7 @@ class _Move:
             group.start_soon(self._launch_standby, self.decision, move)
             for host in self.old_hosts:
                 group.start_soon(tell_old, host)
-        both = {(self.decision.generation, p.rank) for p in self.decision.ranks}
+        both = {(self.decision.generation, p.rank) for p in self.old_ranks}
         both |= {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
         prepared = await self._wait("prepared", both, PREPARE_TIMEOUT_S)
         digests = {said["digest"] for said in prepared.values()}
@@ -249,7 +254,7 @@ class _Move:
             "id": self.id,
             "token": secrets.token_hex(16),
             "shape": state.jobs[decision.job].shape,
-            "lost": [],
+            "lost": list(decision.lost),
             "old": _side(decision.generation, decision.plan.to_dict(), decision.ranks),
             "new": _side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
             "fabric": fabric,
@@ -261,7 +266,7 @@ class _Move:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
                 group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
-        wanted = {(self.decision.generation, place.rank) for place in self.decision.ranks}
+        wanted = {(self.decision.generation, place.rank) for place in self.old_ranks}
         quiesced = await self._wait("quiesced", wanted, QUIESCE_TIMEOUT_S)
         steps = {said["step"] for said in quiesced.values()}
         if len(steps) != 1:

@@ -244,8 +244,9 @@ class Cluster(RuleBasedStateMachine):
             taken = agent.owners.get(place.device or "")
             assert taken in (None, key[:2]), f"{place.device} is used by {taken} and {start.job}"
             agent.owners[place.device or ""] = key[:2]
-        whole = all(self.agents[p.host].running.get(old, {}).get(p.rank, OK) is None for p in start.ranks)
-        if fails or not whole or not all(self._is_reachable(p.host) for p in start.ranks):
+        left = [p for p in start.ranks if p.rank not in start.lost]
+        whole = all(self.agents[p.host].running.get(old, {}).get(p.rank, OK) is None for p in left)
+        if fails or not whole or not all(self._is_reachable(p.host) for p in left):
             self.tell(e.MigrationFailed(**self.at(), **who, phase="quiesce", why="a rank was lost"))
             return
         self.tell(e.MigrationVerified(**self.at(), **who, step=5, network_bytes=1, local_bytes=1))
@@ -319,6 +320,23 @@ class Cluster(RuleBasedStateMachine):
                     **self.at(), job=job, attempt=attempt, generation=generation, host=host, rank=rank, end=end
                 )
             )
+
+    @precondition(lambda self: self.elastic_running())
+    @rule(data=st.data(), survivors=st.booleans())
+    def a_rank_dies(self, data: st.DataObject, survivors: bool) -> None:
+        """One rank of an elastic job is killed; its peers notice, and wait, or are never heard of."""
+        job = data.draw(st.sampled_from(self.elastic_running()))
+        attempt = self.scheduler.state.jobs[job].attempt
+        assert attempt is not None
+        self.tell(e.AttemptProgressed(**self.at(), job=job, attempt=attempt.number, step=5, loss=1.0, step_time_s=1.0))
+        mine = [r for r in self.running() if r[1] == (job, attempt.number, attempt.generation)]
+        if len(mine) < 2:
+            return
+        self.exit_one(*mine[0], RankEnd(reason=Reason.SIGNAL, signal=9))
+        for host, (_, number, generation), rank in mine[1:]:
+            if survivors and self._is_reachable(host):
+                who = {"job": job, "attempt": number, "generation": generation}
+                self.tell(e.RankOrphaned(**self.at(), **who, rank=rank, step=5))
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""When ranks die under an elastic job: those that are left hold its state, and often all of it.
+
+The survivors of a broken collective keep what they have and say so. Once each rank is known to be dead or waiting, the
+job is moved to new ranks with the dead left out of the old layout: replicas stand in for them. Where the dead held the
+only copy of something, or survivors differ by a step, there is nothing to move, and the attempt ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterd.core import elastic
+from clusterd.core.state import Attempt, Host, Job
+from clusterd.core.view import Move, Refusal, View
+from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
+from plans.layout import layout
+from plans.model_shape import ModelShape
+from plans.reshard import IncompleteLayout, plan_moves
+
+WAIT_FOR_SURVIVORS_S = 90.0
+"""For ranks to notice that a peer is gone, and for a dead host's connection to be known as dead."""
+
+_SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM)
+"""Ends without a word of the job's own: the code did not fail, something took its process away."""
+
+
+def may_recover(job: Job, attempt: Attempt, end: RankEnd) -> bool:
+    """Whether it is worth waiting for survivors."""
+    return (
+        job.spec.kind is JobKind.ELASTIC
+        and attempt.state is AttemptState.RUNNING
+        and attempt.plan is not None
+        and len(attempt.ranks) > 1
+        and not end.is_success
+        and end.reason in _SURVIVABLE
+    )
+
+
+def dead(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
+    """Ranks that ended, or are on a host that cannot be reached while others say that their peers are gone."""
+    return {
+        number
+        for number, rank in attempt.ranks.items()
+        if rank.end is not None or (number not in attempt.orphaned and hosts[rank.place.host].state is not HostState.UP)
+    }
+
+
+def undecided(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
+    """Ranks that are not known to be dead, and have not said that they wait."""
+    return set(attempt.ranks) - dead(attempt, hosts) - set(attempt.orphaned)
+
+
+def way_on(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
+    """New ranks that the survivors' state can be moved to, or why there are none."""
+    lost = sorted(dead(attempt, view.hosts))
+    survivors = sorted(set(attempt.orphaned) - set(lost))
+    if not survivors:
+        return Refusal(job.id, f"no rank is left of {len(attempt.ranks)}")
+    steps = {attempt.orphaned[rank] for rank in survivors}
+    if len(steps) != 1:
+        return Refusal(job.id, f"the ranks that are left are at different steps: {sorted(steps)}")
+    move = elastic.after_loss(job, attempt, view, f"rank {', '.join(map(str, lost))} died")
+    if move is None:
+        return Refusal(job.id, "no plan fits the devices that are left")
+    assert attempt.plan is not None
+    shape = ModelShape.from_dict(job.shape or {})
+    hosts = [attempt.ranks[rank].place.host for rank in sorted(attempt.ranks)]
+    try:
+        plan_moves(
+            layout(shape, attempt.plan).without(lost),
+            layout(shape, move.plan),
+            hosts,
+            [place.host for place in move.ranks],
+        )
+    except IncompleteLayout as missing:
+        return Refusal(job.id, f"ranks {lost} held the only copy of a part of the state: {missing}")
+    return move
