@@ -181,7 +181,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = Structure()) -> Phase
     last = np.where(zero > 2, forward + backward, backward / slots)
     sync = np.where(dp > 1, (hidden**norm + last**norm) ** (1.0 / norm) - last, 0.0)
 
-    far = boundary * samples / through_network(pp_flows, pp_devices) + c("network_latency_s") / 20.0
+    far = boundary * samples / through_network(np.maximum(pp_flows, 1.0), pp_devices) + c("network_latency_s") / 20.0
     near = boundary * samples / local + c("local_latency_s")
     pipe = np.where(pp > 1, 2.0 * c("pipe_slowness") * (pp_far * far + pp_local * near) * slots / pp, 0.0)
 

@@ -23,7 +23,9 @@ class Found:
 
 def _generations(attempt: Attempt, host: HostId) -> set[int]:
     """That may have ranks on the host."""
-    mine = {attempt.generation} if host in attempt.hosts else set()
+    # A host that was given up is not waited for any more: what it still runs is to be ended like anything unknown.
+    waited_for = attempt.state is not AttemptState.STOPPING or host in attempt.pending
+    mine = {attempt.generation} if host in attempt.hosts and waited_for else set()
     if attempt.migration is not None:
         mine.add(attempt.migration.generation)
     return mine | {g for g, retired in attempt.retired.items() if host in retired.pending}
