@@ -43,7 +43,10 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
         free = [d for h in view.free.hosts.values() for d in h.devices]
         kind = own[0].kind if own else None
         here = [d for d in own if _may_stay(d, view)]
-        chosen = _spread([*here, *(d for d in free if d.kind == kind)], count, wish.tp, prefer=here)
+        usable = [*here, *(d for d in free if d.kind == kind)]
+        chosen = _spread(usable, count, wish.tp, prefer=here)
+        if len(chosen) < count:  # shards of a layer across hosts: slow, but it is what was asked for
+            chosen = _spread(usable, count, 1, prefer=here)
     if len(chosen) != count:
         return Refusal(job.id, f"{wish} needs {count} devices, {len(chosen)} are given or free for it")
     return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for")

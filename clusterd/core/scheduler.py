@@ -204,6 +204,12 @@ class Scheduler:
         for attempt in found.unlaunched:
             self._launch(attempt, f"{host.id} had not started attempt {attempt.number} when contact was lost")
         for attempt in found.ended:
+            job = self.state.jobs[attempt.job]
+            if job.migrations and job.migrations[-1].failure and attempt.migration is None and not attempt.resuming:
+                # Whoever was to tell its ranks that the move is off may have had no way to.
+                self._abort(
+                    attempt, job.migrations[-1].generation, (host.id,), f"{host.id} is back after a failed move"
+                )
             if attempt.resuming and host.id in attempt.hosts:
                 self._resume(attempt, f"{host.id} is back after the switch")
             self._after_end(attempt)
@@ -504,19 +510,22 @@ class Scheduler:
         retired = migrations.fail(job, attempt, why, self._now_s)
         reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on"
         job.reason = reason
+        self._abort(attempt, generation, attempt.hosts, reason)
+        for host_id in sorted(retired.pending):
+            self._stop_on(host_id, job.id, attempt.number, generation, 0.0, reason)
+
+    def _abort(self, attempt: Attempt, new_generation: int, hosts: tuple[HostId, ...], reason: str) -> None:
         self._decide(
             d.AbortMigration(
                 cause=self._cause,
                 reason=reason,
-                job=job.id,
+                job=attempt.job,
                 attempt=attempt.number,
                 generation=attempt.generation,
-                new_generation=generation,
-                hosts=attempt.hosts,
+                new_generation=new_generation,
+                hosts=hosts,
             )
         )
-        for host_id in sorted(retired.pending):
-            self._stop_on(host_id, job.id, attempt.number, generation, 0.0, reason)
 
     def _settle(self, attempt: Attempt) -> None:
         """Stop the attempt once a rank failed, or every rank ended: stragglers go before devices are free."""

@@ -37,6 +37,10 @@ ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
 
 
+LAST_MOVE_S = 60.0
+"""A move waits so long for the one before it to be cleaned up; then it is refused, with what is in the way."""
+
+
 class Api:
     """Answers clients out of the state, and turns what they want into events."""
 
@@ -282,6 +286,8 @@ class Api:
         except PlanError as error:
             raise UsageError(f"--plan: {error}") from None
         chosen = tuple(DeviceId(device) for device in devices or ())
+        with anyio.move_on_after(LAST_MOVE_S):
+            await self._settled(known)
         answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
@@ -295,6 +301,11 @@ class Api:
             )
             await self._engine.post(event)
         return {"job": known.id, "name": known.spec.name, "migrations": len(known.migrations), **preview}
+
+    async def _settled(self, job: Job) -> None:
+        """Until the ranks of the job's last move are gone: who asks for two moves in a row means one after the other."""
+        while job.attempt is not None and (job.attempt.retired or job.attempt.resuming):
+            await self._feed.wait(self._feed.number)
 
     async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
         """What would move, and how long the job would stand still for it."""

@@ -83,7 +83,8 @@ class Journal:
     async def _run(self, work: Callable[[], R]) -> R:
         """Let the writer thread do `work` to its end, whatever becomes of the waiting task."""
         with anyio.CancelScope(shield=True):
-            return await asyncio.wrap_future(self._thread.submit(work))
+            result = await asyncio.wrap_future(self._thread.submit(work))
+        return result
 
     async def append(self, events: Sequence[Event], extra: Iterable[tuple[str, tuple[Any, ...]]] = ()) -> None:
         """Make one batch durable, with further statements that must hold exactly if it does.

@@ -218,10 +218,11 @@ class _Move:
             await self._prepare()
             await self._quiesce()
             await self._transfer()
-        except AgentLost as lost:
-            await self._failed(str(lost))
-        except ClusterError as error:
-            await self._failed(str(error))
+        except Exception as error:
+            cause = _first(error)
+            if not isinstance(cause, ClusterError):
+                log.exception("the move of %s failed by a bug", self.id)
+            await self._failed(str(cause) or type(cause).__name__)
 
     async def _prepare(self) -> None:
         move = await self._describe()
@@ -360,6 +361,13 @@ class _Move:
                 why=why,
             )
         )
+
+
+def _first(error: BaseException) -> BaseException:
+    """What is inside the groups that task groups make."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _id(job: str, attempt: int, generation: int) -> str:

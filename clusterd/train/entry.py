@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch.utils.data import default_collate
 
 from clusterd.train import build, data, describe, exits
 from clusterd.train import context as contexts
-from clusterd.train.agree import Agreement
 from clusterd.train.arriving import Arriving
 from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
@@ -23,7 +21,7 @@ from clusterd.train.control import Control, sigterm_asks_to_stop
 from clusterd.train.exits import PlanRefused
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
-from clusterd.train.leaving import Leaving
+from clusterd.train.loop import Loop, StepSeen
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.step import Stepper
@@ -31,9 +29,6 @@ from clusterd.train.steps_log import StepsLog
 from plans import legality
 from plans.model_shape import ModelShape
 from plans.plan import Plan
-
-StepSeen = Callable[[int, float, float], None]
-"""Called on every rank with a finished step: its number, the global loss, its seconds."""
 
 
 class Training:
@@ -157,7 +152,7 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
         if context.rank == 0 and context.directory is not None:
             write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
-        outcome = _steps(training, control, seen, move_id=arriving.move_id if arriving is not None else "")
+        outcome = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "").run()
         if at_end is not None:
             at_end(training)
         return outcome
@@ -186,50 +181,6 @@ def write_description(job: Job, directory: Path, shape: ModelShape | None = None
     part = directory / "model.json.part"
     part.write_text(text, encoding="utf-8")
     part.replace(directory / "model.json")
-
-
-def _steps(training: Training, control: Control, seen: StepSeen, *, move_id: str = "") -> Outcome:
-    job, place = training.job, training.context.coordinates
-    loss, stopped = float("nan"), ""
-    pending: tuple[int, float, Agreement] | None = None
-    leaving = Leaving(training, control)
-    began = time.perf_counter()
-    for inputs, targets in training.batches():
-        if move_id:
-            control.say("trains", id=move_id, step=training.step, at_s=time.time())
-            move_id = ""
-        build.seed_step(job.seed, training.step, place.replica, place.stage)
-        contribution = training.stepper.step(inputs, targets)
-        ended_at_s = time.time()
-        training.step += 1
-        previous, signals = pending, set[str]()
-        agreement = Agreement(contribution, control.flags())
-        if previous is not None:
-            loss, signals = previous[2].settle()
-            seen(previous[0], loss, previous[1])
-        now = time.perf_counter()
-        pending = (training.step, now - began, agreement)
-        began = now
-        if "stop" in signals:
-            stopped = control.why("stop")
-            break
-        if "quiesce" in signals and training.step < job.steps:
-            if training.device.type == "cuda":
-                torch.cuda.synchronize(training.device)
-                ended_at_s = time.time()
-            loss, _ = pending[2].settle()
-            seen(pending[0], loss, pending[1])
-            pending = None
-            if leaving.depart(ended_at_s) == "stop":
-                stopped = control.why("stop")
-                break
-            began = time.perf_counter()
-    if pending is not None:
-        loss, _ = pending[2].settle()
-        seen(pending[0], loss, pending[1])
-    if stopped:
-        print(f"clusterd: stopped after step {training.step} of {job.steps}: {stopped}", flush=True)
-    return Outcome(step=training.step, loss=loss, stopped=stopped)
 
 
 def _log(job: Job, context: Context) -> StepSeen:

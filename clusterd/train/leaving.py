@@ -85,6 +85,14 @@ class Leaving:
                 self._fail(move, "quiesce", error)
         return self._wait(move)
 
+    def wait_for_move(self, timeout_s: float) -> bool:
+        """Waits until there is a move to depart with; False if none came, or the rank is to stop."""
+        deadline = time.monotonic() + timeout_s
+        with self._news:
+            while self._move is None and not self._control.requested("stop") and time.monotonic() < deadline:
+                self._news.wait(POLL_S)
+            return self._move is not None
+
     def _hand_over(self, move: Move, at_s: float) -> None:
         training = self._training
         live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
@@ -130,9 +138,12 @@ class Leaving:
         except (KeyError, TypeError, ValueError) as error:
             self._control.say("failed", id=move_id, phase="prepare", why=f"a move that cannot be read: {error}")
             return
+        if self._training.context.rank in move.lost:
+            return  # what this rank holds is older than what others hold
         with self._news:
             self._forget()
             self._move = move
+            self._news.notify_all()
         threading.Thread(target=self._prepare, args=[move], name="clusterd-prepare", daemon=True).start()
 
     def _on_quiesce(self, message: Message) -> None:

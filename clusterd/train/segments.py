@@ -95,8 +95,8 @@ def word_sum(tensor: torch.Tensor, width: int) -> torch.Tensor:
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     try:
         words = tensor.view(_WORDS[width])
-    except RuntimeError:  # its strides do not allow wider words; the sum must not depend on that
-        words = tensor.contiguous().view(_WORDS[width])
+    except RuntimeError:  # where it lies does not allow wider words; the sum must not depend on that
+        words = tensor.clone(memory_format=torch.contiguous_format).view(_WORDS[width])
     return words.sum(dtype=_WORDS[width])
 
 

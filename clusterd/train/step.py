@@ -20,6 +20,10 @@ class Stepper:
 
     Loss and gradient of a step are those of the mean over the global batch, whatever the shares: the mean over a
     micro-batch of m samples counts m / global_batch.
+
+    Attributes:
+        updating: between the first change of a parameter and the last; a step that fails there leaves neither the old
+            state nor the new one.
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class Stepper:
         plan = parallel.plan
         self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, loss
         self._stage = coordinates.stage
+        self.updating = False
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
         self._gradient_factor = plan.dp if parallel.averages else 1
@@ -61,9 +66,11 @@ class Stepper:
         self._parallel.finish_gradients()
         if self._clip_norm is not None:
             clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
+        self.updating = True
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
+        self.updating = False
         return loss if self._counts_loss else torch.zeros_like(loss)
 
     def rehearse(self, inputs: Any, targets: Any) -> None:

@@ -1,0 +1,160 @@
+"""The steps of one rank, and what can happen between two of them: a stop, a move, the loss of peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from clusterd.train import build, peers
+from clusterd.train.agree import Agreement
+from clusterd.train.context import Context
+from clusterd.train.control import Control, Message
+from clusterd.train.exits import first_line
+from clusterd.train.job import Job, Outcome
+from clusterd.train.leaving import Leaving
+from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.parallel import Parallel
+from clusterd.train.step import Stepper
+
+ORPHAN_WAIT_S = 600.0
+
+StepSeen = Callable[[int, float, float], None]
+"""Called on every rank with a finished step: its number, the global loss, its seconds."""
+
+
+class Trained(Protocol):
+    """The part of `clusterd.train.entry.Training` that steps."""
+
+    job: Job
+    context: Context
+    device: torch.device
+    parallel: Parallel
+    optimizer: RankOptimizer
+    scheduler: Any
+    stepper: Stepper
+    step: int
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """This replica's share of each step that is left."""
+
+
+class Loop:
+    """Steps to the last one, or until all ranks agree to stop.
+
+    Args:
+        arrived_by: the move that made this rank; the daemon is told when it trains.
+    """
+
+    def __init__(self, training: Trained, control: Control, seen: StepSeen, *, arrived_by: str = "") -> None:
+        self._training, self._control, self._seen = training, control, seen
+        self._arrived_by = arrived_by
+        self._leaving = Leaving(training, control)
+        self._pending: tuple[int, float, Agreement] | None = None
+        self._loss = float("nan")
+        self._ended_at_s = time.time()
+        self._cut_off = False
+        control.on("peers_lost", self._on_peers_lost)
+
+    def run(self) -> Outcome:
+        """All steps.
+
+        Returns:
+            How it ended; the last step is logged.
+        Raises:
+            SystemExit: code 0: peers died, and what this rank held was handed over or is not needed.
+        """
+        training = self._training
+        try:
+            stopped = self._steps()
+        except Exception as error:
+            if not self._is_orphaned(error):
+                raise
+            self._wait_as_orphan(error)
+            raise SystemExit(0) from error
+        if stopped:
+            print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
+        return Outcome(step=training.step, loss=self._loss, stopped=stopped)
+
+    def _steps(self) -> str:
+        """Returns why it was stopped, if it was."""
+        training, control = self._training, self._control
+        job, place = training.job, training.context.coordinates
+        began = time.perf_counter()
+        for inputs, targets in training.batches():
+            if self._arrived_by:
+                control.say("trains", id=self._arrived_by, step=training.step, at_s=time.time())
+                self._arrived_by = ""
+            build.seed_step(job.seed, training.step, place.replica, place.stage)
+            contribution = training.stepper.step(inputs, targets)
+            self._ended_at_s = time.time()
+            training.step += 1
+            agreement = Agreement(contribution, control.flags())
+            # A step is settled after the next one: nobody waits for a reduction.
+            signals = self._settle()
+            now = time.perf_counter()
+            self._pending = (training.step, now - began, agreement)
+            began = now
+            if "stop" in signals:
+                self._settle()
+                return control.why("stop")
+            if "quiesce" in signals and training.step < job.steps:
+                self._end_of_step()
+                self._settle()
+                if self._leaving.depart(self._ended_at_s) == "stop":
+                    return control.why("stop")
+                began = time.perf_counter()
+        self._settle()
+        return ""
+
+    def _settle(self) -> set[str]:
+        """Logs the pending step; returns what all ranks were asked for in it."""
+        if self._pending is None:
+            return set()
+        step, time_s, agreement = self._pending
+        self._loss, signals = agreement.settle()
+        self._pending = None
+        self._seen(step, self._loss, time_s)
+        return signals
+
+    def _end_of_step(self) -> None:
+        if self._training.device.type == "cuda":
+            torch.cuda.synchronize(self._training.device)
+            self._ended_at_s = time.time()
+
+    # --- when peers are gone ------------------------------------------------------------------------------------------
+
+    def _is_orphaned(self, error: Exception) -> bool:
+        """Whether others are gone and not this rank is at fault, and what it holds is whole."""
+        training = self._training
+        if training.context.launcher != "clusterd" or not self._control.connected or training.stepper.updating:
+            return False
+        return self._cut_off or peers.are_lost(error)
+
+    def _wait_as_orphan(self, error: Exception) -> None:
+        """Keeps the state of the last full step until somebody takes it, or nobody wants it.
+
+        Raises:
+            Exception: `error`, when nobody came.
+        """
+        training = self._training
+        print(f"clusterd: peers are gone after step {training.step}: {first_line(error)}", flush=True)
+        peers.cut_off()
+        if self._pending is not None:  # its loss was never summed up, but it was done
+            self._seen(self._pending[0], float("nan"), self._pending[1])
+        self._control.say("orphaned", step=training.step, updated=True)
+        deadline = time.monotonic() + ORPHAN_WAIT_S
+        while self._leaving.wait_for_move(deadline - time.monotonic()):
+            if self._leaving.depart(self._ended_at_s) == "stop":
+                break
+        if not self._control.requested("stop"):
+            raise error
+        print(f"clusterd: stopped after step {training.step}: {self._control.why('stop')}", flush=True)
+
+    def _on_peers_lost(self, message: Message) -> None:
+        """Somebody knows before the connections do: a host that is gone closes none."""
+        self._cut_off = True
+        print(f"clusterd: peers are gone, says the agent: {message.get('reason', '')}", flush=True)
+        peers.cut_off()

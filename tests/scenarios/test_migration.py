@@ -1,0 +1,178 @@
+"""Running jobs moved, and failures at every phase: the job always goes on, each step trained once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunningCluster, processes_of, until
+
+JOB = """
+kind = "elastic"
+command = ["python", "train.py", "--steps", "{steps}"]
+{more}
+resources = {{ devices = {devices}, plan = {plan} }}
+"""
+
+
+def train(
+    cluster: RunningCluster, steps: int = 400, devices: int = 4, plan: str = "{ dp = 2, tp = 2 }", **more: Any
+) -> str:
+    """A job that is on its way."""
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in more.items() if key != "name")
+    job = cluster.submit(JOB.format(steps=steps, devices=devices, plan=plan, more=lines), more.get("name", "gpt"))
+    cluster.wait_for(job, lambda row: row["step"] >= 3)
+    return job
+
+
+def steps_of(cluster: RunningCluster, job: str) -> list[int]:
+    data = cluster.call("steps", job=job)["data"]
+    return [line["step"] for line in map(json.loads, data.splitlines()) if "step" in line]
+
+
+def trains_on(cluster: RunningCluster, job: str, more: int = 3) -> dict[str, Any]:
+    """The job's row once it is some steps further, with no step missing and none twice."""
+    step = cluster.job(job)["step"]
+    row = cluster.wait_for(job, lambda row: row["step"] >= step + more and row["state"] == "running")
+    steps = steps_of(cluster, job)
+    assert steps == list(range(1, len(steps) + 1))
+    return row
+
+
+def ranks(cluster: RunningCluster, job: str, generation: int) -> list[int]:
+    """Processes of one generation of the job's first attempt."""
+    tag = f"/{job}.1".encode() if generation == 1 else f"/{job}.1.{generation}".encode()
+    found = []
+    for pid in processes_of(cluster.directory):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if any(word.endswith(tag) for word in environment.split(b"\0") if b"CLUSTERD_TAG" in word):
+            found.append(pid)
+    return found
+
+
+def agent_of(cluster: RunningCluster, number: int) -> int:
+    record = json.loads((cluster.directory / "local" / str(number) / "agent" / "agent.json").read_text())
+    return int(record["pid"])
+
+
+def begin(cluster: RunningCluster, job: str, plan: str) -> None:
+    """Ask for a move, and do not wait for it."""
+    cluster.call("migrate", job=job, plan=plan, devices=[])
+
+
+def last_move(cluster: RunningCluster, job: str) -> dict[str, Any]:
+    row = cluster.wait_for(job, lambda row: row["migrations"] and row["migrations"][-1]["ended_s"])
+    move: dict[str, Any] = row["migrations"][-1]
+    return move
+
+
+def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: RunningCluster) -> None:
+    """There, to fewer devices, and back; the output names plan, bytes and downtime, each phase has its time."""
+    job = train(local_cluster)
+    said = local_cluster.run("migrate", "gpt", "--plan", "tp=4", "--dry-run").stdout
+    assert "dp=2,tp=2 -> tp=4" in said
+    assert "predicted downtime" in said
+    assert local_cluster.job(job)["migrations"] == []
+    said = local_cluster.run("migrate", "gpt", "--plan", "dp=4,zero=3").stdout
+    assert "went on after step" in said
+    local_cluster.run("migrate", "gpt", "--plan", "tp=2", "--devices", "local1:cpu0,local1:cpu1")
+    row = trains_on(local_cluster, job)
+    assert (row["plan"], row["devices"], row["attempt"]) == ("tp=2", ["local1:cpu0", "local1:cpu1"], 1)
+    assert [m["failure"] for m in row["migrations"]] == ["", ""]
+    assert {p["phase"] for p in row["migrations"][-1]["phases"]} == {
+        "prepare",
+        "quiesce",
+        "transfer",
+        "verify",
+        "resume",
+    }
+    assert local_cluster.call("status")["leased"] == 2
+    refused = local_cluster.run("migrate", "gpt", "--plan", "dp=3", check=False)
+    assert refused.returncode == 1
+    assert "16 cannot be cut into 3 equal shares" in refused.stderr
+
+
+def test_a_drained_host_is_left(local_cluster: RunningCluster) -> None:
+    """Redeployment: the same job, on what is left."""
+    job = train(local_cluster, devices=2, plan="{ dp = 2 }")
+    local_cluster.run("host", "drain", local_cluster.job(job)["hosts"][0])
+    move = last_move(local_cluster, job)
+    assert move["failure"] == ""
+    row = trains_on(local_cluster, job)
+    assert row["hosts"] == ["local1"]
+    assert (row["plan"], row["attempt"]) == ("dp=2", 1)
+
+
+def test_a_new_rank_that_dies_leaves_the_old_plan_alone(local_cluster: RunningCluster) -> None:
+    """kill -9 in prepare."""
+    job = train(local_cluster)
+    begin(local_cluster, job, "dp=4,zero=3")
+    until(lambda: bool(ranks(local_cluster, job, 2)))
+    os.kill(ranks(local_cluster, job, 2)[0], signal.SIGKILL)
+    assert "new rank" in last_move(local_cluster, job)["failure"]
+    assert trains_on(local_cluster, job)["plan"] == "dp=2,tp=2"
+    until(lambda: not ranks(local_cluster, job, 2))
+    local_cluster.run("migrate", "gpt", "--plan", "tp=4")
+    assert trains_on(local_cluster, job)["plan"] == "tp=4"
+
+
+def test_an_agent_that_dies_in_the_middle_leaves_the_old_plan_alone(local_cluster: RunningCluster) -> None:
+    """Its ranks live; the link comes back with a new agent."""
+    job = train(local_cluster)
+    begin(local_cluster, job, "dp=4,zero=3")
+    until(lambda: bool(ranks(local_cluster, job, 2)))
+    os.kill(agent_of(local_cluster, 1), signal.SIGKILL)
+    assert last_move(local_cluster, job)["failure"]
+    assert trains_on(local_cluster, job)["plan"] == "dp=2,tp=2"
+
+
+def phase_over(cluster: RunningCluster, phase: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda row: bool(row["migrating"]) and phase in {p["phase"] for p in row["migrating"]["phases"]}
+
+
+@pytest.mark.parametrize("when", ["prepare", "quiesce"])
+def test_a_daemon_that_dies_in_the_middle(local_cluster: RunningCluster, when: str) -> None:
+    """kill -9 before and after everyone is ready: under one plan or the other, the job goes on."""
+    job = train(local_cluster)
+    begin(local_cluster, job, "dp=4,zero=3")
+    if when == "prepare":
+        until(lambda: bool(ranks(local_cluster, job, 2)))
+    else:
+        local_cluster.wait_for(job, lambda row: phase_over(local_cluster, "prepare")(row) or row["migrations"])
+    local_cluster.kill()
+    local_cluster.start()
+    local_cluster.wait_until_up(2)
+    row = trains_on(local_cluster, job)
+    assert row["attempt"] == 1
+    assert row["plan"] in ("dp=2,tp=2", "dp=4,zero=3")
+
+
+def test_a_killed_rank_is_stood_in_for_by_its_replica(local_cluster: RunningCluster) -> None:
+    """kill -9 of one rank of dp=2 x tp=2: its replica has all it had, and not a step is lost but the one in flight."""
+    job = train(local_cluster)
+    os.kill(ranks(local_cluster, job, 1)[0], signal.SIGKILL)
+    row = local_cluster.wait_for(job, lambda row: row["migrations"] and row["migrations"][-1]["ended_s"])
+    assert row["migrations"][-1]["failure"] == ""
+    row = trains_on(local_cluster, job)
+    assert row["attempt"] == 1
+
+
+def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: RunningCluster) -> None:
+    """A student's job has the whole lab at night; a guaranteed one arrives at nine."""
+    night = train(local_cluster, steps=2000, plan="{ dp = 4 }", name="night")
+    text = JOB.format(steps=10, devices=2, plan="{ dp = 2 }", more="guaranteed = true")
+    morning = local_cluster.submit(text, "morning")
+    local_cluster.wait_for(morning, lambda row: row["state"] == "finished", timeout_s=90.0)
+    row = local_cluster.wait_for(night, lambda row: len(row["devices"]) == 4 and len(row["migrations"]) == 2)
+    assert [len(m["devices"]) for m in row["migrations"]] == [2, 4]
+    assert "makes room for morning" in row["migrations"][0]["reason"]
+    trains_on(local_cluster, night)
