@@ -172,7 +172,7 @@ def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: Runnin
     text = JOB.format(steps=10, devices=2, plan="{ dp = 2 }", more="guaranteed = true")
     morning = local_cluster.submit(text, "morning")
     local_cluster.wait_for(morning, lambda row: row["state"] == "finished", timeout_s=90.0)
-    row = local_cluster.wait_for(night, lambda row: len(row["devices"]) == 4 and len(row["migrations"]) == 2)
-    assert [len(m["devices"]) for m in row["migrations"]] == [2, 4]
+    row = local_cluster.wait_for(night, lambda row: len(row["devices"]) == 4 and len(row["migrations"]) >= 2)
+    assert [len(m["devices"]) for m in row["migrations"]][:2] == [2, 4]
     assert "makes room for morning" in row["migrations"][0]["reason"]
     trains_on(local_cluster, night)

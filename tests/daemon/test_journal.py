@@ -1,0 +1,124 @@
+"""What was acknowledged is there after any end of the daemon, and a journal that cannot be trusted is refused."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from clusterd.core import events as e
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon import journal as module
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.journal import MIGRATIONS, Journal
+from clusterd.errors import ClusterError
+from clusterd.types import HostId, JobId, JobSpec
+
+SPEC = JobSpec(name="job", command=("true",))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    made = Journal(tmp_path / "journal.db")
+    yield made
+    made.close()
+
+
+def engine_of(journal: Journal) -> tuple[Engine, list[e.Event]]:
+    handled: list[e.Event] = []
+    return Engine(journal, Scheduler(), lambda events, _: handled.extend(events)), handled
+
+
+async def post(engine: Engine, *events: e.Event) -> None:
+    """All at once, as a burst of clients would."""
+    async with anyio.create_task_group() as outer:
+        outer.start_soon(engine.run)
+        async with anyio.create_task_group() as group:
+            for event in events:
+                group.start_soon(engine.post, event)
+        outer.cancel_scope.cancel()
+
+
+def submitted(number: int) -> e.JobSubmitted:
+    return e.JobSubmitted(at_s=float(number), job=JobId(str(number)), spec=SPEC)
+
+
+def test_a_second_daemon_finds_what_the_first_one_took(tmp_path: Path) -> None:
+    """Killed right after the answer: same state, same ids, in batches as they came."""
+    first = Journal(tmp_path / "journal.db")
+    engine, _ = engine_of(first)
+    anyio.run(post, engine, *[submitted(n) for n in range(1, 50)])
+    second = Journal(tmp_path / "journal.db")
+    again, _ = engine_of(second)
+    assert again.restore() == 49
+    assert again.scheduler.state == engine.scheduler.state
+    assert second.last_event_id() == 49
+    first.close()
+    second.close()
+
+
+def test_a_snapshot_shortens_the_replay_and_changes_nothing(journal: Journal) -> None:
+    """The state goes through its bytes and is equal."""
+    engine, _ = engine_of(journal)
+
+    async def run() -> None:
+        await post(engine, *[submitted(n) for n in range(1, 20)])
+        await engine.snapshot()
+        await post(engine, submitted(20), e.HostAdded(at_s=21.0, host=HostId("a")))
+
+    anyio.run(run)
+    again, _ = engine_of(journal)
+    assert again.restore() == 2
+    assert again.scheduler.state == engine.scheduler.state
+
+
+def test_a_full_disk_refuses_the_submit_and_goes_on(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it happened; the next one, with room again, is taken."""
+    engine, handled = engine_of(journal)
+    real = journal.append
+
+    async def full(*_: object) -> None:
+        raise ClusterError("the journal cannot be written: disk full")
+
+    async def run() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            monkeypatch.setattr(journal, "append", full)
+            with pytest.raises(ClusterError, match="disk full"):
+                await engine.post(submitted(1))
+            monkeypatch.setattr(journal, "append", real)
+            await engine.post(submitted(2))
+            group.cancel_scope.cancel()
+
+    anyio.run(run)
+    assert [event.job for event in handled if isinstance(event, e.JobSubmitted)] == ["2"]
+    assert list(engine.scheduler.state.jobs) == ["2"]
+
+
+def test_a_journal_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    """Going back to an older clusterd."""
+    path = tmp_path / "journal.db"
+    Journal(path).close()
+    with sqlite3.connect(path) as db:
+        db.execute(f"PRAGMA user_version={len(MIGRATIONS) + 1}")
+    db.close()
+    with pytest.raises(ClusterError, match="was written by a newer clusterd"):
+        Journal(path)
+
+
+def test_a_file_that_is_no_journal(tmp_path: Path) -> None:
+    """Overwritten by something else."""
+    path = tmp_path / "journal.db"
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(ClusterError, match="cannot be used as the journal"):
+        Journal(path)
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home on NFS: SQLite's locks do not hold there."""
+    monkeypatch.setattr(module, "_file_system", lambda _: ("nfs4", "/home"))
+    with pytest.raises(ClusterError, match=r"network file system \(nfs4 at /home\).*CLUSTERD_STATE_DIR"):
+        Journal(tmp_path / "journal.db")
