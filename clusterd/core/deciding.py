@@ -1,0 +1,112 @@
+"""What every handler of the scheduler stands on: the state, and the ways to say what is to be done."""
+
+from __future__ import annotations
+
+from clusterd.core import attempts
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.state import Attempt, Job, State
+from clusterd.types import HostId, JobId, JobState
+
+
+class Deciding:
+    """Holds the state, and collects the decisions about one batch of events."""
+
+    def __init__(self) -> None:
+        self.state = State()
+        self._out: list[d.Decision] = []
+        self._pass_due = False
+        self._cause = e.EventId(0)
+        self._now_s = 0.0
+
+    def _launch(self, attempt: Attempt, reason: str) -> None:
+        places = tuple(rank.place for rank in attempt.ranks.values())
+        self._decide(
+            d.LaunchAttempt(
+                cause=self._cause,
+                reason=reason,
+                job=attempt.job,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                plan=attempt.plan,
+                ranks=places,
+            )
+        )
+
+    def _stop_on(self, host: HostId, job: JobId, number: int, generation: int, grace_s: float, reason: str) -> None:
+        self._decide(
+            d.StopAttempt(
+                cause=self._cause,
+                reason=reason,
+                job=job,
+                attempt=number,
+                generation=generation,
+                host=host,
+                grace_s=grace_s,
+            )
+        )
+
+    def _grace_s(self, attempt: Attempt) -> float:
+        return self.state.jobs[attempt.job].spec.grace_s
+
+    def _resume(self, attempt: Attempt, reason: str) -> None:
+        self._decide(
+            d.ResumeAttempt(
+                cause=self._cause,
+                reason=reason,
+                job=attempt.job,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                hosts=attempt.hosts,
+            )
+        )
+
+    def _abort(self, attempt: Attempt, new_generation: int, hosts: tuple[HostId, ...], reason: str) -> None:
+        self._decide(
+            d.AbortMigration(
+                cause=self._cause,
+                reason=reason,
+                job=attempt.job,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                new_generation=new_generation,
+                hosts=hosts,
+            )
+        )
+
+    def _end_job(self, job: Job, state: JobState, reason: str, exit_code: int | None) -> None:
+        job.go(state)
+        job.reason, job.exit_code, job.ended_s = reason, exit_code, self._now_s
+        self.state.queue.pop(job.id, None)
+        self.state.active.pop(job.id, None)
+        self.state.timers.pop(f"retry:{job.id}", None)
+        self._decide(d.EndJob(cause=self._cause, reason=reason, job=job.id, state=state.value, exit_code=exit_code))
+        self._pass_due = True
+
+    def _lost_once_more(self, job: Job, why: str) -> None:
+        """Queue again after a fault that was not the job's, slower each time; give up when it never gets anywhere."""
+        job.lost_in_a_row += 1
+        if job.lost_in_a_row > attempts.LOST_IN_A_ROW_MAX:
+            self._end_job(
+                job, JobState.FAILED, f"lost {job.lost_in_a_row} times in a row without a step: {why}", exit_code=1
+            )
+            return
+        job.reason = why
+        delay_s = attempts.retry_delay_s(job.lost_in_a_row)
+        if delay_s:
+            job.not_before_s = self._now_s + delay_s
+            self._set_timer(
+                f"retry:{job.id}", job.not_before_s, f"{job.spec.name} is tried again after {delay_s:.0f} s"
+            )
+
+    def _hold(self, job: Job, reason: str) -> None:
+        if job.reason != reason:  # said once: a job that waits for the same thing for a day is one line of history
+            job.reason = reason
+            self._decide(d.HoldJob(cause=self._cause, reason=reason, job=job.id))
+
+    def _set_timer(self, timer: str, at_s: float, reason: str) -> None:
+        self.state.timers[timer] = at_s
+        self._decide(d.SetTimer(cause=self._cause, reason=reason, timer=timer, at_s=at_s))
+
+    def _decide(self, decision: d.Decision) -> None:
+        self._out.append(decision)

@@ -1,0 +1,103 @@
+"""Handlers of what happens to attempts and their ranks."""
+
+from __future__ import annotations
+
+from clusterd.core import attempts, migrations, recovery
+from clusterd.core import events as e
+from clusterd.core.on_migrations import OnMigrations
+from clusterd.core.state import Attempt, Outcome
+from clusterd.core.view import Refusal, View
+from clusterd.types import AttemptState, JobState
+
+
+class OnAttempts(OnMigrations):
+    """From the launch to the last rank's end, and on from what survives it."""
+
+    def _on_attempt_launched(self, event: e.AttemptLaunched) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.state is not AttemptState.LAUNCHING:
+            return
+        attempt.go(AttemptState.RUNNING)
+        job = self.state.jobs[event.job]
+        job.go(JobState.RUNNING)
+        self._settle(attempt)
+
+    def _on_launch_failed(self, event: e.LaunchFailed) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.state is AttemptState.STOPPING:
+            return
+        outcome = Outcome.HOST_LOST if event.is_infrastructure else Outcome.LAUNCH_FAILED
+        self._stop(attempt, outcome, f"{event.host} did not start it: {event.why}")
+
+    def _on_rank_exited(self, event: e.RankExited) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.ranks[event.rank].end is not None:
+            return
+        attempt.ranks[event.rank].end = event.end
+        self._after_end(attempt)
+
+    def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.state is not AttemptState.RUNNING:
+            return
+        attempt.orphaned[event.rank] = event.step
+        if f"recover:{event.job}" not in self.state.timers:
+            until_s = event.at_s + recovery.WAIT_FOR_SURVIVORS_S
+            self._set_timer(f"recover:{event.job}", until_s, f"rank {event.rank} lost its peers")
+        self._recover(attempt)
+
+    def _after_end(self, attempt: Attempt) -> None:
+        """A rank ended: wait for those that survive it, or end the attempt."""
+        job = self.state.jobs[attempt.job]
+        ends = [rank.end for rank in attempt.ranks.values() if rank.end is not None]
+        if not any(recovery.may_recover(job, attempt, end) for end in ends) or job.step < 1:
+            self._settle(attempt)
+            return
+        if attempt.migration is not None and not attempt.migration.lost:
+            self._give_up_migration(attempt, "a rank that was to be moved died")
+        if f"recover:{job.id}" not in self.state.timers:
+            job.reason = (
+                f"a rank died ({next(end for end in ends if not end.is_success)}); its peers are asked what they hold"
+            )
+            self._set_timer(f"recover:{job.id}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, job.reason)
+        self._recover(attempt)
+
+    def _recover(self, attempt: Attempt) -> None:
+        """Go on from what is left, once it is known what that is."""
+        job = self.state.jobs[attempt.job]
+        if attempt.state is not AttemptState.RUNNING or attempt.migration is not None:
+            return
+        if recovery.undecided(attempt, self.state.hosts):
+            return
+        lost = recovery.dead(attempt, self.state.hosts)
+        if not lost:
+            return
+        self.state.timers.pop(f"recover:{job.id}", None)
+        answer = recovery.way_on(job, attempt, View(self.state, self._now_s))
+        if isinstance(answer, Refusal):
+            self._stop(attempt, Outcome.HOST_LOST, answer.reason)
+        elif stale := migrations.objection(self.state, job, answer, after_loss=True):
+            self._stop(attempt, Outcome.HOST_LOST, stale)
+        else:
+            self._begin_migration(job, attempt, answer, lost)
+
+    def _on_attempt_stopped(self, event: e.AttemptStopped) -> None:
+        host = self.state.hosts.get(event.host)
+        if host is not None:
+            host.orphans.discard((event.job, event.attempt))
+        attempt = self.state.attempt(event.job, event.attempt)
+        if attempt is not None and attempt.generation == event.generation:
+            attempts.take_reports(attempt, event.ranks)
+            self._gone_from(attempt, event.host)
+        elif attempt is not None:
+            self._retired_gone(attempt, event.generation, event.host)
+        self._pass_due = True
+
+    def _on_attempt_progressed(self, event: e.AttemptProgressed) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is None or self.state.attempt(event.job, event.attempt) is None:
+            return
+        job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
+        if job.first_loss is None:
+            job.first_loss = event.first_loss
+        job.lost_in_a_row = 0

@@ -1,0 +1,152 @@
+"""Handlers of what happens to the daemon, its timers and its hosts."""
+
+from __future__ import annotations
+
+from clusterd.core import attempts, recovery
+from clusterd.core import events as e
+from clusterd.core.on_attempts import OnAttempts
+from clusterd.core.reconcile import reconcile
+from clusterd.core.state import Description, Host, Outcome
+from clusterd.types import AttemptState, HostId, HostState, JobId
+
+HOST_LOST_AFTER_S = 120.0
+"""An unreachable host's ranks are given up after this; until then they are presumed to go on."""
+
+RECOVERY_S = 20.0
+"""After a start of the daemon nothing is placed until each host in use has reported, or for this long."""
+
+
+class OnHosts(OnAttempts):
+    """Who is there, who is not, and what that means for what runs there."""
+
+    def __init__(self, host_lost_after_s: float = HOST_LOST_AFTER_S) -> None:
+        super().__init__()
+        self.host_lost_after_s = host_lost_after_s
+
+    def _on_daemon_started(self, event: e.DaemonStarted) -> None:
+        self.state.epoch = event.epoch
+        for host in self.state.hosts.values():
+            if host.state is not HostState.LOST:
+                host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
+            host.orphans.clear()
+        for job_id in self.state.queue:
+            job = self.state.jobs[job_id]
+            if job.description is Description.ASKED:  # whoever was asked has no one to answer to
+                job.description, job.described_on = Description.NEEDED, None
+        for job_id in self.state.active:  # whoever led these moves is gone; the old ranks go on, or wait to be told
+            attempt = attempts.running(self.state, job_id)
+            if attempt.migration is not None:
+                self._give_up_migration(attempt, "the daemon ended in the middle of it")
+        busy = {host for job in self.state.active for host in attempts.running(self.state, job).all_hosts}
+        self.state.recovering = {h for h in busy if self.state.hosts[h].state is HostState.CONNECTING}
+        if self.state.recovering:
+            self._set_timer("recovery", event.at_s + RECOVERY_S, "hosts in use are heard first")
+        for host_id in sorted(self.state.recovering):
+            self._set_timer(f"host-lost:{host_id}", event.at_s + self.host_lost_after_s, f"{host_id} has ranks of ours")
+        self._pass_due = True
+
+    def _on_timer_fired(self, event: e.TimerFired) -> None:
+        self.state.timers.pop(event.timer, None)
+        kind, _, about = event.timer.partition(":")
+        if kind == "recovery":
+            self.state.recovering.clear()
+        elif kind == "host-lost":
+            self._give_up(HostId(about))
+        elif kind == "recover":
+            job = self.state.jobs.get(JobId(about))
+            if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
+                silent = sorted(recovery.undecided(job.attempt, self.state.hosts))
+                self._stop(job.attempt, Outcome.HOST_LOST, f"ranks died, and ranks {silent} did not say what they hold")
+        elif kind == "limit":
+            job = self.state.jobs.get(JobId(about))
+            if job is not None and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
+                self._stop(job.attempt, Outcome.TIME_LIMIT, f"its time limit of {job.spec.time_limit_s:.0f} s is over")
+        self._pass_due = True
+
+    def _on_host_added(self, event: e.HostAdded) -> None:
+        self.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
+
+    def _on_host_removed(self, event: e.HostRemoved) -> None:
+        del self.state.hosts[event.host]
+        self.state.recovering.discard(event.host)
+        self._pass_due = True
+
+    def _on_host_drained(self, event: e.HostDrained) -> None:
+        self.state.hosts[event.host].drained = (
+            " ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
+        )
+        self._pass_due = True
+
+    def _on_host_undrained(self, event: e.HostUndrained) -> None:
+        self.state.hosts[event.host].drained = None
+        self._pass_due = True
+
+    def _on_host_connected(self, event: e.HostConnected) -> None:
+        host = self.state.hosts.get(event.host)
+        if host is None:
+            return
+        host.go(HostState.UP, event.at_s)
+        host.facts = event.facts
+        self.state.recovering.discard(host.id)
+        self.state.timers.pop(f"host-lost:{host.id}", None)
+        found = reconcile(self.state, host, event.attempts)
+        for job_id, number, generation in found.orphans:
+            host.orphans.add((job_id, number))
+            reason = f"{host.id} still runs attempt {number} of job {job_id}, which is over"
+            self._stop_on(host.id, job_id, number, generation, 5.0, reason)
+        for attempt in found.stopping:
+            self._stop_on(host.id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), attempt.why)
+        for attempt, generation in found.retired:
+            reason = f"generation {generation} of attempt {attempt.number} is over"
+            self._stop_on(host.id, attempt.job, attempt.number, generation, self._grace_s(attempt), reason)
+        for attempt in found.unlaunched:
+            self._launch(attempt, f"{host.id} had not started attempt {attempt.number} when contact was lost")
+        for attempt in found.ended:
+            job = self.state.jobs[attempt.job]
+            if job.migrations and job.migrations[-1].failure and attempt.migration is None and not attempt.resuming:
+                # Whoever was to tell its ranks that the move is off may have had no way to.
+                self._abort(
+                    attempt, job.migrations[-1].generation, (host.id,), f"{host.id} is back after a failed move"
+                )
+            if attempt.resuming and host.id in attempt.hosts:
+                self._resume(attempt, f"{host.id} is back after the switch")
+            self._after_end(attempt)
+        self._pass_due = True
+
+    def _on_host_disconnected(self, event: e.HostDisconnected) -> None:
+        host = self.state.hosts.get(event.host)
+        if host is None:
+            return
+        if host.state is not HostState.UP:
+            host.why = event.why
+            return
+        host.go(HostState.UNREACHABLE, event.at_s, event.why)
+        for job_id in self.state.queue:
+            job = self.state.jobs[job_id]
+            if job.described_on == host.id and job.description is Description.ASKED:
+                job.description, job.described_on = Description.NEEDED, None
+        if any(self.state.attempts_on(host.id)):
+            until_s = event.at_s + self.host_lost_after_s
+            self._set_timer(f"host-lost:{host.id}", until_s, f"{host.id} is unreachable: {event.why}")
+        for attempt in list(self.state.attempts_on(host.id)):
+            if attempt.orphaned:
+                self._recover(attempt)
+        self._pass_due = True
+
+    def _on_host_changed(self, event: e.HostChanged) -> None:
+        if event.host in self.state.hosts:
+            self.state.hosts[event.host].facts = event.facts
+            self._pass_due = True
+
+    def _give_up(self, host_id: HostId) -> None:
+        host = self.state.hosts.get(host_id)
+        if host is None or host.state is HostState.UP:
+            return
+        host.go(HostState.LOST, self._now_s, host.why)
+        self.state.recovering.discard(host_id)
+        for attempt in list(self.state.attempts_on(host_id)):
+            if attempt.state is not AttemptState.STOPPING:
+                self._stop(attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
+            self._gone_from(attempt, host_id)
+            for generation in list(attempt.retired):
+                self._retired_gone(attempt, generation, host_id)

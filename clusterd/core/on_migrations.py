@@ -1,0 +1,118 @@
+"""Handlers of what happens to running attempts that are moved, and of the wish to move them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from clusterd.core import attempts, elastic, migrations
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.state import Attempt, Job, Outcome
+from clusterd.core.stopping import Stopping
+from clusterd.core.view import Move, Refusal, View
+from clusterd.types import AttemptState, JobId
+
+
+class OnMigrations(Stopping):
+    """From the wish to the last word of the new ranks."""
+
+    def _on_migration_requested(self, event: e.MigrationRequested) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is None:
+            return
+        answer = elastic.requested(job, View(self.state, event.at_s), event.plan, event.devices, event.by)
+        if isinstance(answer, Refusal):
+            self._hold(job, answer.reason)
+            return
+        if event.pin:
+            job.pinned = True
+        self._move(answer)
+
+    def _on_job_unpinned(self, event: e.JobUnpinned) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is not None:
+            job.pinned = False
+            self._pass_due = True
+
+    def _move(self, move: Move) -> None:
+        job = self.state.jobs[move.job]
+        stale = migrations.objection(self.state, job, move)
+        if stale:
+            self._hold(job, f"a move was refused: {stale}")
+            return
+        self._begin_migration(job, attempts.running(self.state, job.id), move)
+
+    def _begin_migration(self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = ()) -> None:
+        old_plan, old_ranks = attempt.plan, tuple(rank.place for _, rank in sorted(attempt.ranks.items()))
+        migration = migrations.begin(self.state, job, move, self._now_s, lost)
+        job.reason = move.reason
+        assert old_plan is not None
+        self._decide(
+            d.StartMigration(
+                cause=self._cause,
+                reason=move.reason,
+                job=job.id,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                plan=old_plan,
+                ranks=old_ranks,
+                new_generation=migration.generation,
+                new_plan=move.plan,
+                new_ranks=migration.places,
+                lost=migration.lost,
+            )
+        )
+
+    def _migrating(self, job: JobId, attempt: int, generation: int) -> Attempt | None:
+        """The attempt that is on its way to this generation."""
+        known = self.state.attempt(job, attempt)
+        is_it = known is not None and known.migration is not None and known.migration.generation == generation
+        return known if is_it else None
+
+    def _on_migration_advanced(self, event: e.MigrationAdvanced) -> None:
+        attempt = self._migrating(event.job, event.attempt, event.generation)
+        if attempt is not None and attempt.migration is not None:
+            attempt.migration.phases.append((event.phase, event.seconds, event.what))
+            return
+        job = self.state.jobs.get(event.job)
+        if job is not None and job.migrations and job.migrations[-1].generation == event.generation:
+            job.migrations[-1].phases.append((event.phase, event.seconds, event.what))  # what comes after the switch
+
+    def _on_migration_verified(self, event: e.MigrationVerified) -> None:
+        attempt = self._migrating(event.job, event.attempt, event.generation)
+        if attempt is None or attempt.migration is None or attempt.state is not AttemptState.RUNNING:
+            return
+        job = self.state.jobs[event.job]
+        migration = attempt.migration
+        migration.step, migration.network_bytes, migration.local_bytes = (
+            event.step,
+            event.network_bytes,
+            event.local_bytes,
+        )
+        old_generation = attempt.generation
+        retired = migrations.switch(self.state, job, attempt)
+        self._resume(attempt, f"the whole state of step {event.step} is there: {migration.reason}")
+        for host_id in sorted(retired.pending):
+            reason = f"its state has moved to generation {attempt.generation}"
+            self._stop_on(host_id, job.id, attempt.number, old_generation, self._grace_s(attempt), reason)
+
+    def _on_migration_finished(self, event: e.MigrationFinished) -> None:
+        attempt = self.state.attempt(event.job, event.attempt, event.generation)
+        if attempt is None or not attempt.resuming:
+            return
+        attempt.resuming = False
+        job = self.state.jobs[event.job]
+        job.migrations[-1].downtime_s, job.migrations[-1].ended_s = event.downtime_s, event.at_s
+        self._pass_due = True
+
+    def _on_migration_failed(self, event: e.MigrationFailed) -> None:
+        attempt = self._migrating(event.job, event.attempt, event.generation)
+        if attempt is None:
+            return
+        lost = attempt.migration.lost if attempt.migration is not None else ()
+        self._give_up_migration(attempt, f"{event.phase}: {event.why}")
+        if lost:  # there is nothing to go back to
+            self._stop(
+                attempt, Outcome.HOST_LOST, f"ranks {list(lost)} died, and going on without them failed: {event.why}"
+            )
+        self._pass_due = True

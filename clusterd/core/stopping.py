@@ -1,0 +1,86 @@
+"""How attempts and moves end: everywhere first, then the books, then what it means for the job."""
+
+from __future__ import annotations
+
+from clusterd.core import attempts, migrations
+from clusterd.core import decisions as d
+from clusterd.core.deciding import Deciding
+from clusterd.core.state import Attempt, Outcome
+from clusterd.types import AttemptState, HostId, JobState
+
+
+class Stopping(Deciding):
+    """Ends of attempts, and of moves that do not come to their switch."""
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Stop the attempt once a rank failed, or every rank ended: stragglers go before devices are free."""
+        if attempt.state is AttemptState.STOPPING:
+            return
+        ends = {r: rank.end for r, rank in attempt.ranks.items() if rank.end is not None}
+        failed = [f"rank {r} on {attempt.ranks[r].place.host}: {end}" for r, end in ends.items() if not end.is_success]
+        if failed:
+            self._stop(attempt, None, failed[0])
+        elif len(ends) == len(attempt.ranks):
+            self._stop(attempt, None, "all ranks finished")
+
+    def _stop(self, attempt: Attempt, outcome: Outcome | None, why: str) -> None:
+        job = self.state.jobs[attempt.job]
+        if attempt.migration is not None:
+            self._give_up_migration(attempt, why)
+        attempt.outcome, attempt.why = outcome, why
+        attempt.pending = set(attempt.hosts)
+        attempt.go(AttemptState.STOPPING)
+        job.go(JobState.STOPPING)
+        job.reason = why
+        self.state.timers.pop(f"limit:{job.id}", None)
+        self.state.timers.pop(f"recover:{job.id}", None)
+        for host_id in attempt.hosts:
+            self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), why)
+
+    def _gone_from(self, attempt: Attempt, host_id: HostId) -> None:
+        """Nothing of the attempt is left on the host, or the host is given up: free what it held there."""
+        if attempt.state is not AttemptState.STOPPING or host_id not in attempt.pending:
+            return
+        attempt.pending.discard(host_id)
+        attempts.release(self.state, attempt, host_id)
+        if not attempt.pending and not attempt.retired:
+            self._conclude(attempt)
+
+    def _retired_gone(self, attempt: Attempt, generation: int, host_id: HostId) -> None:
+        gone = migrations.gone(self.state, attempt, generation, host_id)
+        if gone and attempt.state is AttemptState.STOPPING and not attempt.pending and not attempt.retired:
+            self._conclude(attempt)
+
+    def _conclude(self, attempt: Attempt) -> None:
+        attempt.go(AttemptState.ENDED)
+        attempt.ended_s = self._now_s
+        job = self.state.jobs[attempt.job]
+        verdict = attempts.judge(job, attempt)
+        if verdict.state is not JobState.QUEUED:
+            self._end_job(job, verdict.state, verdict.reason, verdict.exit_code)
+            return
+        self.state.active.pop(job.id, None)
+        self.state.queue[job.id] = None
+        job.go(JobState.QUEUED)
+        job.queued_s = self._now_s
+        if verdict.is_infrastructure:
+            self._lost_once_more(job, verdict.reason)
+        else:
+            job.own_failures += 1
+            job.reason = verdict.reason
+        if job.state is JobState.QUEUED:
+            reason = f"{verdict.reason}; queued again"
+            self._decide(d.RequeueJob(cause=self._cause, reason=reason, job=job.id, attempt=attempt.number))
+        self._pass_due = True
+
+    def _give_up_migration(self, attempt: Attempt, why: str) -> None:
+        """Back to the old ranks: they are told to go on, the new ones to go."""
+        job = self.state.jobs[attempt.job]
+        assert attempt.migration is not None
+        generation = attempt.migration.generation
+        retired = migrations.fail(job, attempt, why, self._now_s)
+        reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on"
+        job.reason = reason
+        self._abort(attempt, generation, attempt.hosts, reason)
+        for host_id in sorted(retired.pending):
+            self._stop_on(host_id, job.id, attempt.number, generation, 0.0, reason)
