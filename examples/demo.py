@@ -32,7 +32,7 @@ TIME_LIMIT_S = 240.0
 JOBS = {
     "night": """
         kind = "elastic"
-        command = ["python", "train.py", "--steps", "600"]
+        command = ["python", "train.py", "--steps", "400"]
         resources = { devices = 4, plan = { dp = 2, tp = 2 } }
     """,
     "morning": """

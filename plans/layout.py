@@ -86,6 +86,31 @@ class Layout:
             found[tensor.name, tensor.kind] = tuple((int(self.low[row, d]), int(self.high[row, d])) for d in dims)
         return found
 
+    def shared_out(self) -> Layout:
+        """Each distinct box with one of its holders, so that holders have alike many bytes; buffers with the first.
+
+        For what is to be written once: every byte of the collection is there exactly once.
+        """
+        columns = [self.rank, *self.high.T, *self.low.T, self.tensor]
+        order = np.lexsort(columns)
+        tensor, low, high = self.tensor[order], self.low[order], self.high[order]
+        begins = np.ones(len(order), dtype=bool)
+        begins[1:] = (
+            (tensor[1:] != tensor[:-1]) | (low[1:] != low[:-1]).any(axis=1) | (high[1:] != high[:-1]).any(axis=1)
+        )
+        first = np.flatnonzero(begins)
+        size = self.row_bytes[order][first]
+        last = np.append(first[1:], len(order))
+        has = np.zeros(self.ranks, dtype=np.int64)
+        chosen = np.empty(len(first), dtype=np.int64)
+        for box in np.argsort(-size, kind="stable"):
+            holders = self.rank[order[first[box] : last[box]]]
+            fixed = self.tensors[tensor[first[box]]].kind == "buffer"
+            taker = holders[0] if fixed else holders[np.argmin(has[holders])]
+            has[taker] += size[box]
+            chosen[box] = taker
+        return Layout(self.tensors, self.ranks, tensor[first], chosen, low[first], high[first])
+
     def without(self, lost: Sequence[int]) -> Layout:
         """The holdings that are left when these ranks are gone; their numbers stay as they are."""
         keep = ~np.isin(self.rank, np.asarray(lost, dtype=np.int64))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from profiling.coefficients import Array
-from profiling.fit import Fit, _linearise
+from profiling.fit import Fit, linearise
 from profiling.model import Rows
 
 
@@ -27,6 +27,9 @@ class DesignOptions:
     jitter: float = 0.0  # of scores, so that repeats differ
 
 
+DEFAULT_DESIGN = DesignOptions()
+
+
 def next_trials(
     fit: Fit,
     targets: Rows,
@@ -34,7 +37,7 @@ def next_trials(
     hosts: Array,
     device_seconds: Array,
     done: list[int],
-    options: DesignOptions = DesignOptions(),
+    options: DesignOptions = DEFAULT_DESIGN,
     random: np.random.Generator | None = None,
 ) -> list[int]:
     """Indices of the candidates to run next, best first; empty when the budget is spent.
@@ -51,24 +54,16 @@ def next_trials(
     allowed[done] = False
     if wanted <= 0 or not allowed.any():
         return []
-    states = []
-    for p in fit.posteriors:
-        if p.weight < 0.02:
-            continue
-        _, of_targets = _linearise(p.logs, targets, p.structure)
-        _, of_candidates = _linearise(p.logs, candidates, p.structure)
-        states.append((p.weight, p.covariance, of_targets, of_candidates))
+    covariance = _covariance(fit, targets, candidates)
+    count = 0 if targets is candidates else len(targets)
+    asked = len(targets)
     noise = fit.noise**2 + fit.options.misfit**2 / 2.0
     relative = np.log2(np.maximum(device_seconds, 1e-9) / device_seconds[allowed].min())
     chosen: list[int] = []
     while len(chosen) < wanted and allowed.any():
-        gain = np.zeros(len(candidates))
-        for weight, covariance, of_targets, of_candidates in states:
-            shared = of_targets @ covariance @ of_candidates.T  # (targets, candidates)
-            own = np.einsum("ij,jk,ik->i", of_candidates, covariance, of_candidates) + noise
-            before = np.einsum("ij,jk,ik->i", of_targets, covariance, of_targets)
-            left = before[:, None] - shared**2 / own
-            gain += weight * (1.0 - left.mean(axis=0) / before.mean())
+        own = np.diag(covariance)[count:] + noise
+        shared = covariance[:asked, count:]
+        gain = (shared**2 / own).mean(axis=0) / np.diag(covariance)[:asked].mean()
         score = np.log(np.maximum(gain, 1e-12)) - options.price * relative - options.host_price * (hosts > 1)
         if random is not None and options.jitter:
             score = score + options.jitter * random.standard_normal(len(score))
@@ -76,8 +71,24 @@ def next_trials(
         best = int(np.argmax(score))
         chosen.append(best)
         allowed[best] = False
-        states = [
-            (w, covariance - np.outer(v := covariance @ c[best], v) / (c[best] @ v + noise), t, c)
-            for w, covariance, t, c in states
-        ]
+        column = covariance[:, count + best]
+        covariance = covariance - np.outer(column, column) / own[best]
     return chosen
+
+
+def _covariance(fit: Fit, targets: Rows, candidates: Rows) -> Array:
+    """Of the logarithms of all predictions, targets first.
+
+    Over all structures that may be: where they disagree on two rows alike, measuring one tells of the other.
+    """
+    rows = targets
+    if candidates is not targets:
+        rows = Rows(np.concatenate([targets.values, candidates.values], axis=1))
+    means, inner, weights = [], np.zeros((len(rows), len(rows))), []
+    for p in fit.posteriors:
+        log_s, jacobian = linearise(p.logs, rows, p.structure)
+        means.append(log_s)
+        weights.append(p.weight)
+        inner += p.weight * (jacobian @ p.covariance @ jacobian.T)
+    apart = np.array(means) - np.average(means, axis=0, weights=weights)
+    return np.asarray(inner + (apart.T * np.array(weights)) @ apart)

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import ndtr, ndtri
 
-from profiling.coefficients import HARDWARE, NAMES, Array, Prior
+from profiling.coefficients import HARDWARE, INDEX, NAMES, Array, Prior
 from profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
@@ -26,9 +26,16 @@ class FitOptions:
     """Beliefs about the structure's errors, not about any model or cluster."""
 
     noise: float = 0.025  # of a measured step time, as a standard deviation of its logarithm
-    misfit: float = 0.03  # of the structure itself on a plan unlike the measured ones, likewise
+    misfit: float = 0.025  # of the structure itself on a plan unlike the measured ones, likewise
+    beyond: float = 0.02  # likewise, for each doubling of hosts beyond those measured
+    few: float = 5.0  # measurements below which the misfit counts for much more
     robust: float = 2.0  # residuals of so many noises begin to count less
+    overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # likewise, how well traffic hides
+    overlap_width: float = 0.6
     cards: tuple[tuple[int, float], ...] = ((1, 0.25), (2, 0.45), (4, 0.3))  # devices per network card: prior weights
+
+
+DEFAULT_FIT = FitOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class Fit:
     options: FitOptions
     noise: float  # pooled from belief and residuals
     measured: int
+    most_hosts: int  # of a measurement; 0: none
 
     @property
     def best(self) -> Posterior:
@@ -79,19 +87,27 @@ class Fit:
         for p in self.posteriors:
             if p.weight < 1e-3:
                 continue
-            log_s, jacobian = _linearise(p.logs, rows, p.structure)
+            log_s, jacobian = linearise(p.logs, rows, p.structure)
             means.append(log_s)
             variances.append(np.einsum("ij,jk,ik->i", jacobian, p.covariance, jacobian))
             weights.append(p.weight)
         w = np.array(weights)[:, None] / sum(weights)
         mean = (w * np.array(means)).sum(axis=0)
         spread = (w * (np.array(variances) + (np.array(means) - mean) ** 2)).sum(axis=0)
-        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + self.options.misfit**2))
+        # Few measurements cannot have shown where the structure is wrong.
+        untested = 1.0 + (self.options.few / max(self.measured, 1)) ** 2
+        further = np.maximum(np.log2(rows.column("hosts") / max(self.most_hosts, 1)), 0.0)
+        beyond = (self.options.beyond * further) ** 2 * (self.noise / DEFAULT_FIT.noise)
+        return Prediction(np.exp(mean), np.sqrt(spread + self.noise**2 + untested * self.options.misfit**2 + beyond))
 
 
 def fit(
-    rows: Rows, step_times_s: Sequence[float] | Array, prior: Prior, options: FitOptions = FitOptions(),
-    *, start: Fit | None = None,
+    rows: Rows,
+    step_times_s: Sequence[float] | Array,
+    prior: Prior,
+    options: FitOptions = DEFAULT_FIT,
+    *,
+    start: Fit | None = None,
 ) -> Fit:
     """Coefficients from measurements; with none, the prior.
 
@@ -101,32 +117,56 @@ def fit(
     times = np.asarray(step_times_s, dtype=np.float64)
     if times.shape != (len(rows),) or not np.all(np.isfinite(times)) or np.any(times <= 0):
         raise ValueError("each row needs one step time above 0 seconds")
-    target = np.log(times)
+    found = _fit_structures(rows, np.log(times), prior, options, start)
+    noise = _pooled_noise(found.residuals, options)
+    if noise > 1.3 * options.noise:
+        # The measurements, or the structure, are worse than believed: everything learned from them is less certain.
+        looser = replace(options, noise=noise, misfit=options.misfit * noise / options.noise)
+        found = _fit_structures(rows, np.log(times), prior, looser, found)
+        noise = max(noise, _pooled_noise(found.residuals, options))
+        options = looser
+    most_hosts = int(rows.column("hosts").max()) if len(rows) else 0
+    return Fit(found.posteriors, options, noise, len(rows), most_hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    posteriors: tuple[Posterior, ...]
+    residuals: Array  # of the likeliest structure
+
+
+def _fit_structures(
+    rows: Rows, target: Array, general: Prior, options: FitOptions, start: Fit | _Found | None
+) -> _Found:
     posteriors, evidences, residuals = [], [], []
-    for index, (devices_per_card, weight) in enumerate(options.cards):
+    modes = [(c, o, wc * wo) for c, wc in options.cards for o, wo in options.overlaps]
+    for index, (devices_per_card, overlap, weight) in enumerate(modes):
         structure = Structure(devices_per_card)
-        first = start.posteriors[index].logs if start is not None and len(start.posteriors) > index else prior.mean
-        logs, cost = _optimise(rows, target, prior, options, structure, first)
-        log_s, jacobian = _linearise(logs, rows, structure)
+        prior = general.holding("overlap", overlap, options.overlap_width)
+        starts = [] if start is None else [start.posteriors[index].logs]
+        logs, cost = _optimise(rows, target, prior, options, structure, starts)
+        log_s, jacobian = linearise(logs, rows, structure)
         misfit = (log_s - target) / options.noise
         robust = 1.0 / np.sqrt(1.0 + (misfit / options.robust) ** 2)
         precision = np.diag(prior.width**-2) + (jacobian * (robust / options.noise**2)[:, None]).T @ jacobian
         covariance = np.linalg.inv(precision)
-        sign, determinant = np.linalg.slogdet(precision * np.outer(prior.width, prior.width))
+        _, determinant = np.linalg.slogdet(precision * np.outer(prior.width, prior.width))
         evidences.append(math.log(weight) - cost - 0.5 * float(determinant))
         posteriors.append(Posterior(structure, logs, (covariance + covariance.T) / 2.0, 0.0))
         residuals.append(log_s - target)
     likeliest = max(evidences)
     weights = [math.exp(e - likeliest) for e in evidences]
     total = sum(weights)
-    posteriors = [replace(p, weight=w / total) for p, w in zip(posteriors, weights, strict=True)]
-    # The prior takes up most of what few measurements say of noise: count the belief as ten of them.
-    left = residuals[int(np.argmax(weights))]
-    noise = math.sqrt((10.0 * options.noise**2 + float(left @ left)) / (10.0 + len(left)))
-    return Fit(tuple(posteriors), options, noise, len(rows))
+    weighed = tuple(replace(p, weight=w / total) for p, w in zip(posteriors, weights, strict=True))
+    return _Found(weighed, residuals[int(np.argmax(weights))])
 
 
-def _linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Array]:
+def _pooled_noise(residuals: Array, options: FitOptions) -> float:
+    """The prior takes up most of what few measurements say of noise: the belief counts as ten of them."""
+    return math.sqrt((10.0 * options.noise**2 + float(residuals @ residuals)) / (10.0 + len(residuals)))
+
+
+def linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Array]:
     """Logarithm of the step times, and its derivatives by the coefficients' logarithms (rows x coefficients)."""
     moved = np.vstack([logs, logs + _STEP * np.eye(len(logs))])
     log_s = np.log(predict(moved, rows, structure))
@@ -134,7 +174,7 @@ def _linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Ar
 
 
 def _optimise(
-    rows: Rows, target: Array, prior: Prior, options: FitOptions, structure: Structure, first: Array
+    rows: Rows, target: Array, prior: Prior, options: FitOptions, structure: Structure, starts: list[Array]
 ) -> tuple[Array, float]:
     """Optimum, and the negative logarithm of the posterior there but for constants."""
     if not len(target):
@@ -154,7 +194,7 @@ def _optimise(
         key = logs.tobytes()
         if key not in cache:
             cache.clear()
-            cache[key] = _linearise(logs, rows, structure)
+            cache[key] = linearise(logs, rows, structure)
         return cache[key]
 
     def residual(logs: Array) -> Array:
@@ -169,9 +209,38 @@ def _optimise(
         factor = np.where(soft > 1e-6, np.abs(z) / (size * np.maximum(soft, 1e-12)), 1.0)
         return np.vstack([slopes * (factor / options.noise)[:, None], np.diag(1.0 / prior.width)])
 
-    inside = np.clip(first, low + 1e-6, high - 1e-6)
-    found = least_squares(residual, inside, jacobian, bounds=(low, high), x_scale=prior.width, max_nfev=60, ftol=1e-6, xtol=1e-6)
-    return found.x, float(found.cost)
+    best, least = prior.mean, math.inf
+    for first in starts or [_rough(rows, target, prior, structure)]:
+        found = least_squares(
+            residual,
+            np.clip(first, low + 1e-6, high - 1e-6),
+            jacobian,
+            bounds=(low, high),
+            x_scale=prior.width,
+            max_nfev=60,
+            ftol=1e-6,
+            xtol=1e-6,
+        )
+        if found.cost < least:
+            best, least = found.x, float(found.cost)
+    return best, least
+
+
+_GRID = np.linspace(-3.0, 3.0, 13)
+_ROUGH = (INDEX["compute_rate"], INDEX["network_rate"])
+
+
+def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Array:
+    """Where to start: the least bad of a grid over what is least known.
+
+    From far off, a term that is too small to matter has no slope, and the fit would make others pay for it.
+    """
+    tries = np.tile(prior.mean, (len(_GRID) ** 2, 1))
+    steps = np.stack(np.meshgrid(_GRID, _GRID), axis=-1).reshape(-1, 2)
+    for column, index in enumerate(_ROUGH):
+        tries[:, index] += steps[:, column] * prior.width[index]
+    off = np.abs(np.log(predict(tries, rows, structure)) - target).mean(axis=-1) / 0.2
+    return np.asarray(tries[int(np.argmin(off + 0.5 * (steps**2).sum(axis=-1) / max(len(rows), 1)))])
 
 
 def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1.3) -> Prior:

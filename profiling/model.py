@@ -28,10 +28,36 @@ from profiling.placement import Allocation, traffic
 from profiling.workload import Workload
 
 _COLUMNS = (
-    "share", "micro", "dp", "tp", "pp", "zero", "offload", "offload_parameters", "checkpointing", "layers",
-    "flops", "boundary_bytes", "tp_bytes", "gradient_bytes", "parameters", "batch",
-    "tp_crosses", "tp_flows", "tp_devices", "dp_hosts", "dp_flows", "dp_devices",
-    "pp_local", "pp_far", "pp_flows", "pp_devices", "host_ranks", "cores", "speed",
+    "share",
+    "micro",
+    "dp",
+    "tp",
+    "pp",
+    "zero",
+    "offload",
+    "offload_parameters",
+    "checkpointing",
+    "layers",
+    "flops",
+    "boundary_bytes",
+    "tp_bytes",
+    "gradient_bytes",
+    "parameters",
+    "batch",
+    "tp_crosses",
+    "tp_flows",
+    "tp_devices",
+    "dp_hosts",
+    "dp_flows",
+    "dp_devices",
+    "pp_local",
+    "pp_far",
+    "pp_flows",
+    "pp_devices",
+    "host_ranks",
+    "cores",
+    "speed",
+    "hosts",
 )
 
 
@@ -51,6 +77,9 @@ class Structure:
     devices_per_card: int = 2  # devices that share a network card on a host
 
 
+DEFAULT_STRUCTURE = Structure()
+
+
 class Rows:
     """Features of many rows, by name, as arrays."""
 
@@ -67,7 +96,7 @@ class Rows:
 
     def column(self, name: str) -> Array:
         """Of all rows."""
-        return self.values[_COLUMNS.index(name)]
+        return np.asarray(self.values[_COLUMNS.index(name)])
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Rows:
@@ -90,12 +119,36 @@ def _features(row: Row) -> tuple[float, ...]:
     else:  # a batch that the replicas cannot share evenly: the largest share sets the pace
         share = -(-batch // plan.dp) / allocation.slowest_speed()
     return (
-        share, plan.accumulation, plan.dp, plan.tp, plan.pp, plan.zero, plan.offload != "none",
-        plan.offload == "parameters", plan.checkpointing, load.layers,
-        load.flops_per_sample, load.boundary_bytes, load.tp_bytes, load.gradient_bytes, load.parameters, batch,
-        t.tp_crosses, t.tp_flows, t.tp_devices, t.dp_hosts, t.dp_flows, t.dp_devices,
-        t.pp_local_hops, t.pp_far_hops, t.pp_flows, t.pp_devices, max(counts), allocation.cores,
+        share,
+        plan.accumulation,
+        plan.dp,
+        plan.tp,
+        plan.pp,
+        plan.zero,
+        plan.offload != "none",
+        plan.offload == "parameters",
+        plan.checkpointing,
+        load.layers,
+        load.flops_per_sample,
+        load.boundary_bytes,
+        load.tp_bytes,
+        load.gradient_bytes,
+        load.parameters,
+        batch,
+        t.tp_crosses,
+        t.tp_flows,
+        t.tp_devices,
+        t.dp_hosts,
+        t.dp_flows,
+        t.dp_devices,
+        t.pp_local_hops,
+        t.pp_far_hops,
+        t.pp_flows,
+        t.pp_devices,
+        max(counts),
+        allocation.cores,
         allocation.slowest_speed(),
+        len(counts),
     )
 
 
@@ -121,7 +174,7 @@ class Phases:
         return total
 
 
-def predict(logs: Array, rows: Rows, structure: Structure = Structure()) -> Array:
+def predict(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) -> Array:
     """Step times in seconds: of each row under each set of coefficients.
 
     Args:
@@ -131,21 +184,21 @@ def predict(logs: Array, rows: Rows, structure: Structure = Structure()) -> Arra
     return phases(logs, rows, structure).step_s
 
 
-def phases(logs: Array, rows: Rows, structure: Structure = Structure()) -> Phases:
+def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) -> Phases:
     """As `predict`, by phase."""
     k = np.exp(np.clip(logs, -80.0, 80.0))
 
     def c(name: str) -> Array:
-        return k[..., INDEX[name], None]  # type: ignore[no-any-return]
+        return k[..., INDEX[name], None]
 
     (share, micro, dp, tp, pp, zero, offload, offload_p, checkpointing, layers, flops, boundary, tp_bytes, gradients,
      parameters, batch, tp_crosses, tp_flows, tp_devices, dp_hosts, dp_flows, dp_devices, pp_local, pp_far, pp_flows,
-     pp_devices, host_ranks, cores, speed) = rows.values  # fmt: skip
+     pp_devices, host_ranks, cores, speed, _hosts) = rows.values  # fmt: skip
     local, network, growth = c("local_rate"), c("network_rate"), c("card_growth")
 
     def through_network(flows: Array, devices: Array) -> Array:
         """Bytes per second that each of `flows` gets."""
-        return network * np.ceil(devices / structure.devices_per_card) ** growth / flows  # type: ignore[no-any-return]
+        return network * np.ceil(devices / structure.devices_per_card) ** growth / flows
 
     parallel = (tp > 1) | (pp > 1)
     path = np.where(parallel, c("parallel_path"), 1.0) * np.where(zero > 0, c("sharded_path"), 1.0)
@@ -170,11 +223,13 @@ def phases(logs: Array, rows: Rows, structure: Structure = Structure()) -> Phase
     # Gradients, and ZeRO's parameters.
     held = gradients / (tp * pp)
     ring = np.where(dp > 1, (dp - 1.0) / dp, 0.0) * held
-    rate = np.where(dp_flows > 0, 1.0 / (1.0 / through_network(np.maximum(dp_flows, 1.0), dp_devices) + 0.3 / local), local)
+    rate = np.where(
+        dp_flows > 0, 1.0 / (1.0 / through_network(np.maximum(dp_flows, 1.0), dp_devices) + 0.3 / local), local
+    )
     delay = np.where(dp > 1, (dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay
-    gather = np.where(zero > 0, c("gather_ratio") * one_way, 0.0)
-    # ZeRO-3 gathers for the forward and for the backward pass of each micro-batch, hidden behind compute as gradients are.
+    gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
+    # ZeRO-3 gathers for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
     hidden = np.where(zero > 2, one_way + 2.0 * micro * gather, np.where(zero > 0, one_way, 2.0 * one_way))
     gather = np.where(zero > 2, 0.0, gather)
     norm = 1.0 + c("overlap")
@@ -190,6 +245,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = Structure()) -> Phase
     on_host = (
         mine / c("host_update_rate") * host_ranks ** c("host_sharing")
         + mine * (gradients / parameters) * 2.0 / c("copy_rate")
+        + parameters / (tp * pp) / c("offload_whole_rate")
         + c("offload_s")
     )
     streamed = np.where(offload_p > 0, 2.0 * micro * held / dp / c("copy_rate"), 0.0)

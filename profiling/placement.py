@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -99,7 +100,7 @@ def traffic(dp: int, tp: int, pp: int, counts: tuple[int, ...]) -> Traffic:
     tp_crosses = any(start % tp for start in starts[1:-1])
     spans = [0] * pp
     worst_dp, worst_pp = (0.0, 0, 1), (0.0, 0, 1)
-    for begin, end in zip(starts, starts[1:], strict=False):
+    for begin, end in pairwise(starts):
         here, flows = end - begin, 0
         for s in range(begin // stage, (end - 1) // stage + 1):
             low, high = max(begin, s * stage), min(end, (s + 1) * stage)

@@ -110,7 +110,9 @@ def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
         micro = whole("micro_batches", 1, 1_000_000, "give micro-batches per step, or nothing if not known")
     try:
         plan = Plan(
-            **degrees,
+            dp=degrees["dp"],
+            tp=degrees["tp"],
+            pp=degrees["pp"],
             zero=whole("zero_stage", 0, 3, "give a ZeRO stage"),
             offload="optimizer" if whole("offload", 0, 1, "give 0 or 1") else "none",
             accumulation=micro,

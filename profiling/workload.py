@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from plans.model_shape import ModelShape
 
+_PLACES = 150.0
+"""Times that a convolutional network uses a parameter per sample: 80 (ResNet-50) to 500 (YOLO)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -36,8 +39,9 @@ class Workload:
         """From a model card. A convolutional network has no width or sequence: give 0 for what it has not.
 
         A transformer block does 2 operations per parameter and token plus attention; it adds up its result over the
-        shards twice in the forward pass, 2 bytes a number (Megatron-LM, section 3). What is not known of other
-        networks is left to the fit, whose prior of operations per second is wide for that reason.
+        shards twice in the forward pass, 2 bytes a number (Megatron-LM, section 3). A convolution uses each parameter
+        at every place of the picture, some hundred times; how often is left to the fit, whose prior of operations per
+        second is wide for that reason.
         """
         tokens, width, depth = max(seq_len, 1), max(hidden, 0), max(layers, 1)
         activations = 2.0 * tokens * width
@@ -46,7 +50,8 @@ class Workload:
             parameters=parameters,
             global_batch=global_batch,
             layers=depth,
-            flops_per_sample=2.0 * parameters * tokens + 4.0 * depth * tokens * tokens * width,
+            flops_per_sample=2.0 * parameters * (tokens if width and seq_len else max(tokens, _PLACES))
+            + 4.0 * depth * tokens * tokens * width,
             boundary_bytes=activations,
             tp_bytes=2.0 * depth * activations,
         )

@@ -199,13 +199,17 @@ class Attempts:
         was never started, as after an agent that died half-way.
 
         Raises:
-            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (what the job names is not
-                on this host), ``disk-full``.
+            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (not on this host),
+                ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
         launch: dict[str, Any] = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
         launch |= {k: request.get(k) for k in ("env", "snapshot", "workdir", "python", "grace_s")}
-        launch |= {"standby": bool(request.get("standby")), "move": request.get("move")}
+        launch |= {
+            "restore": request.get("restore"),
+            "standby": bool(request.get("standby")),
+            "move": request.get("move"),
+        }
         directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)
         if attempt is None:

@@ -148,6 +148,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "directory": str(attempt.directory),
         "control_socket": str(control_socket),
         "token": attempt.token,
+        "restore": attempt.launch.get("restore"),
         "standby": bool(attempt.launch.get("standby")),
         "move": attempt.launch.get("move"),
     }

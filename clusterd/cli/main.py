@@ -25,6 +25,7 @@ _COMMANDS = {
     "cancel": ("jobs", "cancel", "End jobs and free what they hold."),
     "priority": ("jobs", "priority", "Change a job's priority."),
     "migrate": ("migrate", "migrate", "Move a running job to another plan or place, in memory."),
+    "checkpoint": ("migrate", "checkpoint", "Write a running job's state to disk."),
     "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Why a job is where it is."),

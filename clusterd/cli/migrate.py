@@ -1,4 +1,4 @@
-"""``clusterd migrate``, ``pin`` and ``unpin``: a running job to another plan or place, by hand."""
+"""``clusterd migrate``, ``unpin`` and ``checkpoint``: what is done by hand to a job that trains."""
 
 from __future__ import annotations
 
@@ -71,3 +71,19 @@ def unpin(job: str) -> None:
     with Client() as cluster:
         row = cluster.call("unpin", job=job)
     note(f"{row['id']} ({row['name']}) is the scheduler's again")
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.argument("directory")
+def checkpoint(job: str, directory: str) -> None:
+    """Write a job's state to DIRECTORY, which all its hosts must share; it trains on meanwhile.
+
+    The format is torch's distributed checkpoint. A job that is lost goes on from its newest one.
+    """
+    with Client() as cluster:
+        said = cluster.call("checkpoint", job=job, path=directory)
+    note(
+        f"{said['name']}: step {said['step']} is in {said['path']} "
+        f"(stood still for {duration(said['blocked_s'])}, written in {duration(said['write_s'])})"
+    )

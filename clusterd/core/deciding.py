@@ -30,6 +30,7 @@ class Deciding:
                 generation=attempt.generation,
                 plan=attempt.plan,
                 ranks=places,
+                restore=self.state.jobs[attempt.job].checkpoint,
             )
         )
 

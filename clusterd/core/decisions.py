@@ -48,6 +48,7 @@ class LaunchAttempt(Decision):
     generation: int
     plan: Plan | None
     ranks: tuple[RankPlace, ...]
+    restore: str | None = None  # checkpoint to go on from
 
     @property
     def hosts(self) -> tuple[HostId, ...]:

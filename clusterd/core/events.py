@@ -214,6 +214,16 @@ class AttemptProgressed(Event):
     first_loss: float | None = None  # of step 1, with the first such event
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointTaken(Event):
+    """The job's whole state of the end of `step` is on disk."""
+
+    job: JobId
+    attempt: int
+    step: int
+    path: str
+
+
 # --- migrations -------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +314,7 @@ EVENTS: dict[str, type[Event]] = {
         RankOrphaned,
         AttemptStopped,
         AttemptProgressed,
+        CheckpointTaken,
         MigrationRequested,
         JobUnpinned,
         MigrationAdvanced,

@@ -93,6 +93,11 @@ class OnAttempts(OnMigrations):
             self._retired_gone(attempt, event.generation, event.host)
         self._pass_due = True
 
+    def _on_checkpoint_taken(self, event: e.CheckpointTaken) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is not None and event.step >= job.checkpoint_step:
+            job.checkpoint, job.checkpoint_step = event.path, event.step
+
     def _on_attempt_progressed(self, event: e.AttemptProgressed) -> None:
         job = self.state.jobs.get(event.job)
         if job is None or self.state.attempt(event.job, event.attempt) is None:

@@ -200,6 +200,8 @@ class Job:
     reason: str = ""  # in words: why it is where it is
     attempts: list[Attempt] = field(default_factory=list)
     migrations: list[Migration] = field(default_factory=list)  # that are over
+    checkpoint: str | None = None  # newest directory with its state, as its hosts see it
+    checkpoint_step: int = 0
     pinned: bool = False  # plan and place are its user's
     description: Description = Description.NOT_NEEDED
     described_on: HostId | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from clusterd.core import attempts, migrations
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
-from clusterd.core.state import Attempt, Outcome
+from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.types import AttemptState, HostId, JobState
 
 
@@ -69,7 +69,7 @@ class Stopping(Deciding):
             job.own_failures += 1
             job.reason = verdict.reason
         if job.state is JobState.QUEUED:
-            reason = f"{verdict.reason}; queued again"
+            reason = f"{verdict.reason}; queued again{_from_where(job)}"
             self._decide(d.RequeueJob(cause=self._cause, reason=reason, job=job.id, attempt=attempt.number))
         self._pass_due = True
 
@@ -84,3 +84,10 @@ class Stopping(Deciding):
         self._abort(attempt, generation, attempt.hosts, reason)
         for host_id in sorted(retired.pending):
             self._stop_on(host_id, job.id, attempt.number, generation, 0.0, reason)
+
+
+def _from_where(job: Job) -> str:
+    """A job never starts over in silence."""
+    if job.checkpoint is not None:
+        return f", to go on from step {job.checkpoint_step} ({job.checkpoint})"
+    return f", to start over: there is no checkpoint of its {job.step} steps" if job.step else ""

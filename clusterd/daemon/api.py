@@ -25,17 +25,19 @@ from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Feed
 from clusterd.daemon.foresight import foresee
-from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.hosts import Expected, Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import DeviceId, JobId, JobKind, JobSpec
+from clusterd.types import AttemptState, DeviceId, JobId, JobKind, JobSpec
 from plans.plan import Plan, PlanError
 
 ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
 
+
+CHECKPOINT_S = 900.0
 
 LAST_MOVE_S = 60.0
 """A move waits so long for the one before it to be cleaned up; then it is refused, with what is in the way."""
@@ -93,6 +95,7 @@ class Api:
             "steps": self.steps,
             "migrate": self.migrate,
             "unpin": self.unpin,
+            "checkpoint": self.checkpoint,
         }
 
     @property
@@ -303,13 +306,41 @@ class Api:
         return {"job": known.id, "name": known.spec.name, "migrations": len(known.migrations), **preview}
 
     async def _settled(self, job: Job) -> None:
-        """Until the ranks of the job's last move are gone: who asks for two moves in a row means one after the other."""
+        """Until the ranks of the job's last move are gone: two moves in a row are meant one after the other."""
         while job.attempt is not None and (job.attempt.retired or job.attempt.resuming):
             await self._feed.wait(self._feed.number)
 
     async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
         """What would move, and how long the job would stand still for it."""
         return await anyio.to_thread.run_sync(foresee, job, move)
+
+    async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
+        """Have a running elastic job write its state to a directory that its hosts share, while it trains on."""
+        known = admission.find_job(self._state, job)
+        admission.may_act_on(known, peer.user, peer.is_operator)
+        attempt = known.attempt
+        if known.spec.kind is not JobKind.ELASTIC or attempt is None or attempt.state is not AttemptState.RUNNING:
+            raise ClusterError(
+                f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic "
+                "jobs that run can be checkpointed"
+            )
+        if not path.startswith("/"):
+            raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
+        waiting = Expected(self._hosts.checkpoints, (known.id, path))
+        try:
+            message = {"event": "checkpoint", "path": path}
+            which: dict[str, Any] = {"job": known.id, "attempt": attempt.number, "generation": attempt.generation}
+            for host in attempt.hosts:
+                await self._hosts.request(host, "tell", message=message, **which)
+            with anyio.move_on_after(CHECKPOINT_S) as patience:
+                said = await waiting.wait()
+            if patience.cancelled_caught or said is None:
+                raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
+        finally:
+            waiting.close()
+        if said["what"] == "checkpoint_failed":
+            raise ClusterError(f"{known.spec.name} could not write its checkpoint: {said['why']}")
+        return {"name": known.spec.name, **said}
 
     async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
         """Let the scheduler choose again."""

@@ -195,12 +195,14 @@ class Executor:
                 known = state.hosts[first].facts
                 address = known.address if known else "127.0.0.1"
         requests: dict[HostId, dict[str, Any]] = {}
+        restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
         for host in decision.hosts:
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts
             near = interface or (host_facts.interface if host_facts else "")
             devices = {device.id: device for device in state.hosts[host].devices}
             requests[host] = {
+                "restore": restore,
                 **self._request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
                 "ranks": [
                     {

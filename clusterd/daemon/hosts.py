@@ -45,11 +45,12 @@ class _Managed:
 
 
 class Expected:
-    """One exit that somebody waits for."""
+    """One word of an agent that somebody waits for."""
 
-    def __init__(self, hosts: Hosts, key: tuple[str, str, int]) -> None:
-        self._hosts = hosts
+    def __init__(self, registry: dict[Any, Expected], key: Any) -> None:
+        self._registry = registry
         self._key = key
+        registry[key] = self
         self._event = anyio.Event()
         self._report: dict[str, Any] | None = None
 
@@ -65,7 +66,7 @@ class Expected:
 
     def close(self) -> None:
         """Nobody waits any more."""
-        self._hosts.expected.pop(self._key, None)
+        self._registry.pop(self._key, None)
 
 
 class Hosts:
@@ -90,6 +91,7 @@ class Hosts:
         """Called with what ranks tell the daemon, such as how a migration goes."""
         self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
         self.on_rank_gone: Callable[[str, int, int, int, str], None] = lambda *_: None
+        self.checkpoints: dict[tuple[str, str], Expected] = {}
         self.expected: dict[tuple[str, str, int], Expected] = {}
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -169,6 +171,8 @@ class Hosts:
             case "rank_said":
                 if message["said"]["what"] == "orphaned":
                     await self._on_orphaned(message)
+                elif message["said"]["what"].startswith("checkpoint"):
+                    await self._on_checkpoint(message)
                 elif self.on_rank_said is not None:
                     await self.on_rank_said(message)
             case "facts":
@@ -201,6 +205,22 @@ class Hosts:
                 end=end,
             )
         )
+
+    async def _on_checkpoint(self, message: dict[str, Any]) -> None:
+        said = message["said"]
+        if message["rank"] == 0 and said["what"] == "checkpointed":
+            await self._engine.post(
+                e.CheckpointTaken(
+                    at_s=time.time(),
+                    job=JobId(message["job"]),
+                    attempt=message["attempt"],
+                    step=said["step"],
+                    path=said["path"],
+                )
+            )
+        waiting = self.checkpoints.get((message["job"], said["path"]))
+        if waiting is not None and (message["rank"] == 0 or said["what"] == "checkpoint_failed"):
+            waiting.arrive(said)
 
     async def _on_orphaned(self, message: dict[str, Any]) -> None:
         await self._engine.post(
@@ -267,9 +287,7 @@ class Hosts:
 
     def expect_exit(self, host: HostId, job: str, attempt: int) -> Expected:
         """Wait for the end of a rank that is no attempt of the scheduler's."""
-        key = (str(host), job, attempt)
-        self.expected[key] = Expected(self, key)
-        return self.expected[key]
+        return Expected(self.expected, (str(host), job, attempt))
 
     def link_row(self, host: HostId) -> dict[str, Any]:
         """What the link says of itself, and the agent's own facts."""

@@ -43,6 +43,8 @@ def job_row(job: Job) -> Row:
         "ended_s": job.ended_s,
         "exit_code": job.exit_code,
         "pinned": job.pinned,
+        "checkpoint": job.checkpoint,
+        "checkpoint_step": job.checkpoint_step,
         "migrating": migration_row(running.migration) if running and running.migration else None,
         "migrations": [migration_row(m) for m in job.migrations],
     }

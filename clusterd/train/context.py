@@ -37,6 +37,7 @@ class Context:
     token: str = ""
     standby: bool = False  # made for a move, to take over from the ranks that train now
     move: dict[str, Any] | None = None
+    restore: str = ""  # directory of the checkpoint to go on from
 
     @property
     def coordinates(self) -> Coordinates:
@@ -93,6 +94,7 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         token=values.get("token") or "",
         standby=bool(values.get("standby")),
         move=values.get("move") or None,
+        restore=values.get("restore") or "",
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from clusterd import protocol
 from clusterd.train.context import Context
 
-SIGNALS = ("stop", "quiesce")
+SIGNALS = ("stop", "quiesce", "checkpoint")
 """Requests that ranks agree on, in the order of their places in the step's reduction."""
 
 RECONNECT_S = 1.0

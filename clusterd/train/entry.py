@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from clusterd.train import build, data, describe, exits
+from clusterd.train import build, checkpoint, data, describe, exits
 from clusterd.train import context as contexts
 from clusterd.train.arriving import Arriving
 from clusterd.train.blank import build_blank
@@ -41,12 +41,23 @@ class Training:
 
     Args:
         blank: without values; they come from elsewhere.
+        shape: of the whole model, where it is known.
     """
 
-    def __init__(self, job: Job, context: Context, device: torch.device, mesh: Any, *, blank: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        device: torch.device,
+        mesh: Any,
+        *,
+        blank: bool = False,
+        shape: ModelShape | None = None,
+    ) -> None:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
         self._ahead: Iterator[tuple[Any, Any]] | None = None
+        self._shape = shape
         model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
         if not blank and not same_everywhere(build.fingerprint(model), device):
             raise PlanRefused(
@@ -85,6 +96,13 @@ class Training:
             steps=self.job.steps,
             num_workers=self.job.num_workers,
         )
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model; to be asked for between steps, as finding it out draws random numbers."""
+        if self._shape is None:
+            self._shape = describe.describe(self.job, tp_degrees=[], trace=False)
+        return self._shape
 
     def read_ahead(self) -> None:
         """Reads the samples of the next step, so that it need not wait for them."""
@@ -142,13 +160,16 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
     """The loop of one rank, from process groups made to process groups destroyed."""
     arriving = Arriving(context, control) if context.standby and context.move is not None else None
     shape = ModelShape.from_dict(context.move["shape"]) if context.move is not None else None
-    refuse_illegal(job, context, shape)
+    shape = refuse_illegal(job, context, shape)
     device = device_of(context)
     with process_groups(context, device) as mesh:
         if arriving is not None:
-            training = arriving.arrive(lambda: Training(job, context, device, mesh, blank=True))
+            training = arriving.arrive(lambda: Training(job, context, device, mesh, blank=True, shape=shape))
         else:
-            training = Training(job, context, device, mesh)
+            training = Training(job, context, device, mesh, blank=bool(context.restore), shape=shape)
+            if context.restore:
+                training.optimizer.make_state()
+                checkpoint.restore(training, training.shape, context.restore)
         if context.rank == 0 and context.directory is not None:
             write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
@@ -158,11 +179,13 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
         return outcome
 
 
-def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) -> None:
+def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
     """Every rank checks the plan for itself, before it meets the others: none is left waiting for one that refused.
 
     Args:
         shape: of the model, if it is known already.
+    Returns:
+        The shape, if it is known now.
     Raises:
         PlanRefused: with all the reasons.
     """
@@ -171,6 +194,7 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         shape = describe.describe(job, tp_degrees=[plan.tp] if plan.tp > 1 else [], trace=False)
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+    return shape
 
 
 def write_description(job: Job, directory: Path, shape: ModelShape | None = None) -> None:

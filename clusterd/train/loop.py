@@ -17,7 +17,9 @@ from clusterd.train.job import Job, Outcome
 from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
+from clusterd.train.saving import Checkpoints
 from clusterd.train.step import Stepper
+from plans.model_shape import ModelShape
 
 ORPHAN_WAIT_S = 600.0
 
@@ -37,6 +39,10 @@ class Trained(Protocol):
     stepper: Stepper
     step: int
 
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model."""
+
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """This replica's share of each step that is left."""
 
@@ -52,6 +58,7 @@ class Loop:
         self._training, self._control, self._seen = training, control, seen
         self._arrived_by = arrived_by
         self._leaving = Leaving(training, control)
+        self._checkpoints = Checkpoints(training, control)
         self._pending: tuple[int, float, Agreement] | None = None
         self._loss = float("nan")
         self._ended_at_s = time.time()
@@ -74,6 +81,7 @@ class Loop:
                 raise
             self._wait_as_orphan(error)
             raise SystemExit(0) from error
+        self._checkpoints.finish()
         if stopped:
             print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
         return Outcome(step=training.step, loss=self._loss, stopped=stopped)
@@ -100,6 +108,11 @@ class Loop:
             if "stop" in signals:
                 self._settle()
                 return control.why("stop")
+            if "checkpoint" in signals:
+                # What the step under way was asked for too is asked again with the next one.
+                self._settle()
+                self._checkpoints.take()
+                began = time.perf_counter()
             if "quiesce" in signals and training.step < job.steps:
                 self._end_of_step()
                 self._settle()

@@ -36,7 +36,7 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
     Raises:
         CannotTravel: naming the value.
     """
-    tensors = _tensor_slots(shape)
+    tensors = tensor_slots(shape)
     alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
     names = {id(plain): name for name, _, plain in optimizer.local}
@@ -75,7 +75,7 @@ def restore(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape, came: I
         ScalarsDiffer: a counter or a group that is needed did not come.
     """
     sources = list(came)
-    _restore_counters(optimizer, _tensor_slots(shape), sources)
+    _restore_counters(optimizer, tensor_slots(shape), sources)
     origins = _restore_groups(optimizer, sources)
     if scheduler is not None:
         states = [source["scheduler"] for source in sources]
@@ -181,7 +181,7 @@ def like(fresh: Any, plain: Any) -> Any:
     return plain
 
 
-def _tensor_slots(shape: ModelShape) -> dict[str, set[str]]:
+def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:
     """Names of the slots that move as tensors, by parameter."""
     found = {p.name: {name for name, _ in shape.slots_of(i)} for i, p in enumerate(shape.parameters)}
     for odd in shape.odd_slots:

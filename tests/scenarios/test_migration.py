@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RunningCluster, processes_of, until
+from tests.conftest import RunningCluster, crash_host, processes_of, until
 
 JOB = """
 kind = "elastic"
@@ -171,6 +171,22 @@ def test_a_killed_rank_is_stood_in_for_by_its_replica(local_cluster: RunningClus
     steps = steps_of(local_cluster, job)
     assert steps == sorted(set(steps))
     assert set(range(1, max(steps) + 1)) - set(steps) <= {move["step"] - 1, move["step"]}
+
+
+def test_a_job_without_survivors_goes_on_from_its_checkpoint(local_cluster: RunningCluster) -> None:
+    """Both hosts lose power; the newest checkpoint is on a disk they share."""
+    job = train(local_cluster)
+    directory = local_cluster.directory / "checkpoint"
+    said = local_cluster.run("checkpoint", "gpt", str(directory)).stderr
+    taken = local_cluster.job(job)["checkpoint_step"]
+    assert f"step {taken} is in {directory}" in said
+    for number in (0, 1):
+        crash_host(local_cluster.directory, number)
+    row = local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > taken, timeout_s=100.0)
+    assert f"to go on from step {taken}" in local_cluster.run("why", "gpt").stdout
+    steps = steps_of(local_cluster, job)
+    assert steps[0] == taken + 1
+    assert row["state"] in ("running", "stopping", "finished")
 
 
 def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: RunningCluster) -> None:

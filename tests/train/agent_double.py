@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterd import protocol
 
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 Message = dict[str, Any]
 
@@ -72,6 +72,10 @@ class HostAgent:
     def ready(self, generation: int) -> int:
         """Ranks of a generation that train."""
         return len({rank for g, rank, m in self.heard if g == generation and m.get("event") == "ready"})
+
+    def pid(self, generation: int, rank: int) -> int:
+        """Of a rank's process."""
+        return next(int(m["pid"]) for g, r, m in self.heard if (g, r) == (generation, rank) and "pid" in m)
 
     def hang_up(self, generation: int) -> None:
         """Closes the lines of a generation, as an agent's death does."""

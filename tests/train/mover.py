@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,12 @@ class Generation:
     hosts: list[str]
     run: Future[list[Run]]
     directory: Path
+    pool: RankPool
+    lost: tuple[int, ...] = ()
+
+    @property
+    def living(self) -> int:
+        return self.plan.ranks - len(self.lost)
 
     @property
     def side(self) -> Message:
@@ -64,12 +72,12 @@ class Mover:
         self.network = Network()
         self.agents = {host: HostAgent(host, self.directory, self.network) for host in self.hosts}
         self._threads = ThreadPoolExecutor(2)
-        self._count = 0
+        self._launched: list[Generation] = []
         model = {k: v for k, v in self.options.items() if k not in ("samples", "pace_s", "record")}
         self.shape = describe(job(Recorded(self.options.get("samples", 128)), **model), trace=False)
 
     def close(self) -> None:
-        for generation in self.generations:
+        for generation in self._launched:
             if not generation.run.done():
                 self._tell(generation, {"event": "stop", "reason": "the test ended"})
         self._threads.shutdown()
@@ -87,21 +95,22 @@ class Mover:
         self.wait(lambda: sum(a.ready(generation.number) for a in self.agents.values()) == generation.plan.ranks)
         return generation
 
-    def move(self, plan: str, hosts: str = "", *, abort_after: str = "", lose_line: bool = False) -> Moved | None:
+    def move(self, plan: str, hosts: str = "", *, abort_after: str = "", lost: Sequence[int] = ()) -> Moved | None:
         """To another plan.
 
         Args:
             hosts: one letter per new rank; default: all on the first host.
             abort_after: undo once all ranks concerned have said this.
-            lose_line: the agents' lines break while the old ranks are quiesced.
+            lost: old ranks that are gone.
         """
         old = self.now
-        number = self._count + 1
+        old.lost = tuple(lost)
+        number = len(self._launched) + 1
         move = {
             "id": f"test.1.{number}",
             "token": "00",
             "shape": self.shape.to_dict(),
-            "lost": [],
+            "lost": list(lost),
             "old": old.side,
             "new": {},
             "fabric": {host: [host, 1] for host in self.hosts},
@@ -118,10 +127,6 @@ class Mover:
             self._tell(old, {"event": "quiesce", "move": move["id"]})
             quiesced = self.all_say(old, "quiesced", move["id"])
             assert len({said["step"] for said in quiesced.values()}) == 1
-            if lose_line:
-                for agent in self.agents.values():
-                    agent.hang_up(old.number)
-                    agent.hang_up(new.number)
             if not abort_after:
                 return self._switch(old, new, move["id"], quiesced)
         self._tell(new, {"event": "stop", "reason": "the move was undone"})
@@ -135,11 +140,12 @@ class Mover:
 
     def _switch(self, old: Generation, new: Generation, move: str, quiesced: dict[int, Message]) -> Moved:
         loaded = self.all_say(new, "loaded", move)
-        step = quiesced[0]["step"]
+        step = next(iter(quiesced.values()))["step"]
         assert {said["step"] for said in loaded.values()} == {step}
         self._tell(new, {"event": "resume", "move": move})
         self._tell(old, {"event": "stop", "reason": "moved"})
-        old.run.result(DEADLINE_S)[0].checked()
+        for rank, ended in enumerate(old.run.result(DEADLINE_S)[0].ranks):
+            assert ended.exit_code == 0 or rank in old.lost, ended.output
         trains = self.all_say(new, "trains", move)
         self.moves.append(self._move)
         self.generations.append(new)
@@ -151,6 +157,12 @@ class Mover:
             sum(by_host.values()),
             step,
         )
+
+    def checkpoint(self, directory: Path) -> Message:
+        """Asks for one, and waits until it is complete; what rank 0 says of it."""
+        self._tell(self.now, {"event": "checkpoint", "path": str(directory)})
+        self.wait(lambda: len(self._said(self.now, "checkpointed", "")) == self.now.plan.ranks, "checkpointed")
+        return self._said(self.now, "checkpointed", "")[0]
 
     def train(self, steps: int) -> None:
         """Waits until the present ranks have logged so many steps more."""
@@ -170,7 +182,7 @@ class Mover:
             assert not (failed := self._said(generation, "failed", move)), failed
             if generation.run.done():
                 generation.run.result()[0].checked()
-            return len(self._said(generation, what, move)) == generation.plan.ranks
+            return len(self._said(generation, what, move)) == generation.living
 
         self.wait(done, what)
         return self._said(generation, what, move)
@@ -182,6 +194,18 @@ class Mover:
             assert time.monotonic() < deadline, (name, [a.heard[-5:] for a in self.agents.values()])
             self.network.wait_for(lambda: False, 0.02)
 
+    def kill(self, *ranks: int) -> set[int]:
+        """Kills present ranks, and waits until all others have noticed.
+
+        Returns:
+            The steps that these have done.
+        """
+        for rank in ranks:
+            os.kill(self.agents[self.now.hosts[rank]].pid(self.now.number, rank), signal.SIGKILL)
+        left = self.now.plan.ranks - len(ranks)
+        self.wait(lambda: len(self._said(self.now, "orphaned", "")) == left, "orphaned")
+        return {said["step"] for said in self._said(self.now, "orphaned", "").values() if said["updated"]}
+
     def _said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
         return {r: s for agent in self.agents.values() for r, s in agent.said(generation.number, what, move).items()}
 
@@ -189,16 +213,23 @@ class Mover:
         for agent in self.agents.values():
             agent.send(generation.number, message)
 
+    @property
+    def last_step(self) -> int:
+        """Of all that are logged."""
+        return self._last_step()
+
     def _last_step(self) -> int:
         steps = self.now.steps()
         return int(steps[-1]["step"]) if steps else 0
 
     def _launch(self, text: str, hosts: str, move: Message | None) -> Generation:
-        self._count += 1
         plan = Plan.parse(text)
         placed = list(hosts or self.hosts[0] * plan.ranks)
-        directory = self.directory / str(self._count)
-        generation = Generation(self._count, plan, placed, Future(), directory)
+        number = len(self._launched) + 1
+        directory = self.directory / str(number)
+        pool = self.pools[0] if not self.generations or self.now.pool is self.pools[1] else self.pools[1]
+        generation = Generation(number, plan, placed, Future(), directory, pool)
+        self._launched.append(generation)
         if move is not None:
             move["new"] = generation.side
 
@@ -207,6 +238,6 @@ class Mover:
             return here if move is None else {**here, "standby": True, "move": move}
 
         generation.run = self._threads.submit(
-            self.pools[self._count % 2].run_each, directory, text, [{**self.options, "steps": STEPS}], more=more
+            pool.run_each, directory, text, [{**self.options, "steps": STEPS}], more=more, patience_s=DEADLINE_S
         )
         return generation

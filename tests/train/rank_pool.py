@@ -90,6 +90,7 @@ class RankPool:
         port: int = 0,
         control_socket: str = "",
         more: Callable[[int], dict[str, Any]] = lambda _: {},
+        patience_s: float = 5.0,
     ) -> list[Run]:
         """Trains several scenarios under `plan`, one after another in the same processes.
 
@@ -97,6 +98,7 @@ class RankPool:
             world_size: processes to start; default: as many as the plan has.
             port: of the rendezvous; default: a free one.
             more: entries of the rank file of each rank.
+            patience_s: how long the others live on when one has failed.
         """
         world_size = world_size or Plan.parse(plan).ranks
         directories = [directory / str(i) for i in range(len(variations))]
@@ -106,6 +108,7 @@ class RankPool:
         request = {
             "directory": str(directory),
             "world_size": world_size,
+            "patience_s": patience_s,
             "runs": [[str(d), v] for d, v in zip(directories, variations, strict=True)],
         }
         assert self._server.stdin is not None
@@ -201,7 +204,7 @@ def _run(request: dict[str, Any]) -> list[int]:
             codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if codes[ranks[pid]]:
                 # The others wait for it in some collective; give them a moment to see that themselves.
-                deadline = min(deadline, time.monotonic() + 5.0)
+                deadline = min(deadline, time.monotonic() + request["patience_s"])
     return codes
 
 

@@ -82,7 +82,7 @@ def _write(directory: Path, name: str, training: Any, shape: ModelShape) -> None
     scalars: State = {"step": training.step}
     for of, slots in training.optimizer.state_by_name().items():
         for slot, value in slots.items():
-            if f"{of}|optimizer|0" not in boxes or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            if isinstance(value, torch.Tensor) and value.dim() == 0:
                 scalars[f"{of}|{slot}"] = float(value)
     directory.mkdir(exist_ok=True)
     name = f"{name}-{training.context.rank}"

@@ -141,6 +141,7 @@ def job(
     layers: bool = True,
     tp_plan: bool = True,
     depth: int = 4,
+    width: int = 32,
     num_workers: int = 0,
     unseeded: bool = False,
 ) -> Job:
@@ -149,7 +150,7 @@ def job(
     def factory() -> nn.Module:
         if unseeded:
             torch.seed()
-        return MODELS[model](width=32, depth=depth, heads=4, context=CONTEXT, vocabulary=VOCABULARY)
+        return MODELS[model](width=width, depth=depth, heads=4, context=CONTEXT, vocabulary=VOCABULARY)
 
     return Job(
         model=factory,
@@ -189,6 +190,7 @@ def rank(
 
     def at_end(training: entry.Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
+        left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
         left["optimizer"] = {
             name: {slot: list(value.shape) for slot, value in slots.items()}
@@ -203,6 +205,11 @@ def rank(
 
 def projections(parameter: Any) -> list[float]:
     """A few numbers that depend on every element of a parameter, whole wherever it is cut."""
-    whole = (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().double().reshape(-1)
-    directions = torch.randn(3, whole.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(11))
-    return (directions @ whole).tolist()
+    flat = whole(parameter).double().reshape(-1)
+    directions = torch.randn(3, flat.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    return (directions @ flat).tolist()
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    """A parameter put together from wherever it is cut."""
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()

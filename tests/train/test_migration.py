@@ -6,20 +6,17 @@ Real ranks, real segments; agents and daemon are played (`agent_double`, `mover`
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recorded_state
 from mover import Mover
-from rank_pool import RankPool
 
 from plans.plan import Plan
 
-PACE_S = 0.03
 TOLERANCE = 1e-4
-OPTIONS = {"depth": 2, "pace_s": PACE_S}
 PLANS = [
     "dp=1",
     "dp=2",
@@ -44,43 +41,6 @@ PLANS = [
     "dp=3,shares=2:5:9",
     "dp=3,zero=3,shares=4:4:8,accumulation=2,checkpointing",
 ]
-
-
-@pytest.fixture(scope="session")
-def pools(ranks: RankPool) -> Iterator[tuple[RankPool, RankPool]]:
-    second = RankPool()
-    yield ranks, second
-    second.close()
-
-
-@pytest.fixture
-def moving(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Callable[..., Mover]]:
-    movers: list[Mover] = []
-
-    def moving(hosts: str = "a", **options: Any) -> Mover:
-        movers.append(Mover(pools, tmp_path, {**OPTIONS, **options}, tuple(hosts)))
-        return movers[-1]
-
-    yield moving
-    for mover in movers:
-        mover.close()
-
-
-@pytest.fixture(scope="session")
-def undisturbed(
-    pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., list[float]]:
-    """Losses of one process that nobody moves."""
-    known: dict[str, list[float]] = {}
-
-    def losses(**options: Any) -> list[float]:
-        key = repr(sorted(options.items()))
-        if key not in known:
-            run = pools[0].run(tmp_path_factory.mktemp("one"), "dp=1", **{"depth": 2, "steps": 400, **options})
-            known[key] = run.checked().losses
-        return known[key]
-
-    return losses
 
 
 def assert_undisturbed(steps: list[dict[str, Any]], expected: list[float]) -> None:
@@ -113,7 +73,8 @@ WALKS = [
 def test_moves_change_no_loss(
     walk: list[str], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    assert_undisturbed(walk_through(moving(), walk), undisturbed())
+    expected = undisturbed()
+    assert_undisturbed(walk_through(moving(), walk), expected)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +84,7 @@ def test_moves_change_no_loss(
             {"model": "tables", "optimizer": "two groups", "warmup": True},
             ["dp=2,zero=1", "tp=2", "pp=2,accumulation=2"],
         ),
-        ({"model": "frozen", "optimizer": "nesterov"}, ["dp=2", "pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8"]),
+        ({"model": "frozen", "optimizer": "nesterov"}, ["pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8", "tp=2"]),
         ({"optimizer": "adafactor"}, ["pp=2,accumulation=2", "dp=2,zero=1", "dp=1"]),
         ({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
     ],
@@ -137,13 +98,14 @@ def test_every_bit_of_the_state_arrives(
     tmp_path: Path,
 ) -> None:
     """Frozen and unused parameters, tied ones, slots of odd shapes, parameter groups, schedules, tables and counts."""
+    expected = undisturbed(**options)
     mover = moving(**options, record=str(tmp_path / "state"))
     steps = walk_through(mover, walk)
     for number in range(2, 1 + len(walk)):
         left = recorded_state.read(tmp_path / "state", f"test.1.{number}-old")
         arrived = recorded_state.read(tmp_path / "state", f"test.1.{number}-new")
         recorded_state.assert_equal(left, arrived)
-    assert_undisturbed(steps, undisturbed(**options))
+    assert_undisturbed(steps, expected)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 6))])
@@ -152,10 +114,11 @@ def test_a_chain_of_random_moves_over_two_hosts(
 ) -> None:
     """Between hosts goes what the hosts lack, once."""
     rng = random.Random(seed)
+    expected = undisturbed(warmup=True)
     mover = moving("ab", warmup=True)
     walk = rng.choices(PLANS[:8] if seed == 0 else PLANS, k=6)
     hosts = ["".join(rng.choices("ab", k=Plan.parse(p).ranks)) for p in walk]
-    assert_undisturbed(walk_through(mover, walk, hosts=hosts), undisturbed(warmup=True))
+    assert_undisturbed(walk_through(mover, walk, hosts=hosts), expected)
     bound = sum(g.moves.network_bytes for g in mover.moves)
     assert mover.network.sent_bytes == bound > 0
 
@@ -164,6 +127,7 @@ def test_a_chain_of_random_moves_over_two_hosts(
 def test_an_undone_move_leaves_the_old_ranks_as_they_were(
     after: str, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
+    expected = undisturbed()
     mover = moving()
     mover.start("dp=2")
     for _ in range(2):
@@ -173,4 +137,33 @@ def test_an_undone_move_leaves_the_old_ranks_as_they_were(
     mover.train(2)
     mover.move("dp=2,zero=3")  # and the next one finds everything in place
     mover.train(5)
-    assert_undisturbed(mover.stop(), undisturbed())
+    assert_undisturbed(mover.stop(), expected)
+
+
+@pytest.mark.parametrize(
+    "old, dies, new",
+    [
+        ("dp=2,tp=2", [1], "dp=2"),
+        pytest.param("dp=2", [0], "dp=1", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,accumulation=2", [0, 3], "tp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_take_over_from_ranks_that_died(
+    old: str, dies: list[int], new: str, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
+) -> None:
+    """Every rank notices, also one that waits for a rank that is alive and waits itself."""
+    expected = undisturbed()
+    mover = moving()
+    mover.start(old)
+    mover.train(3)
+    steps = mover.kill(*dies)
+    assert len(steps) == 1
+    moved = mover.move(new, lost=dies)
+    assert moved is not None
+    assert {moved.step} == steps
+    mover.train(10)
+    logged = mover.stop()
+    assert [s["step"] for s in logged if s["step"] > moved.step] == list(range(moved.step + 1, logged[-1]["step"] + 1))
+    for step in logged:
+        if step["loss"] is not None:
+            assert step["loss"] == pytest.approx(expected[step["step"] - 1], rel=TOLERANCE)

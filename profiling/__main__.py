@@ -1,0 +1,83 @@
+"""Command line of the performance model: ``python -m profiling evaluate TABLE.csv``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from profiling.evaluate import AIMS, evaluate, met
+from profiling.table import TableError, read_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 2 for input that cannot be used."""
+    parser = argparse.ArgumentParser(prog="python -m profiling", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("evaluate", help="pick trials from a table of measured step times, predict the rest")
+    command.add_argument("table", type=Path, help="CSV file, one measured plan a row")
+    command.add_argument("--budget", type=int, default=7, help="trials per model (default 7)")
+    command.add_argument("--seeds", type=int, default=20, help="repeats per model (default 20)")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--fast", action="store_true", help="without leave_one_model_out_error")
+    given = parser.parse_args(arguments)
+    for name, least in (("budget", 1), ("seeds", 1)):
+        if getattr(given, name) < least:
+            parser.error(f"--{name} is {getattr(given, name)}; it must be at least {least}")
+    try:
+        result = evaluate(read_table(given.table), budget=given.budget, seeds=given.seeds, leave_one_out=not given.fast)
+    except TableError as error:
+        print(f"profiling: {error}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"profiling: {given.table}: {error}", file=sys.stderr)
+        return 2
+    for name in result["skipped"]:
+        print(f"profiling: {given.table}: {name} has 1 row and was left out; it needs 2", file=sys.stderr)
+    if given.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(result, Console())
+    return 0
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Tables: the figures beside their aims, and each model and family."""
+    table = Table(title=f"{result['budget']} trials per model, {result['seeds']} seeds", title_justify="left")
+    for column in ("figure", "measured", "aim", ""):
+        table.add_column(column, justify="left" if column in ("figure", "") else "right")
+    for name, value in result["figures"].items():
+        least, most = AIMS.get(name, (0.0, 0.0))
+        aim = (
+            ""
+            if name not in AIMS
+            else f">= {least:g}"
+            if most == 1.0
+            else f"{least:g} to {most:g}"
+            if least
+            else f"<= {most:g}"
+        )
+        good = met(name, value)
+        table.add_row(name, _percent(value), aim, "" if good is None else "met" if good else "[bold]missed[/bold]")
+    console.print(table)
+    keys = ("mean_error", "max_error", "multi_node_mean_error", "coverage_90", "regret_mean", "regret_max")
+    table = Table("model", "family", *keys, title="held-out rows", title_justify="left")
+    for model, values in result["models"].items():
+        table.add_row(model, "all", *(_percent(values[k]) for k in keys))
+        for family, of_family in values["families"].items():
+            table.add_row("", family, *(_percent(of_family.get(k)) for k in keys))
+    console.print(table)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}%"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

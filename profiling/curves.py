@@ -1,0 +1,208 @@
+"""How fast a job would go with more or less of each resource: what allocation decides by.
+
+A point is the best plan on one allocation. Envelopes are monotone: whoever is given more may leave it unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plans.plan import Plan
+from profiling.coefficients import INDEX
+from profiling.fit import Fit
+from profiling.model import Row, Rows
+from profiling.placement import Allocation, HostShare
+from profiling.workload import Workload
+
+Fits = Callable[[Plan, Allocation], bool]
+"""Whether a plan is legal and has the memory it needs on an allocation: the caller knows devices and hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The best plan on one allocation."""
+
+    amount: float  # of the resource along the curve, in its unit
+    allocation: Allocation  # that the plan would use
+    plan: Plan
+    step_time_s: float
+    lower_s: float  # of the 90% interval
+    upper_s: float
+    throughput: float  # samples/s
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Best points over growing amounts of one resource. Amounts on which nothing can run are left out."""
+
+    resource: str
+    points: tuple[Point, ...]
+
+    def at(self, amount: float) -> Point | None:
+        """What so much of the resource gives; None: nothing can run."""
+        return max((p for p in self.points if p.amount <= amount), key=lambda p: p.amount, default=None)
+
+    def gain(self, amount: float) -> float:
+        """Samples/s more per further unit, to the next better point; 0 where more does not help."""
+        here = self.at(amount)
+        now = here.throughput if here is not None else 0.0
+        slopes = [(p.throughput - now) / (p.amount - amount) for p in self.points if p.amount > amount]
+        return max(0.0, *slopes) if slopes else 0.0
+
+    def loss(self, amount: float) -> float:
+        """Samples/s less per unit given back, to the next smaller point; all of it where nothing could run."""
+        here = self.at(amount)
+        if here is None:
+            return 0.0
+        below = [p for p in self.points if p.amount < here.amount]
+        if not below:
+            return here.throughput / here.amount if here.amount else 0.0
+        return (here.throughput - below[-1].throughput) / (here.amount - below[-1].amount)
+
+    def least_for(self, throughput: float) -> Point | None:
+        """The least amount that reaches so many samples/s; None: none does."""
+        return next((p for p in self.points if p.throughput >= throughput), None)
+
+
+def best_points(
+    fit: Fit, workload: Workload, choices: Sequence[tuple[float, Allocation, Iterable[Plan]]], fits: Fits | None = None
+) -> tuple[Point, ...]:
+    """The best plan for each (amount, allocation, plans), all predicted in one call; those with none are left out."""
+    rows: list[Row] = []
+    owners: list[int] = []
+    for index, (_, allocation, plans) in enumerate(choices):
+        for plan in plans:
+            if plan.ranks == allocation.devices and (fits is None or fits(plan, allocation)):
+                rows.append(Row(workload, plan, allocation))
+                owners.append(index)
+    if not rows:
+        return ()
+    prediction = fit.predict(Rows.of(rows))
+    low, high = prediction.interval(0.9)
+    times = prediction.median_s
+    owned = np.array(owners)
+    # Of each choice the fastest row, and of equals the first listed.
+    order = np.lexsort((np.arange(len(rows)), times, owned))
+    first = order[np.unique(owned[order], return_index=True)[1]]
+    return tuple(
+        Point(
+            amount=choices[owners[i]][0],
+            allocation=rows[i].allocation,
+            plan=rows[i].plan,
+            step_time_s=float(times[i]),
+            lower_s=float(low[i]),
+            upper_s=float(high[i]),
+            throughput=workload.global_batch / float(times[i]),
+        )
+        for i in first.tolist()
+    )
+
+
+def envelope(resource: str, points: Iterable[Point]) -> Curve:
+    """Points that beat every one with less; a point that more would not improve stands for the larger amounts too."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.amount, -p.throughput)):
+        if not best or point.throughput > best[-1].throughput:
+            if best and best[-1].amount == point.amount:
+                continue
+            best.append(point)
+    return Curve(resource, tuple(best))
+
+
+def packed(
+    devices: int, per_host: int, *, cores_per_device: int = 0, device_type: str = "", speed: float = 1.0
+) -> Allocation:
+    """So many devices on as few hosts as can be: what a curve supposes, before placement says otherwise."""
+    counts = [per_host] * (devices // per_host) + ([devices % per_host] if devices % per_host else [])
+    return Allocation(tuple(HostShare(n, n * cores_per_device, device_type, speed) for n in counts))
+
+
+def over_devices(
+    fit: Fit,
+    workload: Workload,
+    plans: Callable[[int], Iterable[Plan]],
+    counts: Iterable[int],
+    per_host: int,
+    *,
+    cores_per_device: int = 0,
+    device_type: str = "",
+    speed: float = 1.0,
+    fits: Fits | None = None,
+) -> Curve:
+    """Over the number of devices. `plans` lists the legal ones for a number of devices (`plans.enumerate`)."""
+    choices = [
+        (
+            float(n),
+            packed(n, per_host, cores_per_device=cores_per_device, device_type=device_type, speed=speed),
+            plans(n),
+        )
+        for n in counts
+    ]
+    return envelope(f"devices {device_type}".strip(), best_points(fit, workload, choices, fits))
+
+
+def over_cores(
+    fit: Fit,
+    workload: Workload,
+    plans: Sequence[Plan],
+    allocation: Allocation,
+    cores: Iterable[int],
+    fits: Fits | None = None,
+) -> Curve:
+    """Over CPU cores per host, on the same devices."""
+    choices = [
+        (
+            float(n * len(allocation.hosts)),
+            Allocation(tuple(HostShare(h.devices, n, h.device_type, h.speed) for h in allocation.hosts)),
+            plans,
+        )
+        for n in cores
+        if n > 0
+    ]
+    return envelope("cores", best_points(fit, workload, choices, fits))
+
+
+def over_host_memory(
+    fit: Fit,
+    workload: Workload,
+    plans: Sequence[Plan],
+    allocation: Allocation,
+    amounts_bytes: Iterable[int],
+    needs_bytes: Callable[[Plan], int],
+) -> Curve:
+    """Over memory of each host. `needs_bytes`: what a plan takes of a host's memory (offload)."""
+    needs = {plan: needs_bytes(plan) for plan in plans}
+    choices = [(float(amount), allocation, [p for p in plans if needs[p] <= amount]) for amount in amounts_bytes]
+    return envelope("host memory", best_points(fit, workload, choices))
+
+
+def over_bandwidth(
+    fit: Fit, workload: Workload, plans: Sequence[Plan], allocation: Allocation, factors: Iterable[float]
+) -> Curve:
+    """Over the network's bandwidth, as a multiple of what was fitted."""
+    points: list[Point] = []
+    for factor in factors:
+        points += best_points(with_bandwidth(fit, factor), workload, [(factor, allocation, plans)])
+    return envelope("network bandwidth", points)
+
+
+def with_bandwidth(fit: Fit, factor: float) -> Fit:
+    """The fit, were the network so many times as fast.
+
+    Raises:
+        ValueError: a factor that is not positive.
+    """
+    if not factor > 0:
+        raise ValueError(f"a network {factor} times as fast cannot be; give a factor above 0")
+    shift = np.zeros(len(fit.best.logs))
+    shift[INDEX["network_rate"]] = np.log(factor)
+    return replace(fit, posteriors=tuple(replace(p, logs=p.logs + shift) for p in fit.posteriors))
+
+
+def over_types(curves: Mapping[str, Curve], amount: float) -> list[tuple[str, Point]]:
+    """Device types by what so many of each give, best first."""
+    found = [(name, point) for name, curve in curves.items() if (point := curve.at(amount)) is not None]
+    return sorted(found, key=lambda pair: -pair[1].throughput)

@@ -1,0 +1,243 @@
+"""How good the model is: trial runs picked from a table of measured step times, the rest of the table predicted.
+
+The picker sees which plans on which allocations there are, never their times before it has chosen them; the fit sees
+the chosen rows' step times and nothing else. Models share nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from profiling.coefficients import Array, Prior
+from profiling.design import DesignOptions, next_trials
+from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit
+from profiling.model import Rows
+from profiling.table import Measured
+
+AIMS: Mapping[str, tuple[float, float]] = {
+    "mean_error": (0.0, 0.04),
+    "multi_node_mean_error": (0.0, 0.045),
+    "regret_mean": (0.0, 0.01),
+    "regret_within_5pct": (0.9, 1.0),
+    "coverage_90": (0.80, 0.98),
+}
+"""Least and most that each figure should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Everything that is chosen before a table is seen."""
+
+    prior: Prior
+    fit: FitOptions = DEFAULT_FIT
+    design: DesignOptions = DesignOptions(jitter=0.1)  # noqa: RUF009 - frozen
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One profiling of one model, held against what was measured."""
+
+    chosen: tuple[int, ...]
+    fit: Fit
+    prediction: Prediction
+    held_out: Array  # indices of rows
+    errors: Array  # relative, signed, of every row
+    covered: NDArray[np.bool_]  # whether each row is inside its 90% interval
+    regrets: tuple[float, ...]  # one for each allocation with a choice of plans
+    device_seconds: float  # of one step of each trial
+
+
+def default_method() -> Method:
+    """As the product has it, for hardware of which nothing is known."""
+    return Method(Prior.typical())
+
+
+def profile(rows: Sequence[Measured], method: Method, budget: int, seed: int) -> Outcome:
+    """Choose trials, fit, predict.
+
+    Args:
+        seed: of the small random part of each choice: which of two near-equal trials is run first.
+    """
+    features = Rows.of(m.row for m in rows)
+    times = np.array([m.step_time_s for m in rows])
+    hosts = np.array([m.hosts for m in rows])
+    devices = np.array([m.row.allocation.devices for m in rows])
+    # Of a small table a third is left to be predicted.
+    affordable = min(budget, max(1, len(rows) - max(1, len(rows) // 3)))
+    options = replace(method.design, budget=affordable)
+    random = np.random.default_rng(seed)
+    chosen: list[int] = []
+    state = fit(features[[]], [], method.prior, method.fit)
+    while True:
+        expected = state.predict(features).median_s * devices
+        more = next_trials(state, features, features, hosts, expected, chosen, options, random)
+        if not more:
+            break
+        chosen += more
+        state = fit(features[chosen], times[chosen], method.prior, method.fit)
+    prediction = state.predict(features)
+    low, high = prediction.interval(0.9)
+    held_out = np.setdiff1d(np.arange(len(rows)), chosen)
+    return Outcome(
+        chosen=tuple(chosen),
+        fit=state,
+        prediction=prediction,
+        held_out=held_out,
+        errors=prediction.median_s / times - 1.0,
+        covered=(times >= low) & (times <= high),
+        regrets=_regrets(rows, times, prediction.median_s),
+        device_seconds=float((times * devices)[chosen].sum()),
+    )
+
+
+def _regrets(rows: Sequence[Measured], times: Array, predicted: Array) -> tuple[float, ...]:
+    choices: dict[tuple[int, ...], list[int]] = {}
+    for index, one in enumerate(rows):
+        choices.setdefault(one.row.allocation.counts, []).append(index)
+    return tuple(
+        float(times[min(among, key=lambda i: predicted[i])] / min(times[among]) - 1.0)
+        for among in choices.values()
+        if len(among) > 1
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    errors: list[float]
+    multi: list[float]
+    covered: list[float]
+    regrets: list[float]
+
+    def figures(self) -> dict[str, float | None]:
+        return {
+            "mean_error": _mean(self.errors),
+            "max_error": max(self.errors, default=None),
+            "multi_node_mean_error": _mean(self.multi),
+            "multi_node_max_error": max(self.multi, default=None),
+            "coverage_90": _mean(self.covered),
+            "regret_mean": _mean(self.regrets),
+            "regret_max": max(self.regrets, default=None),
+        }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def evaluate(
+    models: Mapping[str, Sequence[Measured]],
+    *,
+    budget: int = 7,
+    seeds: int = 20,
+    method: Method | None = None,
+    leave_one_out: bool = True,
+) -> dict[str, Any]:
+    """Figures overall (each model counts the same), by model and by family; plain values, for JSON.
+
+    Raises:
+        ValueError: no model has two rows.
+    """
+    chosen = default_method() if method is None else method
+    usable = {name: rows for name, rows in models.items() if len(rows) > 1}
+    if not usable:
+        raise ValueError("no model has 2 rows: one to measure and one to predict; add measurements")
+    by_model: dict[str, dict[str, Any]] = {}
+    families: dict[str, _Tally] = {}
+    pooled: list[float] = []
+    within: list[float] = []
+    for name, rows in usable.items():
+        tally = _Tally([], [], [], [])
+        own: dict[str, _Tally] = {}
+        multi_choice: list[float] = []
+        for seed in range(seeds):
+            outcome = profile(rows, chosen, budget, seed)
+            tally.regrets += outcome.regrets
+            if outcome.regrets:
+                multi_choice.append(float(fmean(outcome.regrets) <= 0.05))
+            for i in outcome.held_out.tolist():
+                one, error = rows[i], abs(float(outcome.errors[i]))
+                for t in (
+                    tally,
+                    own.setdefault(one.family, _Tally([], [], [], [])),
+                    families.setdefault(one.family, _Tally([], [], [], [])),
+                ):
+                    t.errors.append(error)
+                    t.covered.append(float(outcome.covered[i]))
+                    if one.hosts > 1:
+                        t.multi.append(error)
+        pooled += tally.covered
+        within += multi_choice
+        by_model[name] = {
+            **tally.figures(),
+            "regret_within_5pct": _mean(multi_choice),
+            "rows": len(rows),
+            "trials": len(outcome.chosen),
+            "families": {family: _without_regret(t) for family, t in own.items()},
+        }
+    figures = {
+        key: _mean([m[key] for m in by_model.values() if m[key] is not None])
+        for key in ("mean_error", "multi_node_mean_error", "regret_mean")
+    }
+    figures["regret_within_5pct"] = _mean(within)
+    figures["coverage_90"] = _mean(pooled)
+    figures["leave_one_model_out_error"] = (
+        leave_one_model_out(usable, budget=budget, method=chosen) if leave_one_out else None
+    )
+    return {
+        "figures": figures,
+        "models": by_model,
+        "families": {family: _without_regret(t) for family, t in families.items()},
+        "skipped": [name for name in models if name not in usable],
+        "budget": budget,
+        "seeds": seeds,
+    }
+
+
+def _without_regret(tally: _Tally) -> dict[str, float | None]:
+    return {name: value for name, value in tally.figures().items() if not name.startswith("regret")}
+
+
+def variants(method: Method) -> list[Method]:
+    """Other beliefs that one could have held: firmer and looser priors, more and less noise, dearer large trials."""
+    return [
+        replace(method, prior=method.prior.scaled(width), fit=replace(method.fit, noise=noise, misfit=noise * 1.2))
+        for width in (0.7, 1.0, 1.4)
+        for noise in (0.015, 0.025, 0.04)
+    ]
+
+
+def leave_one_model_out(
+    models: Mapping[str, Sequence[Measured]], *, budget: int, method: Method, seeds: int = 3
+) -> float | None:
+    """Mean error of each model under the beliefs that suit the *other* models best; None with fewer than two models."""
+    if len(models) < 2:
+        return None
+    errors: dict[str, list[float]] = {}
+    for name, rows in models.items():
+        errors[name] = []
+        for variant in variants(method):
+            of_seeds = []
+            for seed in range(seeds):
+                outcome = profile(rows, variant, budget, seed)
+                of_seeds.append(float(np.abs(outcome.errors[outcome.held_out]).mean()))
+            errors[name].append(fmean(of_seeds))
+    left_out = []
+    for name in models:
+        others = [fmean(errors[other][v] for other in models if other != name) for v in range(len(errors[name]))]
+        left_out.append(errors[name][int(np.argmin(others))])
+    return fmean(left_out)
+
+
+def met(name: str, value: float | None) -> bool | None:
+    """Whether a figure is what it should be; None where there is no aim or no figure."""
+    if value is None or name not in AIMS or not math.isfinite(value):
+        return None
+    least, most = AIMS[name]
+    return least <= value <= most

@@ -1,0 +1,122 @@
+"""A fit that goes on learning from every step the job really runs, and notices when the world has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import numpy as np
+
+from profiling.coefficients import Prior
+from profiling.fit import DEFAULT_FIT, Fit, FitOptions, fit
+from profiling.model import Row, Rows
+
+DRIFT_NOISES = 4.0
+"""A change is believed when the sum of deviations passes so many noises (Page's test)."""
+SLACK_NOISES = 0.75
+"""Deviations up to this are not summed up: they are what noise looks like."""
+STEPS = 20
+"""Steps whose median makes one measurement: one step's time is mostly noise."""
+_KEPT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Step time of one plan on one allocation, from some steps."""
+
+    row: Row
+    step_time_s: float
+    trial: bool = True  # measured by a trial run; False: seen while the job ran
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineFit:
+    """The model of one job on one kind of hardware, with what it learned from."""
+
+    prior: Prior
+    fit: Fit
+    observations: tuple[Observation, ...] = ()
+    options: FitOptions = DEFAULT_FIT
+    pending: tuple[float, ...] = ()  # step times of the running plan, not yet enough for a measurement
+    pending_row: Row | None = None
+    slower: float = 0.0  # sums of Page's test, in noises
+    faster: float = 0.0
+    drifts: int = 0  # times that a change was believed
+    reasons: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def start(
+        cls, prior: Prior, observations: Sequence[Observation] = (), options: FitOptions = DEFAULT_FIT
+    ) -> OnlineFit:
+        """From trials, or from none."""
+        kept = tuple(observations)
+        return cls(prior, _fit(kept, prior, options), kept, options)
+
+    def observe(self, *observations: Observation) -> OnlineFit:
+        """With further trials."""
+        return replace(
+            self, observations=(kept := self.observations + observations), fit=_fit(kept, self.prior, self.options)
+        )
+
+    def update(self, row: Row, step_times_s: Sequence[float]) -> OnlineFit:
+        """With steps that the job ran under `row`.
+
+        A measurement is the median of `STEPS` steps; the fit follows. When measurements of one plan keep being slower
+        (or faster) than before, the world has changed (a neighbour, a hot device, a slow link): what was measured
+        earlier is scaled to what is seen now, so that all predictions follow at once, and the new measurement replaces
+        earlier ones of the same plan. `drifts` counts such changes, `reasons` says them in words.
+
+        Raises:
+            ValueError: a step time that is not positive and finite.
+        """
+        if any(not math.isfinite(t) or t <= 0 for t in step_times_s):
+            raise ValueError("step times must be above 0 seconds")
+        before = self.pending if row == self.pending_row else ()
+        pending = [*before, *step_times_s]
+        state = replace(self, pending_row=row)
+        while len(pending) >= STEPS:
+            state = state._measured(row, median(pending[:STEPS]))
+            pending = pending[STEPS:]
+        return replace(state, pending=tuple(pending))
+
+    def _measured(self, row: Row, step_time_s: float) -> OnlineFit:
+        same = [o for o in self.observations if o.row == row]
+        noise = self.fit.noise
+        if not same:
+            return self.observe(Observation(row, step_time_s, trial=False))
+        usual_s = median(o.step_time_s for o in same)
+        deviation = math.log(step_time_s / usual_s) / noise
+        slower = max(0.0, self.slower + deviation - SLACK_NOISES)
+        faster = max(0.0, self.faster - deviation - SLACK_NOISES)
+        if max(slower, faster) < DRIFT_NOISES:
+            kept = (*self.observations, Observation(row, step_time_s, trial=False))[-_KEPT:]
+            # A steady run says the same again and again: the fit follows at the 1st, 2nd, 4th, 8th ... time.
+            again = len(same) & (len(same) - 1) == 0
+            fitted = _fit(kept, self.prior, self.options) if again else self.fit
+            return replace(self, observations=kept, fit=fitted, slower=slower, faster=faster)
+        factor = step_time_s / usual_s
+        scaled = tuple(replace(o, step_time_s=o.step_time_s * factor) for o in self.observations if o.row != row)
+        kept = (*scaled, Observation(row, step_time_s, trial=False))
+        word = "slower" if factor > 1 else "faster"
+        return replace(
+            self,
+            observations=kept,
+            fit=_fit(kept, self.prior, self.options),
+            slower=0.0,
+            faster=0.0,
+            drifts=self.drifts + 1,
+            reasons=(
+                *self.reasons,
+                f"{row.plan} became {abs(factor - 1):.0%} {word}: from {usual_s:.4g} s a step to {step_time_s:.4g} s",
+            ),
+        )
+
+
+def _fit(observations: Sequence[Observation], prior: Prior, options: FitOptions) -> Fit:
+    by_row: dict[Row, list[float]] = {}
+    for o in observations:
+        by_row.setdefault(o.row, []).append(o.step_time_s)
+    rows = Rows.of(by_row)
+    return fit(rows, np.array([median(times) for times in by_row.values()]), prior, options)

@@ -1,0 +1,247 @@
+"""What was measured, what was learned from it, and what it foretells: in the terminal, and as one file to pass on."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from profiling.coefficients import ALL
+from profiling.curves import Curve, Point
+from profiling.fit import Fit
+from profiling.model import Row, Rows
+
+_BLOCKS = "▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One plan: what was foretold, and what was measured, if it was."""
+
+    plan: str
+    allocation: str
+    predicted_s: float
+    lower_s: float
+    upper_s: float
+    measured_s: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """Relative."""
+        return None if self.measured_s is None else self.predicted_s / self.measured_s - 1.0
+
+
+def lines(fit: Fit, rows: Sequence[Row], measured_s: Sequence[float | None]) -> list[Line]:
+    """Of each row, fastest first."""
+    if not rows:
+        return []
+    prediction = fit.predict(Rows.of(rows))
+    low, high = prediction.interval(0.9)
+    found = [
+        Line(
+            str(row.plan),
+            "+".join(map(str, row.allocation.counts)),
+            float(prediction.median_s[i]),
+            float(low[i]),
+            float(high[i]),
+            measured_s[i],
+        )
+        for i, row in enumerate(rows)
+    ]
+    return sorted(found, key=lambda line: line.predicted_s)
+
+
+def seconds(value: float) -> str:
+    """Readable at a glance."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def quantity(value: float, unit: str) -> str:
+    """With a prefix, where the unit takes one."""
+    if unit.startswith("s"):
+        return seconds(value) + unit[1:]
+    if unit == "1" or not value:
+        return f"{value:.3g}"
+    power = min(max(int(math.log10(value) // 3), 0), 5)
+    return f"{value / 1000**power:.3g} {['', 'k', 'M', 'G', 'T', 'P'][power]}{unit}"
+
+
+def coefficient_rows(fit: Fit) -> list[tuple[str, str, str, str]]:
+    """Name, value with its uncertainty, how much was learned, meaning."""
+    best = fit.best
+    found = []
+    for index, c in enumerate(ALL):
+        width = math.sqrt(max(float(best.covariance[index, index]), 0.0))
+        learned = max(0.0, 1.0 - width / c.width)
+        value = f"{quantity(math.exp(float(best.logs[index])), c.unit)} ×/÷ {math.exp(width):.2f}"
+        found.append((c.name, value, f"{learned:.0%}", c.meaning))
+    return found
+
+
+def bar(value: float, most: float, width: int = 24) -> str:
+    """A horizontal bar of eighths."""
+    eighths = round(8 * width * min(max(value / most, 0.0), 1.0)) if most > 0 else 0
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_BLOCKS[rest - 1] if rest else "")
+
+
+def terminal(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None) -> Group:
+    """For a console."""
+    parts: list[Table | Text] = [Text(f"{title}: {fit.measured} measured, {fit.noise:.1%} noise", style="bold")]
+    table = Table("plan", "on", "predicted", "90%", "measured", "off", title="plans", title_justify="left")
+    for line in plans:
+        measured = "" if line.measured_s is None else seconds(line.measured_s)
+        off = "" if line.error is None else f"{line.error:+.1%}"
+        between = f"{seconds(line.lower_s)} to {seconds(line.upper_s)}"
+        table.add_row(line.plan, line.allocation, seconds(line.predicted_s), between, measured, off)
+    parts.append(table)
+    if curve is not None and curve.points:
+        most = max(p.throughput for p in curve.points)
+        table = Table(curve.resource, "plan", "samples/s", "", title=f"over {curve.resource}", title_justify="left")
+        for p in curve.points:
+            table.add_row(f"{p.amount:g}", str(p.plan), f"{p.throughput:.4g}", bar(p.throughput, most))
+        parts.append(table)
+    table = Table("coefficient", "value", "learned", "meaning", title="coefficients", title_justify="left")
+    for values in coefficient_rows(fit):
+        table.add_row(*values)
+    parts.append(table)
+    return Group(*parts)
+
+
+def to_text(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None, *, width: int = 120) -> str:
+    """The terminal's report without colours."""
+    console = Console(width=width, no_color=True, force_terminal=False, record=True, file=io.StringIO())
+    console.print(terminal(title, fit, plans, curve))
+    return console.export_text()
+
+
+def to_html(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None) -> str:
+    """One self-contained page: no script, nothing loaded from elsewhere."""
+
+    def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+        cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+        rows = "".join("<tr>" + "".join(f"<td>{html.escape(v)}</td>" for v in row) + "</tr>" for row in body)
+        return f"<table><thead><tr>{cells}</tr></thead><tbody>{rows}</tbody></table>"
+
+    measured = [line for line in plans if line.measured_s is not None]
+    listed = [
+        (
+            line.plan, line.allocation, seconds(line.predicted_s),
+            f"{seconds(line.lower_s)} to {seconds(line.upper_s)}",
+            "" if line.measured_s is None else seconds(line.measured_s),
+            "" if line.error is None else f"{line.error:+.1%}",
+        )
+        for line in plans
+    ]  # fmt: skip
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>{fit.measured} measured, {fit.noise:.1%} noise.</p>",
+        scatter_svg(measured) if measured else "",
+        curve_svg(curve) if curve is not None and curve.points else "",
+        "<h2>Plans</h2>",
+        table(("plan", "on", "predicted", "90%", "measured", "off"), listed),
+        "<h2>Coefficients</h2>",
+        table(("name", "value", "learned", "meaning"), coefficient_rows(fit)),
+    ]
+    style = (
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
+        "color:#222;background:#fff}"
+        "table{border-collapse:collapse;width:100%}"
+        "td,th{padding:.2rem .6rem;text-align:left;border-bottom:1px solid #ddd}"
+        "svg{max-width:100%;height:auto}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{style}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+_W, _H, _M = 560, 320, 56
+
+
+def scatter_svg(plans: Sequence[Line]) -> str:
+    """Predicted over measured, both logarithmic; the diagonal is where they agree."""
+    given = [(line.measured_s, line) for line in plans if line.measured_s is not None]
+    ends = [v for m, line in given for v in (m, line.predicted_s)]
+    low, high = math.log(min(ends)) - 0.1, math.log(max(ends)) + 0.1
+
+    def at(value: float, size: int) -> float:
+        return (math.log(value) - low) / (high - low) * (size - 2 * _M)
+
+    dots = "".join(
+        f'<circle cx="{_M + at(m, _W):.1f}" cy="{_H - _M - at(line.predicted_s, _H):.1f}" r="4" fill="#2b6cb0" '
+        f'fill-opacity=".7"><title>{html.escape(line.plan)} on {line.allocation}: '
+        f"{seconds(line.predicted_s)} predicted, {seconds(m)} measured</title></circle>"
+        for m, line in given
+    )
+    diagonal = f'<line x1="{_M}" y1="{_H - _M}" x2="{_W - _M}" y2="{_M}" stroke="#999" stroke-dasharray="4 4"/>'
+    ticks = _ticks(math.exp(low), math.exp(high))
+    labels = "".join(
+        f'<text x="{_M + at(t, _W):.1f}" y="{_H - _M + 18}" text-anchor="middle">{seconds(t)}</text>'
+        f'<text x="{_M - 8}" y="{_H - _M - at(t, _H) + 4:.1f}" text-anchor="end">{seconds(t)}</text>'
+        for t in ticks
+    )
+    return _frame(diagonal + dots + labels, "measured step time", "predicted")
+
+
+def curve_svg(curve: Curve) -> str:
+    """Throughput over the resource, with the 90% interval."""
+    most_x = max(p.amount for p in curve.points)
+    # The interval is of the time: its ends swap for throughput.
+    ends = [(p.throughput * p.step_time_s / p.upper_s, p.throughput * p.step_time_s / p.lower_s) for p in curve.points]
+    most_y = max(high for _, high in ends)
+
+    def xy(amount: float, throughput: float) -> str:
+        return f"{_M + amount / most_x * (_W - 2 * _M):.1f},{_H - _M - throughput / most_y * (_H - 2 * _M):.1f}"
+
+    path = " ".join(xy(p.amount, p.throughput) for p in curve.points)
+    band = " ".join(
+        [xy(p.amount, high) for p, (_, high) in zip(curve.points, ends, strict=True)]
+        + [xy(p.amount, low) for p, (low, _) in reversed(list(zip(curve.points, ends, strict=True)))]
+    )
+    at: list[tuple[Point, str, str]] = []
+    for p in curve.points:
+        x, y = xy(p.amount, p.throughput).split(",")
+        at.append((p, x, y))
+    dots = "".join(
+        f'<circle cx="{x}" cy="{y}" r="4" fill="#2b6cb0">'
+        f"<title>{p.amount:g}: {html.escape(str(p.plan))}, {p.throughput:.4g} samples/s</title></circle>"
+        for p, x, y in at
+    )
+    labels = "".join(f'<text x="{x}" y="{_H - _M + 18}" text-anchor="middle">{p.amount:g}</text>' for p, x, _ in at)
+    labels += f'<text x="{_M - 8}" y="{_M + 4}" text-anchor="end">{most_y:.3g}</text>'
+    drawn = (
+        f'<polygon points="{band}" fill="#2b6cb0" fill-opacity=".15"/>'
+        f'<polyline points="{path}" fill="none" stroke="#2b6cb0" stroke-width="2"/>'
+    )
+    return _frame(drawn + dots + labels, html.escape(curve.resource), "samples/s")
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    found = [
+        m * 10.0**e
+        for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for m in (1, 2, 5)
+        if low <= m * 10.0**e <= high
+    ]
+    return found or [math.sqrt(low * high)]
+
+
+def _frame(inside: str, below: str, beside: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_W} {_H}" width="{_W}" height="{_H}" role="img" '
+        f'aria-label="{beside} over {below}" font-family="system-ui,sans-serif" font-size="11" fill="#444">'
+        f'<rect width="{_W}" height="{_H}" fill="#fff"/>'
+        f'<path d="M{_M} {_M}V{_H - _M}H{_W - _M}" fill="none" stroke="#999"/>{inside}'
+        f'<text x="{_W / 2}" y="{_H - 14}" text-anchor="middle">{below}</text>'
+        f'<text x="{_M}" y="{_M - 14}" text-anchor="middle">{beside}</text></svg>'
+    )

@@ -1,0 +1,197 @@
+"""Measurements that outlive their jobs: by model, device type, environment and link, in one SQLite file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sqlite3
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from plans.plan import Plan
+from profiling.model import Row
+from profiling.placement import Allocation, HostShare
+from profiling.table import TableError
+from profiling.workload import Workload
+
+_VERSION = 1
+_COLUMNS = ("signature", "device_type", "environment", "link", "plan", "allocation", "workload", "kind",
+            "step_time_s", "steps", "phases", "device_peak_bytes", "host_peak_bytes", "at_s")  # fmt: skip
+KINDS = ("measured", "out-of-memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Among which measurements can be shared."""
+
+    signature: str  # of the model: same shape, same global batch
+    device_type: str
+    environment: str = ""  # of the software: torch version, interpreter
+    link: str = ""  # between hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One plan tried on one allocation."""
+
+    key: Key
+    row: Row
+    step_time_s: float  # median; 0 where it ran out of memory
+    kind: str = "measured"  # or "out-of-memory": a measurement too
+    steps: int = 0  # that the median is of
+    phases: tuple[tuple[str, float], ...] = ()  # name, seconds
+    device_peak_bytes: int = 0
+    host_peak_bytes: int = 0
+    at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+        if self.kind == "measured" and not (math.isfinite(self.step_time_s) and self.step_time_s > 0):
+            raise ValueError(f"step_time_s is {self.step_time_s}; it must be above 0 seconds")
+
+
+class Store:
+    """An open store. One process writes; closing it, or leaving it in a `with`, is safe at any time."""
+
+    def __init__(self, path: Path | str = ":memory:") -> None:
+        """Open or create.
+
+        Raises:
+            TableError: the file is no store, or one of a newer version.
+        """
+        self._database = sqlite3.connect(path)
+        try:
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if version > _VERSION:
+                raise TableError(f"{path}: written by a newer version ({version}); update, or give another file")
+            self._database.execute("PRAGMA journal_mode = WAL")
+            with self._database:
+                self._database.execute(
+                    "CREATE TABLE IF NOT EXISTS measurements (signature TEXT NOT NULL, device_type TEXT NOT NULL, "
+                    "environment TEXT NOT NULL, link TEXT NOT NULL, plan TEXT NOT NULL, allocation TEXT NOT NULL, "
+                    "workload TEXT NOT NULL, kind TEXT NOT NULL, step_time_s REAL NOT NULL, steps INTEGER NOT NULL, "
+                    "phases TEXT NOT NULL, device_peak_bytes INTEGER NOT NULL, host_peak_bytes INTEGER NOT NULL, "
+                    "at_s REAL NOT NULL)"
+                )
+                self._database.execute("CREATE INDEX IF NOT EXISTS by_model ON measurements (signature, device_type)")
+                self._database.execute(f"PRAGMA user_version = {_VERSION}")
+        except sqlite3.DatabaseError as error:
+            self._database.close()
+            raise TableError(
+                f"{path}: no store of measurements ({error}); move it away, or give another file"
+            ) from None
+        except TableError:
+            self._database.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """What was added is on disk."""
+        self._database.close()
+
+    def add(self, *measurements: Measurement) -> None:
+        """All or none."""
+        with self._database:
+            self._database.executemany(
+                f"INSERT INTO measurements VALUES ({', '.join('?' * len(_COLUMNS))})", map(_pack, measurements)
+            )
+
+    def find(self, key: Key, *, any_environment: bool = False) -> list[Measurement]:
+        """Of this key, oldest first."""
+        where, given = "signature = ? AND device_type = ?", [key.signature, key.device_type]
+        if not any_environment:
+            where += " AND environment = ? AND link = ?"
+            given += [key.environment, key.link]
+        with closing(
+            self._database.execute(f"SELECT * FROM measurements WHERE {where} ORDER BY at_s, rowid", given)
+        ) as rows:
+            return [_unpack(values) for values in rows]
+
+    def known(self) -> list[Key]:
+        """Of which there are measurements."""
+        query = "SELECT DISTINCT signature, device_type, environment, link FROM measurements ORDER BY 1, 2, 3, 4"
+        with closing(self._database.execute(query)) as rows:
+            return [Key(*values) for values in rows]
+
+    def export_csv(self, path: Path) -> int:
+        """Everything, one measurement a row; returns how many."""
+        with (
+            closing(self._database.execute("SELECT * FROM measurements ORDER BY rowid")) as rows,
+            path.open("w", newline="") as file,
+        ):
+            writer = csv.writer(file)
+            writer.writerow(_COLUMNS)
+            count = 0
+            for values in rows:
+                writer.writerow(values)
+                count += 1
+        return count
+
+    def import_csv(self, path: Path) -> int:
+        """What `export_csv` wrote, here or elsewhere; all of it or nothing. What is here already is not added again.
+
+        Raises:
+            TableError: file, line and what is wrong.
+        """
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TableError(f"{path}: cannot be read ({error}); give a CSV file of measurements") from None
+        reader = csv.DictReader(text.splitlines())
+        if missing := [name for name in _COLUMNS if name not in (reader.fieldnames or [])]:
+            raise TableError(f"{path}, line 1: no column {', '.join(missing)}; give a file that was exported")
+        found: list[Measurement] = []
+        for values in reader:
+            try:
+                found.append(_unpack([values[name] for name in _COLUMNS]))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise TableError(f"{path}, line {reader.line_num}: {error}; correct or remove the line") from None
+        with closing(self._database.execute("SELECT * FROM measurements")) as rows:
+            known = {tuple(values) for values in rows}
+        fresh = [m for m in found if _pack(m) not in known]
+        self.add(*fresh)
+        return len(fresh)
+
+
+def _pack(m: Measurement) -> tuple[str | float | int, ...]:
+    load, hosts = m.row.workload, m.row.allocation.hosts
+    return (
+        m.key.signature, m.key.device_type, m.key.environment, m.key.link, str(m.row.plan),
+        json.dumps([[h.devices, h.cores, h.device_type, h.speed] for h in hosts]),
+        json.dumps({f.name: getattr(load, f.name) for f in fields(load)}, sort_keys=True),
+        m.kind, float(m.step_time_s), m.steps, json.dumps(m.phases), m.device_peak_bytes, m.host_peak_bytes,
+        float(m.at_s),
+    )  # fmt: skip
+
+
+def _unpack(values: Iterable[object]) -> Measurement:
+    v = dict(zip(_COLUMNS, values, strict=True))
+    row = Row(
+        Workload(**json.loads(str(v["workload"]))),
+        Plan.parse(str(v["plan"])),
+        Allocation(tuple(HostShare(*host) for host in json.loads(str(v["allocation"])))),
+    )
+    if row.plan.ranks != row.allocation.devices:
+        raise ValueError(
+            f"the plan {row.plan} has {row.plan.ranks} ranks, the allocation {row.allocation.devices} devices"
+        )
+    return Measurement(
+        key=Key(str(v["signature"]), str(v["device_type"]), str(v["environment"]), str(v["link"])),
+        row=row,
+        kind=str(v["kind"]),
+        step_time_s=float(str(v["step_time_s"])),
+        steps=int(str(v["steps"])),
+        phases=tuple((str(n), float(s)) for n, s in json.loads(str(v["phases"]))),
+        device_peak_bytes=int(str(v["device_peak_bytes"])),
+        host_peak_bytes=int(str(v["host_peak_bytes"])),
+        at_s=float(str(v["at_s"])),
+    )

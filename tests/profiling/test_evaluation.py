@@ -1,0 +1,166 @@
+"""The command that anyone can hold the model to, and what it says of tables that cannot be used."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from profiling.__main__ import main
+from profiling.evaluate import evaluate
+from profiling.table import REQUIRED, TableError, read_table
+from tests.profiling.worlds import CONVOLUTIONS, TRANSFORMER, measured, truth
+
+REPOSITORY = Path(__file__).parents[2]
+DATA = Path(os.environ.get("CLUSTERD_DATA", REPOSITORY.parent / "shared" / "data"))
+A800 = DATA / "a800" / "step_times.csv"
+
+GOOD = {
+    "model": "m", "parameters": "1000000", "layers": "4", "hidden": "64", "seq_len": "128", "global_batch": "16",
+    "family": "dp", "dp": "2", "tp": "1", "pp": "1", "zero_stage": "0", "offload": "0", "act_ckpt": "0",
+    "micro_batches": "", "gpus": "2", "nodes": "1", "gpus_per_node": "2", "step_time_s": "0.5",
+}  # fmt: skip
+
+
+def write(path: Path, *rows: dict[str, str], leave_out: str = "") -> Path:
+    """A table of these rows."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [name for name in GOOD if name != leave_out], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("column", REQUIRED)
+def test_a_missing_column_is_named(tmp_path, capsys, column):
+    path = write(tmp_path / "t.csv", GOOD, leave_out=column)
+    assert main(["evaluate", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(path) in said and column in said
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("step_time_s", "0", "outside"),
+        ("step_time_s", "-1", "outside"),
+        ("step_time_s", "nan", "outside"),
+        ("step_time_s", "530168", "seconds per step"),
+        ("step_time_s", "fast", "no number"),
+        ("step_time_s", "", "no number"),
+        ("parameters", "0", "outside"),
+        ("parameters", "1e99", "outside"),
+        ("hidden", "-5", "outside"),
+        ("global_batch", "0.5", "outside"),
+        ("global_batch", "1", "cannot be shared by dp=2"),
+        ("dp", "1.5", "not whole"),
+        ("dp", "4", "devices, but dp*tp*pp is 4"),
+        ("zero_stage", "7", "outside"),
+        ("offload", "yes", "no number"),
+        ("gpus_per_node", "1+x", "write devices of each host"),
+        ("gpus_per_node", "", "write devices of each host"),
+        ("nodes", "3", "gpus_per_node lists 1"),
+        ("micro_batches", "0", "outside"),
+        ("model", "", "name the model"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_place(tmp_path, capsys, column, value, says):
+    path = write(tmp_path / "t.csv", GOOD, {**GOOD, column: value})
+    assert main(["evaluate", str(path), "--json"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("\n") == 1
+    assert "line 3" in told.err and says in told.err
+
+
+def test_one_row_is_not_enough_to_judge_by(tmp_path, capsys):
+    assert main(["evaluate", str(write(tmp_path / "t.csv", GOOD))]) == 2
+    assert "one to measure and one to predict" in capsys.readouterr().err
+
+
+def test_an_empty_or_absent_table_is_refused(tmp_path, capsys):
+    assert main(["evaluate", str(write(tmp_path / "t.csv"))]) == 2
+    assert "no rows" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "none.csv")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(TableError):
+        read_table(tmp_path / "binary.csv")
+
+
+def test_two_rows_give_a_prediction_that_admits_how_little_it_knows(tmp_path):
+    far = {**GOOD, "dp": "8", "gpus": "8", "nodes": "8", "gpus_per_node": "+".join("1" * 8), "step_time_s": "0.25"}
+    result = evaluate(read_table(write(tmp_path / "t.csv", GOOD, far)), seeds=1)
+    assert result["models"]["m"]["trials"] == 1
+    assert result["figures"]["coverage_90"] == 1.0
+
+
+def test_unknown_columns_and_spaces_do_no_harm(tmp_path):
+    path = write(tmp_path / "t.csv", GOOD)
+    path.write_text("\ufeff" + path.read_text().replace("0.5", " 0.5 "))
+    assert read_table(path)["m"][0].step_time_s == 0.5
+
+
+def test_models_of_other_kinds_are_evaluated_side_by_side():
+    result = evaluate(
+        {
+            "made-up": measured(truth(), TRANSFORMER),
+            "conv": measured(truth(compute_rate=0.3e12), CONVOLUTIONS, parallel=False, seed=1),
+        },
+        seeds=2,
+        leave_one_out=False,
+    )
+    assert set(result["models"]) == {"made-up", "conv"}
+    assert result["figures"]["mean_error"] < 0.1
+    assert result["figures"]["regret_mean"] < 0.05
+    json.dumps(result)
+
+
+def test_only_chosen_times_are_seen():
+    """What was not tried may say anything: the predictions stay the same."""
+    table = measured(truth(), TRANSFORMER)
+    from dataclasses import replace
+
+    from profiling.evaluate import default_method, profile
+
+    honest = profile(table, default_method(), 7, 0)
+    forged = [m if i in honest.chosen else replace(m, step_time_s=123.0) for i, m in enumerate(table)]
+    again = profile(forged, default_method(), 7, 0)
+    assert again.chosen == honest.chosen
+    assert again.prediction.median_s.tolist() == honest.prediction.median_s.tolist()
+
+
+needs_data = pytest.mark.skipif(not A800.exists(), reason=f"no measurements at {A800}; set CLUSTERD_DATA")
+
+
+@needs_data
+def test_the_figures_of_real_measurements(capsys):
+    assert main(["evaluate", str(A800), "--seeds", "2", "--json", "--fast"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert figures["mean_error"] < 0.06
+    assert figures["regret_mean"] < 0.02
+    assert 0.8 <= figures["coverage_90"] <= 0.98
+    assert main(["evaluate", str(A800), "--seeds", "1", "--fast"]) == 0
+    assert "multi_node_mean_error" in capsys.readouterr().out
+
+
+@needs_data
+@pytest.mark.slow
+def test_the_structure_is_not_shaped_to_one_model():
+    figures = evaluate(read_table(A800), seeds=6)["figures"]
+    assert figures["leave_one_model_out_error"] < 0.06
+
+
+@needs_data
+def test_a_name_changes_nothing(tmp_path):
+    """Models are told apart by their sizes and times alone."""
+    lines = A800.read_text().splitlines()
+    kept = [lines[0]] + [line.replace("llama7,", "anything,", 1) for line in lines if line.startswith("llama7,")]
+    (tmp_path / "renamed.csv").write_text("\n".join(kept))
+    named = {"llama7": read_table(A800)["llama7"]}
+    one = evaluate(named, seeds=1, leave_one_out=False)["figures"]
+    other = evaluate(read_table(tmp_path / "renamed.csv"), seeds=1, leave_one_out=False)["figures"]
+    assert one == other

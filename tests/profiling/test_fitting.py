@@ -1,0 +1,181 @@
+"""Worlds with a known truth are found again, and uncertainty is honest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plans.plan import Plan
+from profiling.coefficients import INDEX, Prior
+from profiling.design import DesignOptions, next_trials
+from profiling.evaluate import Method, default_method, profile
+from profiling.fit import fit, share_hardware, tail
+from profiling.model import Row, Rows, predict
+from profiling.online import STEPS, Observation, OnlineFit
+from profiling.placement import Allocation
+from tests.profiling.worlds import CONVOLUTIONS, FAST_NETWORK, SLOW_NETWORK, TRANSFORMER, measured, truth
+
+WORLDS = {
+    "slow network": (TRANSFORMER, truth(**SLOW_NETWORK), 1, True),
+    "fast network": (TRANSFORMER, truth(**FAST_NETWORK), 2, True),
+    "convolutions": (CONVOLUTIONS, truth(compute_rate=0.3e12, launch_s=1.5e-4, step_s=8e-3), 4, False),
+    "one card a host": (TRANSFORMER, truth(card_growth=0.3, network_rate=5e9), 4, True),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_seven_trials_foretell_the_rest_of_a_world_unlike_the_prior(name):
+    load, logs, card, parallel = WORLDS[name]
+    errors, covered = [], []
+    for seed in range(3):
+        table = measured(logs, load, seed=seed, parallel=parallel, devices_per_card=card)
+        outcome = profile(table, default_method(), budget=7, seed=seed)
+        assert len(outcome.chosen) == 7
+        assert all(table[i].hosts <= 2 for i in outcome.chosen)
+        errors.append(np.abs(outcome.errors[outcome.held_out]).mean())
+        covered.append(outcome.covered[outcome.held_out].mean())
+    assert np.mean(errors) < 0.12
+    assert np.mean(covered) > 0.75
+
+
+def test_all_of_a_table_gives_the_truth_to_the_noise():
+    table = measured(truth(), TRANSFORMER, noise=0.01)
+    rows = Rows.of(m.row for m in table)
+    learned = fit(rows, [m.step_time_s for m in table], Prior.typical())
+    real = predict(truth(), rows)
+    assert np.abs(learned.predict(rows).median_s / real - 1).mean() < 0.015
+    assert learned.best.structure.devices_per_card == 2
+    assert learned.coefficients["compute_rate"] == pytest.approx(80e12, rel=0.2)
+
+
+def test_one_measurement_leaves_other_plans_very_uncertain():
+    table = measured(truth(), TRANSFORMER)
+    rows = Rows.of(m.row for m in table)
+    learned = fit(rows[[0]], [table[0].step_time_s], Prior.typical())
+    width = learned.predict(rows).width
+    assert width[0] < 0.08
+    far = [i for i, m in enumerate(table) if m.hosts == 4]
+    assert np.min(width[far]) > 0.1
+
+
+def test_nothing_measured_is_the_prior_and_says_so():
+    rows = Rows.of([Row(TRANSFORMER, Plan(dp=4), Allocation.of((4,)))])
+    low, high = fit(rows[[]], [], Prior.typical()).predict(rows).interval()
+    assert high[0] / low[0] > 10
+
+
+def test_the_order_of_measurements_does_not_matter():
+    table = measured(truth(), TRANSFORMER)[:12]
+    order = np.random.default_rng(3).permutation(12)
+    rows, times = Rows.of(m.row for m in table), np.array([m.step_time_s for m in table])
+    one = fit(rows, times, Prior.typical()).predict(rows)
+    other = fit(rows[order], times[order], Prior.typical()).predict(rows)
+    assert np.allclose(one.median_s, other.median_s, rtol=2e-3)
+
+
+def test_one_wild_measurement_does_not_spoil_the_others():
+    table = measured(truth(), TRANSFORMER, noise=0.01)
+    rows, times = Rows.of(m.row for m in table), np.array([m.step_time_s for m in table])
+    spoilt = times.copy()
+    spoilt[10] *= 1.8
+    learned = fit(rows, spoilt, Prior.typical()).predict(rows)
+    others = np.delete(np.abs(learned.median_s / times - 1), 10)
+    assert others.mean() < 0.03
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_step_times_are_refused(bad):
+    rows = Rows.of([Row(TRANSFORMER, Plan(), Allocation.of((1,)))])
+    with pytest.raises(ValueError, match="above 0 seconds"):
+        fit(rows, [bad], Prior.typical())
+
+
+def test_hardware_known_from_one_model_helps_the_next():
+    first = measured(truth(**SLOW_NETWORK), TRANSFORMER, noise=0.01)
+    known = fit(Rows.of(m.row for m in first), [m.step_time_s for m in first], Prior.typical())
+    prior = share_hardware(Prior.typical(), {"first": known})
+    i = INDEX["network_rate"]
+    assert prior.width[i] < Prior.typical().width[i] / 2
+    assert prior.width[INDEX["compute_rate"]] == Prior.typical().width[INDEX["compute_rate"]]
+    other = replace(TRANSFORMER, name="second", parameters=300_000_000, layers=24, flops_per_sample=0.7e12)
+    table = measured(truth(**{**SLOW_NETWORK, "compute_rate": 40e12, "overlap": 0.6}), other, seed=5)
+    singles = [i for i, m in enumerate(table) if m.hosts == 1][:5]
+    rows = Rows.of(m.row for m in table)
+    times = np.array([m.step_time_s for m in table])
+    far = [i for i, m in enumerate(table) if m.hosts > 1]
+
+    def error(p: Prior) -> float:
+        return float(np.abs(np.log(fit(rows[singles], times[singles], p).predict(rows).median_s / times))[far].mean())
+
+    assert error(prior) < error(Prior.typical())
+
+
+def test_trials_stop_at_the_budget_and_never_repeat():
+    table = measured(truth(), TRANSFORMER)
+    rows = Rows.of(m.row for m in table)
+    hosts = np.array([m.hosts for m in table])
+    start = fit(rows[[]], [], Prior.typical())
+    options = DesignOptions(budget=4, batch=4)
+    chosen = next_trials(start, rows, rows, hosts, np.ones(len(rows)), [0], options)
+    assert len(set(chosen)) == 3 and 0 not in chosen
+    assert next_trials(start, rows, rows, hosts, np.ones(len(rows)), [0, 1, 2, 3], options) == []
+
+
+def test_a_free_choice_prefers_the_cheaper_of_two_equally_telling_trials():
+    plan = Plan(dp=2)
+    rows = Rows.of([Row(TRANSFORMER, plan, Allocation.of((2,)))] * 2)
+    start = fit(rows[[]], [], Prior.typical())
+    assert next_trials(start, rows, rows, np.ones(2), np.array([8.0, 1.0]), []) == [1]
+
+
+def test_a_job_that_becomes_slower_is_noticed_once_and_believed():
+    table = measured(truth(), TRANSFORMER, noise=0.005)
+    trials = [Observation(m.row, m.step_time_s) for m in table[:12]]
+    state = OnlineFit.start(Prior.typical(), trials)
+    running, usual_s = trials[3].row, trials[3].step_time_s
+    noise = np.random.default_rng(1)
+    for _ in range(10):
+        state = state.update(running, (usual_s * np.exp(0.02 * noise.standard_normal(STEPS))).tolist())
+    assert state.drifts == 0
+    rows = Rows.of(m.row for m in table[:12])
+    before = state.fit.predict(rows).median_s
+    for _ in range(4):
+        state = state.update(running, (1.3 * usual_s * np.exp(0.02 * noise.standard_normal(STEPS))).tolist())
+    assert state.drifts == 1
+    assert "30% slower" in state.reasons[0] or "29% slower" in state.reasons[0] or "31% slower" in state.reasons[0]
+    after = state.fit.predict(rows).median_s
+    assert after == pytest.approx(1.3 * before, rel=0.08)
+
+
+def test_steps_are_gathered_before_they_count():
+    state = OnlineFit.start(Prior.typical())
+    row = Row(TRANSFORMER, Plan(dp=2), Allocation.of((2,)))
+    state = state.update(row, [1.0] * (STEPS - 1))
+    assert state.fit.measured == 0
+    state = state.update(row, [50.0])  # one slow step of twenty is no news
+    assert state.observations[0].step_time_s == 1.0
+    with pytest.raises(ValueError, match="above 0 seconds"):
+        state.update(row, [0.0])
+
+
+def test_a_limit_far_above_the_prediction_is_hardly_ever_passed():
+    table = measured(truth(), TRANSFORMER)
+    rows = Rows.of(m.row for m in table)
+    told = fit(rows, [m.step_time_s for m in table], Prior.typical()).predict(rows[[0]])
+    assert tail(told, float(told.median_s[0]))[0] == pytest.approx(0.5)
+    assert tail(told, 2 * float(told.median_s[0]))[0] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_worlds_are_foretold(seed):
+    """Truths drawn from the prior itself, any structure, more noise than believed."""
+    random = np.random.default_rng(seed)
+    prior = Prior.typical()
+    logs = prior.mean + 0.7 * prior.width * random.standard_normal(len(prior.mean))
+    table = measured(logs, TRANSFORMER, noise=0.03, seed=seed, devices_per_card=int(random.choice([1, 2, 4])))
+    outcome = profile(table, Method(prior), budget=7, seed=seed)
+    assert np.abs(outcome.errors[outcome.held_out]).mean() < 0.25
+    assert outcome.covered[outcome.held_out].mean() > 0.5

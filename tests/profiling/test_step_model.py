@@ -1,0 +1,131 @@
+"""What anyone would expect of a step time, whatever the coefficients."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plans.enumerate import legal_plans
+from plans.plan import Plan
+from profiling.coefficients import ALL, INDEX, Prior
+from profiling.model import Row, Rows, phases, predict
+from profiling.placement import Allocation, HostShare, traffic
+from profiling.workload import Workload
+from tests.plans.shapes import gpt
+from tests.profiling.worlds import PLACES, TRANSFORMER, plans_on, truth
+
+ROWS = [Row(TRANSFORMER, plan, Allocation.of(counts)) for counts in PLACES for plan in plans_on(counts, TRANSFORMER)]
+FEATURES = Rows.of(ROWS)
+
+any_world = st.lists(st.floats(-3, 3), min_size=len(ALL), max_size=len(ALL)).map(
+    lambda z: Prior.typical().mean + np.array(z) * Prior.typical().width
+)
+
+
+@given(any_world)
+@settings(max_examples=60, deadline=None)
+def test_every_step_takes_time_and_its_phases_add_up(logs):
+    told = phases(logs, FEATURES)
+    assert np.all(np.isfinite(told.step_s)) and np.all(told.step_s > 0)
+    for part in (told.forward_s, told.backward_s, told.pipe_s, told.gather_s, told.update_s):
+        assert np.all(part >= 0)
+
+
+@given(any_world, st.sampled_from(["network_rate", "local_rate", "compute_rate", "copy_rate", "update_rate"]))
+@settings(max_examples=60, deadline=None)
+def test_faster_hardware_is_never_slower(logs, name):
+    better = logs.copy()
+    better[INDEX[name]] += math.log(2)
+    assert np.all(predict(better, FEATURES) <= predict(logs, FEATURES) * (1 + 1e-9))
+
+
+@given(any_world, st.permutations(range(len(ROWS))))
+@settings(max_examples=20, deadline=None)
+def test_a_prediction_does_not_depend_on_what_else_is_predicted(logs, order):
+    shuffled = predict(logs, Rows.of(ROWS[i] for i in order))
+    assert np.allclose(shuffled, predict(logs, FEATURES)[list(order)], rtol=1e-12)
+
+
+@given(st.permutations([1, 2, 4, 1]))
+def test_the_order_of_hosts_does_not_matter_to_data_parallelism(counts):
+    row = Row(TRANSFORMER, Plan(dp=8), Allocation.of(counts))
+    usual = Row(TRANSFORMER, Plan(dp=8), Allocation.of((1, 1, 2, 4)))
+    assert predict(truth(), Rows.of([row])) == pytest.approx(predict(truth(), Rows.of([usual])))
+
+
+def test_cutting_tensors_across_hosts_is_slower_than_inside_one():
+    inside = Row(TRANSFORMER, Plan(dp=2, tp=4), Allocation.of((4, 4)))
+    across = Row(TRANSFORMER, Plan(dp=2, tp=4), Allocation.of((2, 2, 2, 2)))
+    near_s, far_s = predict(truth(), Rows.of([inside, across]))
+    assert far_s > near_s
+
+
+def test_more_micro_batches_shrink_the_pipeline_bubble():
+    few, many = (
+        Row(TRANSFORMER, Plan(pp=4, accumulation=m), Allocation.of((4,))) for m in (4, 16)
+    )  # fmt: skip
+    few_s, many_s = predict(truth(launch_s=1e-9), Rows.of([few, many]))
+    bubble = (4 + 3) / 4 / ((16 + 3) / 16)
+    assert few_s / many_s == pytest.approx(bubble, rel=0.05)
+
+
+def test_pipelining_one_micro_batch_divides_no_compute():
+    alone, staged = (
+        Row(TRANSFORMER, plan, Allocation.of((plan.ranks,))) for plan in (Plan(), Plan(pp=4, schedule="gpipe"))
+    )
+    slow = truth(compute_rate=1e12, parallel_path=1.0, unsharded_share=1e-9)
+    alone_s, staged_s = predict(slow, Rows.of([alone, staged]))
+    assert staged_s == pytest.approx(alone_s, rel=0.02)
+
+
+def test_the_slowest_device_sets_the_pace_unless_the_batch_is_cut_to_fit():
+    mixed = Allocation((HostShare(1, speed=1.0), HostShare(1, speed=0.5)))
+    even = Row(TRANSFORMER, Plan(dp=2), mixed)
+    fitted = Row(TRANSFORMER, Plan(dp=2, shares=(21, 11)), mixed)
+    fast = Row(TRANSFORMER, Plan(dp=2), Allocation.of((1, 1)))
+    even_s, fitted_s, fast_s = predict(truth(), Rows.of([even, fitted, fast]))
+    assert fast_s < fitted_s < even_s
+
+
+def test_too_few_cores_starve_the_devices():
+    row = [Row(TRANSFORMER, Plan(dp=4), Allocation.of((4,), cores_per_device=n)) for n in (1, 4, 16)]
+    one_s, four_s, sixteen_s = predict(truth(sample_core_s=0.5), Rows.of(row))
+    assert one_s > 3 * four_s > 0 and four_s >= sixteen_s
+    assert one_s == pytest.approx(32 * 0.5 / 4, rel=0.1)
+
+
+def test_a_described_model_is_predicted_under_every_legal_plan():
+    shape = gpt()
+    load = Workload.from_shape(shape, "gpt")
+    rows = [Row(load, plan, Allocation.of((2, 2))) for plan in legal_plans(shape, 4)]
+    assert len(rows) > 20
+    assert load.parameters == sum(math.prod(p.shape) for p in shape.parameters)
+    assert np.all(predict(truth(), Rows.of(rows)) > 0)
+
+
+def test_a_plan_on_the_wrong_number_of_devices_is_refused():
+    with pytest.raises(ValueError, match="4 ranks does not fit an allocation of 3"):
+        Rows.of([Row(TRANSFORMER, Plan(dp=4), Allocation.of((3,)))])
+
+
+def test_what_goes_through_the_network():
+    inside = traffic(4, 2, 2, (8, 8))  # a stage on each host
+    assert inside.dp_flows == 0 and inside.pp_far_hops == 1 and not inside.tp_crosses
+    across = traffic(4, 4, 1, (8, 8))  # each host has two replicas of four shards
+    assert across.dp_flows == 4 and across.dp_hosts == 2
+    assert traffic(2, 4, 1, (2, 6)).tp_crosses
+    assert traffic(8, 1, 1, (1, 3, 4)).dp_devices == 1
+
+
+def test_known_figures_of_the_hardware_narrow_the_prior():
+    prior = Prior.typical(known={"network_rate": 1.2e9})
+    assert math.exp(prior.mean[INDEX["network_rate"]]) == pytest.approx(1.2e9)
+    assert prior.width[INDEX["network_rate"]] < Prior.typical().width[INDEX["network_rate"]]
+    with pytest.raises(ValueError, match="there is no coefficient 'netwrk'"):
+        Prior.typical(known={"netwrk": 1.0})
+    with pytest.raises(ValueError, match="must be above 0"):
+        Prior.typical(known={"network_rate": 0.0})

@@ -1,0 +1,86 @@
+"""A checkpoint is torch's own: other plans go on from it, and so does plain torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mover import Mover
+from rank_pool import HERE, ROOT, RankPool
+
+TOLERANCE = 1e-4
+MORE = 10
+
+
+@pytest.mark.parametrize(
+    "plan, others",
+    [
+        ("dp=2,zero=1", ["tp=2", "dp=1"]),
+        pytest.param(
+            "dp=2,tp=2,zero=3", ["dp=2,pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "pp=2,accumulation=2", ["dp=2,offload=optimizer", "dp=2,zero=3,offload=parameters"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_any_plan_goes_on_from_a_checkpoint_and_so_does_plain_torch(
+    plan: str,
+    others: list[str],
+    moving: Callable[..., Mover],
+    undisturbed: Callable[..., list[float]],
+    pools: tuple[RankPool, RankPool],
+    tmp_path: Path,
+) -> None:
+    expected = undisturbed(warmup=True)
+    mover = moving(warmup=True)
+    mover.start(plan)
+    mover.train(3)
+    directory = tmp_path / "checkpoint"
+    said = mover.checkpoint(directory)
+    mover.train(3)  # and the training was not disturbed
+    assert [s["loss"] for s in mover.stop()] == pytest.approx(expected[: mover.last_step], rel=TOLERANCE)
+
+    step = said["step"]
+    for other in others:
+        run = (
+            pools[0]
+            .run_each(
+                tmp_path / other,
+                other,
+                [{"depth": 2, "warmup": True, "steps": step + MORE}],
+                more=lambda _: {"restore": str(directory)},
+            )[0]
+            .checked()
+        )
+        assert [s["step"] for s in run.steps] == list(range(step + 1, step + MORE + 1))
+        assert run.losses == pytest.approx(expected[step : step + MORE], rel=TOLERANCE)
+
+    loaded = plainly(directory)
+    assert loaded["step"] == loaded["counter"] == step
+    assert loaded["lr"] == pytest.approx(3e-3 * min(1.0, (step + 1) / 10))
+    here = pools[0].run(tmp_path / "there", "dp=1", depth=2, warmup=True, steps=step).checked().ranks[0].result
+    for name in here["parameters"]:
+        assert loaded["parameters"][name] == pytest.approx(here["sums"][name], abs=1e-4), name
+        assert loaded["exp_avg_sq"][name] > 0
+
+
+def plainly(directory: Path) -> Any:
+    """What a process without clusterd finds."""
+    path = os.pathsep.join([str(ROOT / "examples/gpt")])
+    script = [sys.executable, "-P", "-W", "ignore", str(HERE.parent / "load_plainly.py"), str(directory), "32", "2"]
+    done = subprocess.run(script, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_no_checkpoint_of_this_job_is_refused(pools: tuple[RankPool, RankPool], tmp_path: Path) -> None:
+    run = pools[0].run_each(tmp_path, "dp=1", [{"steps": 1}], more=lambda _: {"restore": str(tmp_path / "none")})[0]
+    assert run.ranks[0].exit_code == 96
+    assert "no checkpoint in" in run.ranks[0].output
