@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all bench check binary clean
+.PHONY: setup demo test test-slow test-all bench check binary clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -17,6 +17,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+# The slow scenarios alone: real OpenSSH servers, eight ranks, failures in the middle of moves.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu'
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -112,6 +112,7 @@ def test_a_drained_host_is_left(local_cluster: RunningCluster) -> None:
     assert (row["plan"], row["attempt"]) == ("dp=2", 1)
 
 
+@pytest.mark.slow
 def test_a_new_rank_that_dies_leaves_the_old_plan_alone(local_cluster: RunningCluster) -> None:
     """kill -9 in prepare."""
     job = train(local_cluster)
@@ -125,6 +126,7 @@ def test_a_new_rank_that_dies_leaves_the_old_plan_alone(local_cluster: RunningCl
     assert trains_on(local_cluster, job)["plan"] == "tp=4"
 
 
+@pytest.mark.slow
 def test_an_agent_that_dies_in_the_middle_leaves_the_old_plan_alone(local_cluster: RunningCluster) -> None:
     """Its ranks live; the link comes back with a new agent."""
     job = train(local_cluster)
@@ -139,6 +141,7 @@ def phase_over(cluster: RunningCluster, phase: str) -> Callable[[dict[str, Any]]
     return lambda row: bool(row["migrating"]) and phase in {p["phase"] for p in row["migrating"]["phases"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["prepare", "quiesce"])
 def test_a_daemon_that_dies_in_the_middle(local_cluster: RunningCluster, when: str) -> None:
     """kill -9 before and after everyone is ready: under one plan or the other, the job goes on."""
@@ -173,6 +176,8 @@ def test_a_killed_rank_is_stood_in_for_by_its_replica(local_cluster: RunningClus
     assert set(range(1, max(steps) + 1)) - set(steps) <= {move["step"] - 1, move["step"]}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_job_without_survivors_goes_on_from_its_checkpoint(local_cluster: RunningCluster) -> None:
     """Both hosts lose power; the newest checkpoint is on a disk they share."""
     job = train(local_cluster)
@@ -189,6 +194,7 @@ def test_a_job_without_survivors_goes_on_from_its_checkpoint(local_cluster: Runn
     assert row["state"] in ("running", "stopping", "finished")
 
 
+@pytest.mark.slow
 def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: RunningCluster) -> None:
     """A student's job has the whole lab at night; a guaranteed one arrives at nine."""
     night = train(local_cluster, steps=2000, plan="{ dp = 4 }", name="night")
