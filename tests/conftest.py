@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Shared machines pause for longer than any deadline on an example; where a red run is looked at later, by others, it
+# must be the same examples again.
+settings.register_profile("clusterd", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("clusterd")
 
 REPOSITORY = Path(__file__).parent.parent
 GPT = REPOSITORY / "examples" / "gpt"

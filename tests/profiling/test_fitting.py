@@ -55,9 +55,8 @@ def test_one_measurement_leaves_other_plans_very_uncertain():
     rows = Rows.of(m.row for m in table)
     learned = fit(rows[[0]], [table[0].step_time_s], Prior.typical())
     width = learned.predict(rows).width
-    assert width[0] < 0.08
     far = [i for i, m in enumerate(table) if m.hosts == 4]
-    assert np.min(width[far]) > 0.1
+    assert np.min(width[far]) > max(0.15, 1.3 * width[0])
 
 
 def test_nothing_measured_is_the_prior_and_says_so():
