@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clusterd.core.state import Host, Job, State
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import HostId, JobId, JobSpec
+from clusterd.types import HostId, JobId, JobKind, JobSpec
 
 
 def find_job(state: State, text: str) -> Job:
@@ -74,6 +74,11 @@ def may_submit(spec: JobSpec) -> None:
         UsageError: naming the field and what would be right.
     """
     wanted = spec.resources
+    if spec.kind is JobKind.CHECKPOINTABLE:
+        raise UsageError(
+            'kind = "checkpointable" is not carried by this version: submit it with kind = "command", which runs it '
+            "at one size"
+        )
     if not spec.command:
         raise UsageError('command is empty: give the argv to run, as in command = ["python", "train.py"]')
     if wanted.plan is not None and wanted.devices and wanted.plan.ranks != wanted.devices:

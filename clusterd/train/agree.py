@@ -1,7 +1,10 @@
 """What all ranks must agree on after each step: the global loss, and what anyone was asked to do.
 
-One reduction of a few numbers carries both. It is started after step k and read after step k + 1, so no rank, and no
-GPU, ever waits for it; a request therefore takes effect at most two steps after it came.
+One reduction of a few numbers carries both. It is started in step k, once gradients are complete, and read after step
+k + 1, so no rank, and no GPU, waits for it; a request therefore takes effect at most two steps after it came.
+
+Where replicas could take over from a rank that dies, all ranks do wait for it before they change a parameter: whoever
+gets through knows that every rank has the gradients of this step, so that survivors are never a step apart for good.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from clusterd.train.control import SIGNALS
 
 
 class Agreement:
-    """The reduction after one step, under way."""
+    """The reduction of one step, under way."""
 
     def __init__(self, loss: torch.Tensor, flags: list[float]) -> None:
         device = loss.device
@@ -37,15 +40,18 @@ class Agreement:
                 self._event.record(side)
                 self._vector.record_stream(side)
 
-    def settle(self) -> tuple[float, set[str]]:
-        """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
+    def wait(self) -> None:
+        """Until all ranks have come here."""
         if self._event is not None:
             self._event.synchronize()
-            values = self._host.tolist()
-        else:
-            if self._work is not None:
-                self._work.wait()
-            values = self._vector.tolist()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def settle(self) -> tuple[float, set[str]]:
+        """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
+        self.wait()
+        values = (self._host if self._event is not None else self._vector).tolist()
         return values[0], {name for name, count in zip(SIGNALS, values[1:], strict=True) if count > 0}
 
 

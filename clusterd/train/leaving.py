@@ -85,13 +85,13 @@ class Leaving:
                 self._fail(move, "quiesce", error)
         return self._wait(move)
 
-    def wait_for_move(self, timeout_s: float) -> bool:
-        """Waits until there is a move to depart with; False if none came, or the rank is to stop."""
+    def wait_for_move(self, timeout_s: float) -> Move | None:
+        """Waits until there is a move to depart with; None if none came, or the rank is to stop."""
         deadline = time.monotonic() + timeout_s
         with self._news:
             while self._move is None and not self._control.requested("stop") and time.monotonic() < deadline:
                 self._news.wait(POLL_S)
-            return self._move is not None
+            return self._move
 
     def _hand_over(self, move: Move, at_s: float) -> None:
         training = self._training

@@ -63,6 +63,9 @@ class Loop:
         self._loss = float("nan")
         self._ended_at_s = time.time()
         self._cut_off = False
+        self._agreement: Agreement | None = None
+        plan = training.context.plan
+        self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         control.on("peers_lost", self._on_peers_lost)
 
     def run(self) -> Outcome:
@@ -96,10 +99,11 @@ class Loop:
                 control.say("trains", id=self._arrived_by, step=training.step, at_s=time.time())
                 self._arrived_by = ""
             build.seed_step(job.seed, training.step, place.replica, place.stage)
-            contribution = training.stepper.step(inputs, targets)
+            training.stepper.step(inputs, targets, self._agree)
             self._ended_at_s = time.time()
             training.step += 1
-            agreement = Agreement(contribution, control.flags())
+            agreement = self._agreement
+            assert agreement is not None
             # A step is settled after the next one: nobody waits for a reduction.
             signals = self._settle()
             now = time.perf_counter()
@@ -121,6 +125,11 @@ class Loop:
                 began = time.perf_counter()
         self._settle()
         return ""
+
+    def _agree(self, contribution: torch.Tensor) -> None:
+        self._agreement = Agreement(contribution, self._control.flags())
+        if self._replicated:
+            self._agreement.wait()
 
     def _settle(self) -> set[str]:
         """Logs the pending step; returns what all ranks were asked for in it."""
@@ -154,17 +163,28 @@ class Loop:
         """
         training = self._training
         print(f"clusterd: peers are gone after step {training.step}: {first_line(error)}", flush=True)
+        may_finish = training.stepper.complete and self._replicated and self._gradients_arrived()
         peers.cut_off()
         if self._pending is not None:  # its loss was never summed up, but it was done
             self._seen(self._pending[0], float("nan"), self._pending[1])
-        self._control.say("orphaned", step=training.step, updated=True)
+        self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish)
         deadline = time.monotonic() + ORPHAN_WAIT_S
-        while self._leaving.wait_for_move(deadline - time.monotonic()):
+        while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:
+            if may_finish and move.step == training.step + 1:
+                # Another survivor got through the reduction and changed its parameters: so must this one.
+                training.stepper.update()
+                training.step += 1
+                may_finish = False
             if self._leaving.depart(self._ended_at_s) == "stop":
                 break
         if not self._control.requested("stop"):
             raise error
         print(f"clusterd: stopped after step {training.step}: {self._control.why('stop')}", flush=True)
+
+    def _gradients_arrived(self) -> bool:
+        """Whether what is complete for the interpreter is so for the device too, before its streams are torn up."""
+        device = self._training.device
+        return device.type != "cuda" or bool(torch.cuda.current_stream(device).query())
 
     def _on_peers_lost(self, message: Message) -> None:
         """Somebody knows before the connections do: a host that is gone closes none."""

@@ -44,6 +44,7 @@ class Move:
     new: Side
     lost: tuple[int, ...]
     fabric: Mapping[str, tuple[str, int]]
+    step: int | None  # with lost ranks: that survivors are to end, if they can and have not
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Move:
@@ -59,6 +60,7 @@ class Move:
             Side.from_dict(values["new"]),
             tuple(values.get("lost") or ()),
             {host: (str(a), int(p)) for host, (a, p) in (values.get("fabric") or {}).items()},
+            None if values.get("step") is None else int(values["step"]),
         )
 
     @cached_property

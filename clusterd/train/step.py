@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class Stepper:
     micro-batch of m samples counts m / global_batch.
 
     Attributes:
+        complete: between the end of the gradients and the end of the update: what is left of the step needs no peer.
         updating: between the first change of a parameter and the last; a step that fails there leaves neither the old
             state nor the new one.
     """
@@ -40,7 +42,7 @@ class Stepper:
         plan = parallel.plan
         self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, loss
         self._stage = coordinates.stage
-        self.updating = False
+        self.complete = self.updating = False
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
         self._gradient_factor = plan.dp if parallel.averages else 1
@@ -54,24 +56,30 @@ class Stepper:
         """Whether this stage reads samples at all; those in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
 
-    def step(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def step(self, inputs: Any, targets: Any, agree: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         """One step on this replica's share of a global batch.
 
-        Returns:
-            This rank's contribution to the mean loss over the global batch: a scalar on the device, not yet summed
-            over ranks, and not waited for.
+        Args:
+            agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
+                the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
         """
+        self.complete = False
         self._optimizer.zero_grad()
         loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
         if self._clip_norm is not None:
             clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
+        self.complete = True
+        agree(loss if self._counts_loss else torch.zeros_like(loss))
+        self.update()
+
+    def update(self) -> None:
+        """The end of a step: parameters follow their gradients."""
         self.updating = True
         self._optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        self.updating = False
-        return loss if self._counts_loss else torch.zeros_like(loss)
+        self.complete = self.updating = False
 
     def rehearse(self, inputs: Any, targets: Any) -> None:
         """A step that means nothing, for what torch makes at the first one: connections, buckets, shapes, kernels.

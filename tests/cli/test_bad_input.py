@@ -31,6 +31,7 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
         ("command = ['true']\npriority = 'high'", "priority is 'high'; it must be a whole number"),
         ("command = ['true']\npriority = true", "priority is True; it must be a whole number"),
         ("command = ['true']\nkind = 'elastik'", "it must be one of command, checkpointable, elastic"),
+        ("command = ['true']\nkind = 'checkpointable'", "is not carried by this version: submit it with kind"),
         ("command = []", "command is empty"),
         ("name = 'a b'\ncommand = ['true']", "the name 'a b' must be letters"),
         (
@@ -53,7 +54,7 @@ def test_job_files(cluster: RunningCluster, text: str, said: str) -> None:
     """Refused before a daemon is asked, or by it; the file is named where it is at fault."""
     file = cluster.directory / "job.toml"
     file.write_text(text)
-    if said.startswith(("command is empty", "has 4 ranks")):
+    if said.startswith(("command is empty", "has 4 ranks", "is not carried")):
         cluster.start()
     assert said in refused(cluster, "submit", str(file), code=2)
 

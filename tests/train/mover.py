@@ -95,13 +95,15 @@ class Mover:
         self.wait(lambda: sum(a.ready(generation.number) for a in self.agents.values()) == generation.plan.ranks)
         return generation
 
-    def move(self, plan: str, hosts: str = "", *, abort_after: str = "", lost: Sequence[int] = ()) -> Moved | None:
+    def move(
+        self, plan: str, hosts: str = "", *, abort_after: str = "", lost: Sequence[int] = (), step: int | None = None
+    ) -> Moved | None:
         """To another plan.
 
         Args:
             hosts: one letter per new rank; default: all on the first host.
             abort_after: undo once all ranks concerned have said this.
-            lost: old ranks that are gone.
+            lost: old ranks that are gone; step: the one that the others are to end.
         """
         old = self.now
         old.lost = tuple(lost)
@@ -111,6 +113,7 @@ class Mover:
             "token": "00",
             "shape": self.shape.to_dict(),
             "lost": list(lost),
+            "step": step,
             "old": old.side,
             "new": {},
             "fabric": {host: [host, 1] for host in self.hosts},

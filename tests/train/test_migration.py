@@ -157,10 +157,9 @@ def test_replicas_take_over_from_ranks_that_died(
     mover.start(old)
     mover.train(3)
     steps = mover.kill(*dies)
-    assert len(steps) == 1
-    moved = mover.move(new, lost=dies)
+    moved = mover.move(new, lost=dies, step=max(steps))
     assert moved is not None
-    assert {moved.step} == steps
+    assert moved.step == max(steps)
     mover.train(10)
     logged = mover.stop()
     assert [s["step"] for s in logged if s["step"] > moved.step] == list(range(moved.step + 1, logged[-1]["step"] + 1))
