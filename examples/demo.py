@@ -1,4 +1,4 @@
-"""The main job in two minutes on a laptop: a cluster inside this machine, real training over real SSH, moved as it runs.
+"""The main job in two minutes on a laptop: a cluster inside this machine, real training over real SSH, moved meanwhile.
 
 Starts a daemon with two embedded hosts of two CPU devices each. A job has the whole lab at night; a guaranteed one
 arrives in the morning, for which it shrinks, and when that is over it grows back, without losing a step. A third waits

@@ -65,7 +65,8 @@ class Read:
     source: int  # old rank it is from
     local: bool  # in the source's outbox on this host; else in this host's inbox
     offset: int
-    bytes: int
+    bytes: int  # of the part in which it lies
+    within: Box | None = None  # the box of that part, where it is larger
 
 
 @dataclass(eq=False)

@@ -26,12 +26,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--seeds", type=int, default=20, help="repeats per model (default 20)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--fast", action="store_true", help="without leave_one_model_out_error")
+    command.add_argument("--one-cluster", action="store_true", help="models share what is learned of network cards")
     given = parser.parse_args(arguments)
     for name, least in (("budget", 1), ("seeds", 1)):
         if getattr(given, name) < least:
             parser.error(f"--{name} is {getattr(given, name)}; it must be at least {least}")
     try:
-        result = evaluate(read_table(given.table), budget=given.budget, seeds=given.seeds, leave_one_out=not given.fast)
+        result = evaluate(
+            read_table(given.table),
+            budget=given.budget,
+            seeds=given.seeds,
+            leave_one_out=not given.fast,
+            one_cluster=given.one_cluster,
+        )
     except TableError as error:
         print(f"profiling: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ class Coefficient:
     unit: str
     typical: float
     width: float  # standard deviation of the logarithm
-    of: str  # "hardware": shared by all models on it; "model"
+    of: str  # "hardware": shared by all models on it; "model": differs with its code and precision
     meaning: str
     source: str
 
@@ -162,7 +162,7 @@ ALL: tuple[Coefficient, ...] = (
         "parameter/s",
         1.2e10,
         1.0,
-        "hardware",
+        "model",
         "optimizer on the device",
         "Adam moves about 28 bytes a parameter",
     ),
@@ -171,7 +171,7 @@ ALL: tuple[Coefficient, ...] = (
         "parameter/s",
         1.5e9,
         0.8,
-        "hardware",
+        "model",
         "optimizer on one host, all its cores in one rank",
         "DeepSpeed's CPU Adam, 1 to 2 billion a second",
     ),
@@ -180,12 +180,12 @@ ALL: tuple[Coefficient, ...] = (
         "1",
         0.5,
         0.5,
-        "hardware",
+        "model",
         "power with which ranks on one host slow each other's update",
         "0: each has cores of its own; 1: memory-bound",
     ),
     Coefficient(
-        "copy_rate", "byte/s", 8e9, 0.8, "hardware", "between device and host, one rank", "PCIe 3 and 4, 6 to 25 GB/s"
+        "copy_rate", "byte/s", 8e9, 0.8, "model", "between device and host, one rank", "PCIe 3 and 4, 6 to 25 GB/s"
     ),
     Coefficient(
         "offload_whole_rate",

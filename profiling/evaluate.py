@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from profiling.coefficients import Array, Prior
 from profiling.design import DesignOptions, next_trials
-from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit
+from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit, share_cards
 from profiling.model import Rows
 from profiling.table import Measured
 
@@ -138,9 +138,13 @@ def evaluate(
     seeds: int = 20,
     method: Method | None = None,
     leave_one_out: bool = True,
+    one_cluster: bool = False,
 ) -> dict[str, Any]:
     """Figures overall (each model counts the same), by model and by family; plain values, for JSON.
 
+    Args:
+        one_cluster: all models ran on the same hosts: what the trials of the others showed of network cards is believed
+            of each, as it is in a running cluster. Otherwise models share nothing.
     Raises:
         ValueError: no model has two rows.
     """
@@ -148,6 +152,7 @@ def evaluate(
     usable = {name: rows for name, rows in models.items() if len(rows) > 1}
     if not usable:
         raise ValueError("no model has 2 rows: one to measure and one to predict; add measurements")
+    methods = [_methods(usable, chosen, budget, seed, one_cluster) for seed in range(seeds)]
     by_model: dict[str, dict[str, Any]] = {}
     families: dict[str, _Tally] = {}
     pooled: list[float] = []
@@ -157,7 +162,7 @@ def evaluate(
         own: dict[str, _Tally] = {}
         multi_choice: list[float] = []
         for seed in range(seeds):
-            outcome = profile(rows, chosen, budget, seed)
+            outcome = profile(rows, methods[seed][name], budget, seed)
             tally.regrets += outcome.regrets
             if outcome.regrets:
                 multi_choice.append(float(fmean(outcome.regrets) <= 0.05))
@@ -198,6 +203,19 @@ def evaluate(
         "budget": budget,
         "seeds": seeds,
     }
+
+
+def _methods(
+    models: Mapping[str, Sequence[Measured]], method: Method, budget: int, seed: int, one_cluster: bool
+) -> dict[str, Method]:
+    if not one_cluster:
+        return dict.fromkeys(models, method)
+    fits = {name: profile(rows, method, budget, seed).fit for name, rows in models.items()}
+    found = {}
+    for name in models:
+        others = {other: known for other, known in fits.items() if other != name}
+        found[name] = replace(method, fit=share_cards(method.fit, others))
+    return found
 
 
 def _without_regret(tally: _Tally) -> dict[str, float | None]:

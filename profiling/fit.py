@@ -263,6 +263,20 @@ def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1
     return Prior(mean, width)
 
 
+def share_cards(options: FitOptions, fits: Mapping[str, Fit]) -> FitOptions:
+    """Weights of how many devices share a network card, after what other models on the same hosts have shown."""
+    logs = {card: math.log(weight) for card, weight in options.cards}
+    total = sum(weight for _, weight in options.cards)
+    for known in fits.values():
+        for card, weight in options.cards:
+            found = sum(p.weight for p in known.posteriors if p.structure.devices_per_card == card)
+            logs[card] += math.log(max(found, 0.02) / (weight / total))
+    most = max(logs.values())
+    # None is ever given up: what few runs have shown may be chance.
+    weights = {card: max(math.exp(log - most), 0.01) for card, log in logs.items()}
+    return replace(options, cards=tuple((card, w / sum(weights.values())) for card, w in weights.items()))
+
+
 def tail(prediction: Prediction, limit_s: float) -> Array:
     """Probability of a step longer than `limit_s`."""
     return 1.0 - ndtr((math.log(limit_s) - np.log(prediction.median_s)) / prediction.width)  # type: ignore[no-any-return]

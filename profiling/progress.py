@@ -72,16 +72,13 @@ def fit_loss(steps: Sequence[float], losses: Sequence[float]) -> LossCurve | Non
     def residual(b: Array) -> Array:
         return np.asarray((1.0 / (b[0] * x + b[1]) + b[2] - z) * weight / max(float(z.mean()), 1e-9))
 
+    least = np.array([0.0, 1e-9, 0.0])
+    most = np.array([1e9, 1e9, max(low / scale, 0.0) + 1e-6])
     best = None
     for floor in (0.9 * low / scale, 0.3 * low / scale):
-        start = [1.0 / max(z[-1] - floor, 0.05) - 1.0, 1.0 / max(z[0] - floor, 0.05), floor]
-        found = least_squares(
-            residual,
-            np.clip(start, 1e-6, 1e6),
-            bounds=([0.0, 1e-9, 0.0], [1e9, 1e9, max(low / scale, 1e-12) * 1.0001 + 1e-12]),
-            loss="soft_l1",
-            f_scale=0.05,
-        )
+        start = np.array([1.0 / max(z[-1] - floor, 0.05) - 1.0, 1.0 / max(z[0] - floor, 0.05), floor])
+        inside = np.clip(start, least + 1e-7, most - 1e-7)
+        found = least_squares(residual, inside, bounds=(least, most), loss="soft_l1", f_scale=0.05)
         if best is None or found.cost < best.cost:
             best = found
     assert best is not None

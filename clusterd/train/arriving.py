@@ -198,7 +198,8 @@ class Arriving:
         sent = sums_from_bytes(message["meta"]["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
         for read, found in zip(reads, sums, strict=True):
-            if sent[place[read.tensor, read.low, read.high]] != found:
+            low, high = read.within or (read.low, read.high)
+            if sent[place[read.tensor, low, high]] != found:
                 name = tensors[read.tensor].name
                 raise ValueError(f"{name} {list(read.low)}:{list(read.high)} from rank {source} has another sum here")
 

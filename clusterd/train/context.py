@@ -37,6 +37,7 @@ class Context:
     token: str = ""
     standby: bool = False  # made for a move, to take over from the ranks that train now
     move: dict[str, Any] | None = None
+    snapshot_every: int = 0  # steps between snapshots in memory; 0: none
     restore: str = ""  # directory of the checkpoint to go on from
 
     @property
@@ -94,6 +95,7 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         token=values.get("token") or "",
         standby=bool(values.get("standby")),
         move=values.get("move") or None,
+        snapshot_every=int(values.get("snapshot_every") or 0),
         restore=values.get("restore") or "",
     )
 

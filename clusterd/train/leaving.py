@@ -209,12 +209,18 @@ class Leaving:
 def piece_of(part: Part | Any, tensor: Tensor, live: dict[tuple[str, str], Holding], offset: int) -> Piece:
     """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
     holding = live[tensor.name, tensor.kind]
+    within = getattr(part, "within", None)
     origin = [low for low, _ in holding.box]
     return Piece(
         offset,
         tuple(None if t is None else narrowed(t, part.low, part.high, origin) for t in holding.tensors),
         part.bytes,
+        None if within is None else (_extent(within), tuple(a - b for a, b in zip(part.low, within[0], strict=True))),
     )
+
+
+def _extent(box: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(high - low for low, high in zip(*box, strict=True))
 
 
 def copy_threads(hosts: Sequence[str], rank: int) -> int:

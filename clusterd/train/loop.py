@@ -18,6 +18,7 @@ from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.saving import Checkpoints
+from clusterd.train.snapshots import Snapshots
 from clusterd.train.step import Stepper
 from plans.model_shape import ModelShape
 
@@ -59,6 +60,7 @@ class Loop:
         self._arrived_by = arrived_by
         self._leaving = Leaving(training, control)
         self._checkpoints = Checkpoints(training, control)
+        self._snapshots = Snapshots(training, control, training.context.snapshot_every)
         self._pending: tuple[int, float, Agreement] | None = None
         self._loss = float("nan")
         self._ended_at_s = time.time()
@@ -104,6 +106,7 @@ class Loop:
             training.step += 1
             agreement = self._agreement
             assert agreement is not None
+            self._snapshots.begin()
             # A step is settled after the next one: nobody waits for a reduction.
             signals = self._settle()
             now = time.perf_counter()
@@ -130,6 +133,7 @@ class Loop:
         self._agreement = Agreement(contribution, self._control.flags())
         if self._replicated:
             self._agreement.wait()
+        self._snapshots.copied()
 
     def _settle(self) -> set[str]:
         """Logs the pending step; returns what all ranks were asked for in it."""

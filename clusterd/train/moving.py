@@ -12,6 +12,7 @@ from plans.model_shape import ModelShape
 from plans.packing import Packing
 from plans.plan import Plan
 from plans.reshard import Moves, plan_moves
+from plans.snapshots import SnapshotPacking
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """Segments that old ranks published at one step, by rank: their names, and the hosts that have them."""
+
+    names: tuple[str, ...]
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Snapshot:
+        """Of the message."""
+        return cls(tuple(values["names"]), tuple(values["hosts"]))
+
+
+@dataclass(frozen=True)
 class Move:
     """A move's message, and what follows from it."""
 
@@ -44,6 +58,7 @@ class Move:
     new: Side
     lost: tuple[int, ...]
     fabric: Mapping[str, tuple[str, int]]
+    snapshot: Snapshot | None  # that the old side is, instead of ranks
     step: int | None  # with lost ranks: that survivors are to end, if they can and have not
 
     @classmethod
@@ -60,6 +75,7 @@ class Move:
             Side.from_dict(values["new"]),
             tuple(values.get("lost") or ()),
             {host: (str(a), int(p)) for host, (a, p) in (values.get("fabric") or {}).items()},
+            Snapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
             None if values.get("step") is None else int(values["step"]),
         )
 
@@ -81,22 +97,22 @@ class Move:
             IncompleteLayout: with the lost ranks, parts of the state are gone.
         """
         return plan_moves(
-            self.old_layout.without(self.lost),
+            self.old_layout.shared_out() if self.snapshot is not None else self.old_layout.without(self.lost),
             self.new_layout,
-            self.old.hosts,
+            self.snapshot.hosts if self.snapshot is not None else self.old.hosts,
             self.new.hosts,
-            self.old.devices,
+            () if self.snapshot is not None else self.old.devices,
             self.new.devices,
         )
 
     @cached_property
     def packing(self) -> Packing:
         """Where it lies on its way."""
-        return Packing(self.moves)
+        return Packing(self.moves) if self.snapshot is None else SnapshotPacking(self.moves)
 
     def outbox_name(self, old_rank: int) -> str:
         """Name of the segment that an old rank fills."""
-        return f"{self.id}.out{old_rank}"
+        return f"{self.id}.out{old_rank}" if self.snapshot is None else self.snapshot.names[old_rank]
 
     @property
     def inbox_name(self) -> str:

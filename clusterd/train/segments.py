@@ -66,11 +66,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One part of a segment and the live tensors it is of, slot by slot; None: there is no such slot."""
+    """One part of a segment and the live tensors it is of, slot by slot; None: there is no such slot.
+
+    Attributes:
+        within: (shape of the part, where the live tensors begin in it), where the part is larger than they.
+    """
 
     offset: int
     tensors: tuple[torch.Tensor | None, ...]
     bytes: int
+    within: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 def fill(segment: Segment, pieces: Sequence[Piece], *, threads: int = 1) -> list[int]:
@@ -79,7 +84,7 @@ def fill(segment: Segment, pieces: Sequence[Piece], *, threads: int = 1) -> list
 
 
 def load(segment: Segment, pieces: Sequence[Piece], *, threads: int = 1) -> list[int]:
-    """Copies the segment into live tensors; returns the sums of what they are now."""
+    """Copies the segment into live tensors; returns the sums of what they are now, or of the larger parts."""
     return _each(segment, pieces, _load_piece, threads)
 
 
@@ -153,6 +158,15 @@ def _load_piece(segment: Segment, piece: Piece) -> list[tuple[torch.Tensor, int]
     offset = piece.offset
     for tensor in piece.tensors:
         assert tensor is not None
+        if piece.within is not None:
+            whole = segment.view(tensor.dtype, piece.within[0], offset)
+            start = piece.within[1]
+            stop = [a + n for a, n in zip(start, tensor.shape, strict=True)]
+            tensor.copy_(narrowed(whole, start, stop, [0] * len(start)))
+            width = word_bytes(whole)
+            sums.append((word_sum(whole, width), width))
+            offset += whole.nbytes
+            continue
         source = segment.view(tensor.dtype, tensor.shape, offset)
         width = word_bytes(tensor)
         for a, b in _chunks(tensor, source):

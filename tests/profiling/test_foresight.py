@@ -44,7 +44,7 @@ def test_the_inverse_undoes_the_curve(b0, b1, b2, step):
 
 
 @given(st.lists(st.floats(-100, 100), min_size=0, max_size=40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_losses_break_the_fit(values):
     curve = fit_loss(list(range(len(values))), values)
     assert curve is None or math.isfinite(curve.loss(100.0))

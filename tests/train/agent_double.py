@@ -150,7 +150,10 @@ class HostAgent:
         with self.network.news:
             self.network.published[name] = (path, message["meta"], self.host)
             self.network.news.notify_all()
-        self._announce(name, path, message["meta"], "outbox")
+        if ".out" in name:
+            self._announce(
+                name.rpartition(".")[0], name, path, message["meta"], "outbox", int(name.rpartition(".out")[2])
+            )
         return {}
 
     def _fetch(self, who: tuple[int, int], message: Message) -> Message:
@@ -179,11 +182,10 @@ class HostAgent:
                 inbox.write(outbox.read(length))
                 with network.news:
                     network.sent_bytes += length
-        self._announce(name, path, meta, "inbox")
+        self._announce(move, name, path, meta, "inbox", source["source"])
 
-    def _announce(self, name: str, path: Path, meta: Message, where: str) -> None:
-        move, _, source = name.rpartition(".out")
-        news = {"move": move, "name": name, "path": str(path), "meta": meta, "where": where, "source": int(source)}
+    def _announce(self, move: str, name: str, path: Path, meta: Message, where: str, source: int) -> None:
+        news = {"move": move, "name": name, "path": str(path), "meta": meta, "where": where, "source": source}
         with self.network.news:
             self._complete.append(news)
             generations = {g for g, _ in self._connections}

@@ -37,8 +37,8 @@ def moving(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Callabl
 
     movers: list[Mover] = []
 
-    def moving(hosts: str = "a", **options: Any) -> Mover:
-        movers.append(Mover(pools, tmp_path, {**OPTIONS, **options}, tuple(hosts)))
+    def moving(hosts: str = "a", rank_file: dict[str, Any] | None = None, **options: Any) -> Mover:
+        movers.append(Mover(pools, tmp_path, {**OPTIONS, **options}, tuple(hosts), rank_file or {}))
         return movers[-1]
 
     yield moving

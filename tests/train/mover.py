@@ -65,6 +65,7 @@ class Mover:
     directory: Path
     options: dict[str, Any]
     hosts: tuple[str, ...] = ("a",)
+    rank_file: Message = field(default_factory=dict)  # more of it, for every rank
     generations: list[Generation] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
 
@@ -161,6 +162,40 @@ class Mover:
             step,
         )
 
+    def recover(self, plan: str, hosts: str = "") -> int:
+        """Kills all present ranks, and goes on from the newest snapshot that is whole; its step."""
+        old = self.now
+        for rank in range(old.plan.ranks):
+            os.kill(self.agents[old.hosts[rank]].pid(old.number, rank), signal.SIGKILL)
+        old.run.result(DEADLINE_S)
+        names, step = self.newest_snapshot()
+        number = len(self._launched) + 1
+        move = {
+            "id": f"test.1.{number}",
+            "shape": self.shape.to_dict(),
+            "snapshot": {"names": names, "hosts": old.hosts},
+            "old": old.side,
+            "fabric": {host: [host, 1] for host in self.hosts},
+        }
+        new = self._launch(plan, hosts, move)
+        loaded = self.all_say(new, "loaded", move["id"])
+        assert {said["step"] for said in loaded.values()} == {step}
+        self._tell(new, {"event": "resume", "move": move["id"]})
+        self.all_say(new, "trains", move["id"])
+        self.generations.append(new)
+        return step
+
+    def newest_snapshot(self) -> tuple[list[str], int]:
+        """Names by rank, and the step; none yet: -1."""
+        whole = []
+        for which in "01":
+            names = [f"test.1.snap{rank}.{which}" for rank in range(self.now.plan.ranks)]
+            steps = {self.network.published[n][1]["step"] if n in self.network.published else -1 for n in names}
+            if len(steps) == 1:
+                whole.append((steps.pop(), names))
+        step, names = max(whole, default=(-1, []))
+        return names, step
+
     def checkpoint(self, directory: Path) -> Message:
         """Asks for one, and waits until it is complete; what rank 0 says of it."""
         self._tell(self.now, {"event": "checkpoint", "path": str(directory)})
@@ -237,7 +272,11 @@ class Mover:
             move["new"] = generation.side
 
         def more(rank: int) -> Message:
-            here = {"generation": generation.number, "control_socket": str(self.agents[placed[rank]].path)}
+            here = {
+                **self.rank_file,
+                "generation": generation.number,
+                "control_socket": str(self.agents[placed[rank]].path),
+            }
             return here if move is None else {**here, "standby": True, "move": move}
 
         generation.run = self._threads.submit(

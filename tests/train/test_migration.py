@@ -166,3 +166,29 @@ def test_replicas_take_over_from_ranks_that_died(
     for step in logged:
         if step["loss"] is not None:
             assert step["loss"] == pytest.approx(expected[step["step"] - 1], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "old, new, hosts",
+    [
+        ("dp=2,zero=3", "tp=2", ["ab", "bb"]),
+        pytest.param("dp=2,tp=2,zero=1", "dp=3,zero=3,shares=4:4:8", ["aabb", "aba"], marks=pytest.mark.slow),
+        pytest.param("pp=2,accumulation=2", "dp=2,offload=optimizer", ["aa", "ab"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_that_lost_all_its_ranks_goes_on_from_a_snapshot(
+    old: str, new: str, hosts: list[str], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
+) -> None:
+    expected = undisturbed(warmup=True)
+    mover = moving("ab", {"snapshot_every": 3}, warmup=True)
+    mover.start(old, hosts[0])
+    mover.wait(lambda: mover.newest_snapshot()[1] >= 6)
+    before = mover.now
+    step = mover.recover(new, hosts[1])
+    assert step % 3 == 0
+    mover.train(10)
+    mover.stop()
+    after = mover.now.steps()
+    assert [s["step"] for s in after] == list(range(step + 1, step + 1 + len(after)))
+    logged = [*before.steps(), *after]
+    assert [s["loss"] for s in logged] == pytest.approx([expected[s["step"] - 1] for s in logged], rel=TOLERANCE)
