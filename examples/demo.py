@@ -130,10 +130,10 @@ def _watch(cluster: Client, scratch: Path, console: Console) -> list[dict[str, A
 
 
 def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("job", "state", "plan", "devices", "step", "loss", "waited", "ran"):
-        numeric = name in ("step", "loss", "waited", "ran")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=name in ("job", "state", "devices"))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("job", "state", "plan", "devices", "step", "loss", "waited/ran"):
+        numeric = name in ("step", "loss", "waited/ran")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name != "plan")
     now_s = time.time()
     for row in rows:
         started_s, ended_s = row["started_s"], row["ended_s"]
@@ -144,8 +144,8 @@ def _table(rows: list[dict[str, Any]], final: bool = False) -> Table:
             _where(row),
             f"{row['step']}/{row['steps']}" if row["steps"] else "-",
             f"{row['first_loss']:.3f}>{row['loss']:.3f}" if row["first_loss"] and row["loss"] else "-",
-            duration((started_s or ended_s or now_s) - row["submitted_s"]),
-            duration((ended_s or now_s) - started_s) if started_s else "-",
+            f"{duration((started_s or ended_s or now_s) - row['submitted_s'])}"
+            f"/{duration((ended_s or now_s) - started_s) if started_s else '-'}",
         )
     if not final:
         waiting = [f"{row['name']}: {row['reason']}" for row in rows if row["state"] == "queued"]
@@ -165,7 +165,7 @@ def _where(row: dict[str, Any]) -> str:
 
 def _moves(rows: list[dict[str, Any]]) -> Table:
     """Every move of every job, and what it cost."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("job", "move", "step", "downtime", "in hosts", "network", "why"):
         numeric = name in ("step", "downtime", "in hosts", "network")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=name == "move")
