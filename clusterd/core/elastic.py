@@ -23,6 +23,8 @@ WORTH_MOVING_S = 10.0
 SETTLE_S = 2.0
 """Between two moves of one job: what a move brings has to be seen before the next is thought of."""
 
+SETTLE_AFTER_FAILURE_S = 30.0
+
 
 def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, ...], by: str) -> Move | Refusal:
     """The move that a person asked for, or why it cannot be made."""
@@ -197,7 +199,12 @@ def _movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
     if job.step < 1 or any(h not in view.hosts or view.hosts[h].state is not HostState.UP for h in attempt.hosts):
         return None
     last = job.migrations[-1] if job.migrations else None
-    if last is not None and last.failure and last.ended_s is not None and view.now_s - last.ended_s < 15.0 * SETTLE_S:
+    if (
+        last is not None
+        and last.failure
+        and last.ended_s is not None
+        and view.now_s - last.ended_s < SETTLE_AFTER_FAILURE_S
+    ):
         return None
     if forced:
         return attempt

@@ -103,6 +103,8 @@ class OnMigrations(Stopping):
         attempt.resuming = False
         job = self.state.jobs[event.job]
         job.migrations[-1].downtime_s, job.migrations[-1].ended_s = event.downtime_s, event.at_s
+        # What could not be thought of so soon after this move is thought of then.
+        self._set_timer(f"settle:{job.id}", event.at_s + elastic.SETTLE_S, f"{job.spec.name} was moved")
         self._pass_due = True
 
     def _on_migration_failed(self, event: e.MigrationFailed) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core import attempts, migrations
+from clusterd.core import attempts, elastic, migrations
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
 from clusterd.core.state import Attempt, Job, Outcome
@@ -79,6 +79,8 @@ class Stopping(Deciding):
         assert attempt.migration is not None
         generation = attempt.migration.generation
         retired = migrations.fail(job, attempt, why, self._now_s)
+        until_s = self._now_s + elastic.SETTLE_AFTER_FAILURE_S
+        self._set_timer(f"settle:{job.id}", until_s, f"a move of {job.spec.name} failed")
         reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on"
         job.reason = reason
         self._abort(attempt, generation, attempt.hosts, reason)
