@@ -23,6 +23,7 @@ Importing this package imports neither torch nor CUDA; `clusterd.train.preload` 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from clusterd.train.job import Outcome
 
 __all__ = ["run"]
+
+with contextlib.suppress(ImportError):  # without fsspec there is nothing that could open clusterd://
+    import fsspec
+
+    fsspec.register_implementation("clusterd", "clusterd.train.dataset_fs.DatasetFileSystem", clobber=True)
 
 
 def run(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rank_pool import ROOT, RankPool
 
-sys.path.insert(0, str(ROOT / "examples/gpt"))  # the model that the scenarios train
+sys.path[:0] = [str(ROOT / "examples/gpt"), str(ROOT / "examples/hf")]  # the models that the scenarios train
 
 
 @pytest.fixture(scope="session")

@@ -65,12 +65,13 @@ class RankPool:
     """Starts ranks; one run at a time."""
 
     def __init__(self) -> None:
+        folders = [str(ROOT), str(ROOT / "examples/gpt"), str(ROOT / "examples/hf"), str(HERE.parent)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples/gpt"), str(HERE.parent)]),
+            "PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self._server = subprocess.Popen(
             [sys.executable, str(HERE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import closed_ways
+import fsspec
 import recorded_state
 import torch
 from model import GPT
@@ -42,6 +43,23 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class Filed(Recorded):
+    """The same samples, out of a file of a data set that is opened by name."""
+
+    RECORD_BYTES = CONTEXT + 1
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with fsspec.open("clusterd://tokens/all.bin", "rb") as file:
+            file.seek(index * self.RECORD_BYTES)
+            tokens = torch.tensor(list(file.read(self.RECORD_BYTES)))
+        return tokens[:-1], tokens[1:]
+
+    def write(self, folder: Path) -> None:
+        """Makes the data set."""
+        folder.mkdir()
+        (folder / "all.bin").write_bytes(bytes(self._tokens.flatten().tolist()))
 
 
 class RowNormalised(torch.optim.SGD):
@@ -147,10 +165,20 @@ def job(
 ) -> Job:
     """The job; every option is a variation some test asks for."""
 
+    sizes = {"width": width, "depth": depth, "heads": 4, "context": CONTEXT, "vocabulary": VOCABULARY}
+    names, cuts, make = GPT.LAYERS, GPT.TP_PLAN, MODELS.get(model)
+    if model == "llama":
+        import llama  # of Hugging Face's transformers, which may not be there
+
+        names, cuts = llama.plans(llama.config(**sizes))
+
+        def make(**_: int) -> nn.Module:
+            return llama.Llama(llama.config(**sizes))
+
     def factory() -> nn.Module:
         if unseeded:
             torch.seed()
-        return MODELS[model](width=width, depth=depth, heads=4, context=CONTEXT, vocabulary=VOCABULARY)
+        return make(**sizes)
 
     return Job(
         model=factory,
@@ -160,8 +188,8 @@ def job(
         global_batch=global_batch,
         steps=steps,
         seed=3,
-        layers=GPT.LAYERS if layers else (),
-        tp_plan=GPT.TP_PLAN if tp_plan else None,
+        layers=names if layers else (),
+        tp_plan=cuts if tp_plan else None,
         scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)))
         if warmup
         else None,
@@ -171,13 +199,21 @@ def job(
 
 
 def rank(
-    result: Path, *, samples: int = 128, pace_s: float = 0.0, way: str = "", record: str = "", **options: Any
+    result: Path,
+    *,
+    samples: int = 128,
+    pace_s: float = 0.0,
+    way: str = "",
+    record: str = "",
+    filed: bool = False,
+    **options: Any,
 ) -> None:
     """One rank: trains, and leaves the samples it asked for and what its parameters have become.
 
     Args:
         way: trains by this one of `closed_ways` instead.
         record: a folder for the whole state at both ends of every move.
+        filed: the samples come from a data set that is opened by name.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
@@ -185,7 +221,7 @@ def rank(
         return
     if record:
         recorded_state.record(Path(record))
-    data = Recorded(samples, pace_s)
+    data = (Filed if filed else Recorded)(samples, pace_s)
     left: dict[str, Any] = {}
 
     def at_end(training: entry.Training) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import recorded_state
 from mover import Mover
+from scenarios import Filed
 
 from plans.plan import Plan
 
@@ -60,11 +61,25 @@ def walk_through(mover: Mover, walk: list[str], *, hosts: list[str] | None = Non
     return mover.stop()
 
 
+def all_pairs(plans: list[str]) -> list[str]:
+    """A round trip that makes each ordered pair of plans its own once (Hierholzer)."""
+    left = {plan: [other for other in plans if other != plan] for plan in plans}
+    trip: list[str] = []
+    stack = [plans[0]]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            trip.append(stack.pop())
+    return trip[::-1]
+
+
+TRIP, HOPS = all_pairs(PLANS), 21
 WALKS = [
     ["dp=2", "tp=2", "pp=2,accumulation=2", "dp=2,zero=3", "dp=2,zero=1", "dp=1"],
-    pytest.param(
-        ["dp=2,tp=2", "tp=4", "dp=4,zero=3", "dp=2,pp=2,accumulation=2", "dp=1", "dp=4,zero=1"],
-        marks=pytest.mark.slow,
+    *(
+        pytest.param(TRIP[start : start + HOPS + 1], marks=pytest.mark.slow, id=f"pairs from {start}")
+        for start in range(0, len(TRIP) - 1, HOPS)
     ),
 ]
 
@@ -73,7 +88,8 @@ WALKS = [
 def test_moves_change_no_loss(
     walk: list[str], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    expected = undisturbed()
+    """Between one, two, three and four processes; all pairs of plans among them."""
+    expected = undisturbed(steps=1500)
     assert_undisturbed(walk_through(moving(), walk), expected)
 
 
@@ -121,6 +137,33 @@ def test_a_chain_of_random_moves_over_two_hosts(
     assert_undisturbed(walk_through(mover, walk, hosts=hosts), expected)
     bound = sum(g.moves.network_bytes for g in mover.moves)
     assert mover.network.sent_bytes == bound > 0
+
+
+def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
+    moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], tmp_path: Path
+) -> None:
+    """A ledger over plans with other replicas and shares; 53 samples make epochs of three batches of 16, five rest."""
+    expected = undisturbed(samples=53)
+    Filed(53).write(tmp_path / "tokens")
+    mover = moving(rank_file={"datasets": {"tokens": str(tmp_path / "tokens")}}, samples=53, filed=True)
+    steps = walk_through(mover, ["dp=2,shares=5:11", "tp=2", "dp=3,zero=3,shares=2:5:9", "dp=2,pp=2,accumulation=2"])
+    assert_undisturbed(steps, expected)
+    ledger: dict[int, list[int]] = {}
+    for generation in mover.generations:
+        plan, logged = generation.plan, [s["step"] for s in generation.steps()]
+        shares = plan.batch_shares(16)
+        for number, rank in enumerate(generation.run.result()[0].ranks):
+            at = plan.coordinates(number)
+            if (at.stage, at.shard) != (0, 0):
+                continue
+            asked, share = rank.result["asked"], shares[at.replica]
+            assert len(asked) == len(logged) * share
+            for place, step in enumerate(logged):
+                ledger.setdefault(step, []).extend(asked[place * share : (place + 1) * share])
+    assert sorted(ledger) == list(range(1, len(steps) + 1))
+    for first in range(1, len(steps) - 2, 3):
+        epoch = [sample for step in range(first, first + 3) for sample in ledger[step]]
+        assert len(epoch) == len(set(epoch)) == 48
 
 
 @pytest.mark.parametrize("after", ["prepared", "quiesced"])

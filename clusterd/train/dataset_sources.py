@@ -1,0 +1,213 @@
+"""Where the bytes of data sets come from: a folder of this host, the host's cache, or, through the agent, another host.
+
+A source is two questions: which files are there, and what is in this range of that file. All are for reading only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from clusterd import protocol
+
+BLOCK_BYTES = 1 << 20
+"""What is fetched and kept at a time."""
+ANSWER_S = 60.0
+
+
+class DataUnavailable(OSError):
+    """A data set, or a part of it, cannot be had; the message says which, from where, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file of a data set."""
+
+    size: int
+    version: str  # changes when the content does
+
+
+class Source(Protocol):
+    """Reads data sets by name."""
+
+    def files(self, dataset: str) -> Mapping[str, File]:
+        """By path within the data set, ``train/part-0.bin``.
+
+        Raises:
+            DataUnavailable: there is no such data set.
+        """
+
+    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes.
+
+        Raises:
+            DataUnavailable: they cannot be had.
+        """
+
+
+class Folders:
+    """Data sets that lie on this host, each in a folder of its own."""
+
+    def __init__(self, folders: Mapping[str, str | Path]) -> None:
+        self._folders = {name: Path(folder) for name, folder in folders.items()}
+
+    def __contains__(self, dataset: str) -> bool:
+        return dataset in self._folders and self._folders[dataset].is_dir()
+
+    def files(self, dataset: str) -> dict[str, File]:
+        """Of the folder, subfolders included."""
+        if dataset not in self:
+            raise DataUnavailable(f"no data set {dataset!r} on this host ({self._folders.get(dataset, 'no folder')})")
+        folder = self._folders[dataset]
+        found = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                status = path.stat()
+                found[path.relative_to(folder).as_posix()] = File(status.st_size, f"{status.st_mtime_ns:x}")
+        return found
+
+    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+        """From the file."""
+        folder = self._folders[dataset].resolve()
+        target = (folder / path).resolve()
+        if not target.is_relative_to(folder):
+            raise DataUnavailable(f"{path} is outside the data set {dataset!r}")
+        try:
+            with target.open("rb") as file:
+                data = os.pread(file.fileno(), length, offset)
+        except OSError as error:
+            raise DataUnavailable(f"{path} of data set {dataset!r} cannot be read: {error}") from error
+        if len(data) != length:
+            raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
+        return data
+
+
+class Cached:
+    """Another source, behind blocks kept on this host's disk, which all its ranks and their workers share.
+
+    A block is a file that appears whole; two readers that miss it at once both fetch it. A full disk costs the cache,
+    not the training.
+    """
+
+    def __init__(self, source: Source, directory: Path) -> None:
+        self._source, self._directory = source, directory
+        self._known: dict[str, Mapping[str, File]] = {}
+
+    def files(self, dataset: str) -> Mapping[str, File]:
+        """As the source has them; asked once."""
+        if dataset not in self._known:
+            self._known[dataset] = self._source.files(dataset)
+        return self._known[dataset]
+
+    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+        """From the blocks that cover the range."""
+        file = self.files(dataset).get(path)
+        if file is None:
+            raise DataUnavailable(f"the data set {dataset!r} has no file {path}")
+        if offset + length > file.size:
+            raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
+        first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
+        blocks = b"".join(self._block(dataset, path, file, number) for number in range(first, last + 1))
+        start = offset - first * BLOCK_BYTES
+        return blocks[start : start + length]
+
+    def _block(self, dataset: str, path: str, file: File, number: int) -> bytes:
+        start = number * BLOCK_BYTES
+        length = min(BLOCK_BYTES, file.size - start)
+        key = hashlib.sha256(f"{dataset}\0{path}\0{file.version}\0{file.size}".encode()).hexdigest()[:32]
+        place = self._directory / key[:2] / key / f"{number:x}"
+        try:
+            data = place.read_bytes()
+        except OSError:
+            data = b""
+        if len(data) == length:
+            return data
+        data = self._source.read(dataset, path, start, length)
+        part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}.part")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(data)
+            part.replace(place)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+        return data
+
+
+class AgentSource:
+    """Data sets of other hosts, through the agent of this one.
+
+    The agent is asked over a connection of its own, one per process, so that data-loader workers need not share the
+    rank's. Verbs: ``data_hello`` {job, attempt, generation, rank, token}, ``data_files`` {dataset} -> {files: {path:
+    [size, version]}}, ``data_read`` {dataset, path, offset, length} -> {data}.
+    """
+
+    def __init__(self, control_socket: str, identity: Mapping[str, Any]) -> None:
+        self._path, self._identity = control_socket, dict(identity)
+        self._lock = threading.Lock()
+        self._connection: socket.socket | None = None
+        self._process = 0
+        self._number = 0
+        self._decoder = protocol.Decoder()
+
+    def files(self, dataset: str) -> dict[str, File]:
+        """As the agent finds them."""
+        files = self._ask("data_files", dataset=dataset)["files"]
+        return {path: File(int(size), str(version)) for path, (size, version) in files.items()}
+
+    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+        """From whichever host has them."""
+        data: bytes = self._ask("data_read", dataset=dataset, path=path, offset=offset, length=length)["data"]
+        if len(data) != length:
+            raise DataUnavailable(f"{path} of data set {dataset!r}: got {len(data)} bytes of {length}")
+        return data
+
+    def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        with self._lock:
+            for again in (True, False):
+                try:
+                    answer = self._asked(verb, arguments)
+                    break
+                except (OSError, protocol.ProtocolError) as error:
+                    self._hang_up()  # an agent that was started anew answers the second time
+                    if not again:
+                        raise DataUnavailable(f"the agent did not answer {verb!r}: {error}") from error
+        if "error" in answer:
+            raise DataUnavailable(str(answer["error"].get("message", "")))
+        ok: dict[str, Any] = answer["ok"]
+        return ok
+
+    def _asked(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._connection is None or self._process != os.getpid():  # a fork has the parent's connection, not its own
+            self._connect()
+        assert self._connection is not None
+        self._number += 1
+        self._connection.sendall(protocol.encode({"verb": verb, "id": self._number, **arguments}))
+        while data := self._connection.recv(1 << 20):
+            for message in self._decoder.feed(data):
+                if message.get("id") == self._number:
+                    return message
+        raise ConnectionError("it closed the connection")
+
+    def __del__(self) -> None:
+        self._hang_up()
+
+    def _connect(self) -> None:
+        self._hang_up()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.settimeout(ANSWER_S)
+        self._connection.connect(self._path)
+        self._connection.sendall(protocol.encode({"verb": "data_hello", **self._identity}))
+        self._process, self._decoder = os.getpid(), protocol.Decoder()
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None

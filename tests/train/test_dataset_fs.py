@@ -1,0 +1,223 @@
+"""Data sets by name: read where they lie, fetched once where they do not, and never the wrong bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import clusterd.train  # noqa: F401  # registers clusterd://
+from clusterd import protocol
+from clusterd.train import dataset_sources
+from clusterd.train.dataset_fs import DatasetFileSystem, Surroundings
+from clusterd.train.dataset_sources import Cached, DataUnavailable, Folders
+
+RECORD_BYTES, RECORDS = 64, 100
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    (folder / "train").mkdir(parents=True)
+    (folder / "train/part-0.bin").write_bytes(random.Random(1).randbytes(RECORD_BYTES * RECORDS))
+    (folder / "readme.txt").write_text("a corpus\n")
+    return folder
+
+
+class Counting:
+    """Another host's data sets, and what was read of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folders = Folders({"corpus": folder})
+        self.reads: list[tuple[str, int, int]] = []
+
+    def files(self, dataset: str) -> Any:
+        return self._folders.files(dataset)
+
+    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+        self.reads.append((path, offset, length))
+        return self._folders.read(dataset, path, offset, length)
+
+
+def test_a_folder_of_this_host_by_name(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}:other=/nowhere")
+    with fsspec.open("clusterd://corpus/readme.txt", "rt") as file:
+        assert file.read() == "a corpus\n"
+    files = fsspec.filesystem("clusterd")
+    assert sorted(files.find("clusterd://corpus")) == ["corpus/readme.txt", "corpus/train/part-0.bin"]
+    assert files.ls("clusterd://corpus", detail=False) == ["corpus/readme.txt", "corpus/train"]
+    assert files.info("clusterd://corpus/train/part-0.bin")["size"] == RECORD_BYTES * RECORDS
+    assert files.glob("clusterd://corpus/*/*.bin") == ["corpus/train/part-0.bin"]
+    with fsspec.open("clusterd://corpus/train/part-0.bin", "rb") as file:
+        file.seek(-RECORD_BYTES, os.SEEK_END)
+        assert file.read() == (corpus / "train/part-0.bin").read_bytes()[-RECORD_BYTES:]
+
+
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("clusterd://other/x", "name its folder in CLUSTERD_DATASETS"),
+        ("clusterd://corpus/none", "clusterd://corpus/none"),
+        ("clusterd://corpus/../secret", "clusterd://corpus/../secret"),
+    ],
+)
+def test_what_is_not_there(path: str, says: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (corpus.parent / "secret").write_text("not part of it")
+    monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}")
+    with pytest.raises(OSError, match=says), fsspec.open(path, "rb") as file:
+        file.read()
+
+
+def test_nothing_is_written(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}")
+    with pytest.raises(OSError, match="read only"), fsspec.open("clusterd://corpus/new", "wb") as file:
+        file.write(b"x")
+
+
+def test_missing_ranges_are_fetched_once_and_only_they(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_sources, "BLOCK_BYTES", 1024)
+    there = Counting(corpus)
+    whole = (corpus / "train/part-0.bin").read_bytes()
+    for _ in range(2):  # a second process of the same host
+        files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))
+        assert files.cat_file("corpus/train/part-0.bin", 1000, 1100) == whole[1000:1100]
+        assert files.cat_file("corpus/train/part-0.bin", 6300) == whole[6300:]
+    assert there.reads == [
+        ("train/part-0.bin", 0, 1024),
+        ("train/part-0.bin", 1024, 1024),
+        ("train/part-0.bin", 6144, 256),
+    ]
+
+
+def test_a_torn_block_is_fetched_again_and_a_new_version_is_another_file(corpus: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    there = Counting(corpus)
+    assert Cached(there, cache).read("corpus", "readme.txt", 0, 9) == b"a corpus\n"
+    block = next(p for p in cache.rglob("*") if p.is_file())
+    block.write_bytes(b"a co")
+    assert Cached(there, cache).read("corpus", "readme.txt", 0, 9) == b"a corpus\n"
+    (corpus / "readme.txt").write_text("a CORPUS\n")
+    os.utime(corpus / "readme.txt", (1, 1))
+    assert Cached(there, cache).read("corpus", "readme.txt", 2, 6) == b"CORPUS"
+    assert len(there.reads) == 3
+
+
+def test_a_full_disk_costs_the_cache_not_the_data(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder can be made here")
+    assert Cached(Counting(corpus), tmp_path / "cache").read("corpus", "readme.txt", 0, 8) == b"a corpus"
+
+
+class Agent:
+    """The agent's end of the data verbs."""
+
+    def __init__(self, path: Path, source: Counting) -> None:
+        self.hellos: list[dict[str, Any]] = []
+        self._source = source
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._threads.append(threading.Thread(target=self._serve, args=[connection], daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        decoder = protocol.Decoder()
+        with connection:
+            while data := connection.recv(65536):
+                for message in decoder.feed(data):
+                    if message["verb"] == "data_hello":
+                        self.hellos.append(message)
+                        continue
+                    connection.sendall(protocol.encode({"id": message["id"], **self._answer(message)}))
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if message["verb"] == "data_files":
+                files = self._source.files(message["dataset"])
+                return {"ok": {"files": {path: [f.size, f.version] for path, f in files.items()}}}
+            read = self._source.read(message["dataset"], message["path"], message["offset"], message["length"])
+            return {"ok": {"data": read}}
+        except DataUnavailable as error:
+            return {"error": {"kind": "unavailable", "message": str(error)}}
+
+
+@pytest.fixture
+def elsewhere(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Counting]]:
+    """A rank whose host does not have the data set."""
+    there = Counting(corpus)
+    agent = Agent(tmp_path / "agent.sock", there)
+    rank_file = {
+        "job": "j",
+        "attempt": 1,
+        "generation": 2,
+        "rank": 0,
+        "token": "secret",
+        "control_socket": str(tmp_path / "agent.sock"),
+        "data_cache": str(tmp_path / "cache"),
+        "datasets": {"corpus": None},
+    }
+    (tmp_path / "rank-0.json").write_text(json.dumps(rank_file))
+    monkeypatch.setenv("CLUSTERD_RANK_FILE", str(tmp_path / "rank-0.json"))
+    yield agent, there
+    agent.close()
+
+
+class Records(torch.utils.data.Dataset[torch.Tensor]):
+    """What a script writes: nothing of clusterd but the name."""
+
+    def __init__(self) -> None:
+        self._file = fsspec.open("clusterd://corpus/train/part-0.bin", "rb").open()
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._file.seek(index * RECORD_BYTES)
+        return torch.tensor(list(self._file.read(RECORD_BYTES)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_torch_data_set_reads_what_another_host_has(
+    workers: int, elsewhere: tuple[Agent, Counting], corpus: Path
+) -> None:
+    agent, there = elsewhere
+    # Forked, as in training: each worker has the parent's open file, and needs a connection of its own.
+    loader = DataLoader(
+        Records(), batch_size=10, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+    whole = torch.cat([batch.reshape(-1) for batch in loader])
+    assert bytes(whole.tolist()) == (corpus / "train/part-0.bin").read_bytes()
+    assert len(there.reads) <= max(1, workers)
+    assert {(h["job"], h["token"]) for h in agent.hellos} == {("j", "secret")}
+    assert 1 + (workers > 0) <= len(agent.hellos) <= 1 + workers  # who finds all in the cache asks nobody
+
+
+def test_what_no_host_has_is_refused(elsewhere: tuple[Agent, Counting]) -> None:
+    with pytest.raises(OSError, match="no data set 'images'"):
+        fsspec.open("clusterd://images/a.png", "rb").open()
