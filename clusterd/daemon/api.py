@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from clusterd import __version__, protocol
+from clusterd import __version__, projection, protocol
 from clusterd.config import Config, HostOptions
 from clusterd.core import admission, elastic, migrations
 from clusterd.core import events as e
@@ -20,10 +20,10 @@ from clusterd.core.allocate import allocate
 from clusterd.core.place import Placement
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Refusal, View
-from clusterd.daemon import codec, projection
+from clusterd.daemon import codec
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
-from clusterd.daemon.feed import Feed
+from clusterd.daemon.feed import Change, Feed
 from clusterd.daemon.foresight import foresee
 from clusterd.daemon.hosts import Expected, Hosts
 from clusterd.daemon.invite import Invite
@@ -445,28 +445,8 @@ class Api:
             "hosts": await self.hosts(peer),
         }
 
-    def _change(self, change: Any) -> dict[str, Any]:
-        touched = [*change.events, *change.decisions]
-        jobs = {str(job): None for item in touched if (job := getattr(item, "job", None))}
-        hosts = {str(host): None for item in touched if (host := getattr(item, "host", None))}
-        for job in jobs:
-            known = self._state.jobs.get(job)
-            if known is not None and known.attempts:
-                hosts.update(dict.fromkeys(str(h) for h in known.attempts[-1].hosts))
-        return {
-            "number": change.number,
-            "events": [{"kind": type(event).__name__, **codec.plain(event)} for event in change.events],
-            "decisions": [codec.decision(decision) for decision in change.decisions],
-            "jobs": [projection.job_row(self._state.jobs[job]) for job in jobs if job in self._state.jobs],
-            "hosts": [
-                projection.host_row(
-                    self._state, self._state.hosts[host], self._hosts.link_row(self._state.hosts[host].id)
-                )
-                for host in hosts
-                if host in self._state.hosts
-            ],
-            "gone": [host for host in hosts if host not in self._state.hosts],
-        }
+    def _change(self, change: Change) -> dict[str, Any]:
+        return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)
 
 
 def _need_operator(peer: Peer, what: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from clusterd.core import decisions, events
+from clusterd.core import events
 from clusterd.core.state import State
 
 _EVENT_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in events.EVENTS.items()}
@@ -38,8 +38,3 @@ def state(body: bytes) -> State:
 def plain(value: Any) -> Any:
     """Maps, lists, text and numbers: what goes over the socket."""
     return msgspec.to_builtins(value)
-
-
-def decision(value: decisions.Decision) -> dict[str, Any]:
-    """A decision as the journal and the socket show it."""
-    return {"kind": type(value).__name__, **msgspec.to_builtins(value)}

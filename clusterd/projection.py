@@ -1,12 +1,20 @@
-"""Jobs and hosts as plain rows: what clients see of the state, and all they see."""
+"""Jobs, hosts and changes as plain rows: what clients see of the state, and all they see.
+
+The daemon sends them as they come; a recording keeps them, one JSON object a line, to be played again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from clusterd.core.classify import is_predictable
+from clusterd.core.decisions import Decision
+from clusterd.core.events import Event
 from clusterd.core.state import Attempt, Host, Job, Migration, State
-from clusterd.types import AttemptState
+from clusterd.types import AttemptState, HostId, JobId
 
 Row = dict[str, Any]
 
@@ -120,4 +128,48 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
             for device in host.devices
         ],
         "link": link or {},
+    }
+
+
+def decision_row(decision: Decision) -> Row:
+    """A decision as the journal and the socket show it."""
+    return {"kind": type(decision).__name__, **msgspec.to_builtins(decision)}
+
+
+def event_row(event: Event) -> Row:
+    """An event; descriptions of models, which are long, are left out."""
+    row = {"kind": type(event).__name__, **msgspec.to_builtins(event)}
+    row.pop("shape", None)
+    return row
+
+
+def no_link(host: HostId) -> Row:
+    """Of a host that is reached by nobody: in a simulation, in the past."""
+    return {}
+
+
+def change_row(
+    state: State,
+    number: int,
+    events: Iterable[Event],
+    decisions: Iterable[Decision],
+    link: Callable[[HostId], Row] = no_link,
+) -> Row:
+    """One handled batch, with every job and host that it touched as they are now."""
+    events, decisions = list(events), list(decisions)
+    touched: list[Any] = [*events, *decisions]
+    jobs = {JobId(str(job)): None for item in touched if (job := getattr(item, "job", None))}
+    hosts = {HostId(str(host)): None for item in touched if (host := getattr(item, "host", None))}
+    for job in jobs:
+        known = state.jobs.get(job)
+        if known is not None and known.attempts:
+            hosts.update(dict.fromkeys(known.attempts[-1].hosts))
+    return {
+        "number": number,
+        "at_s": events[-1].at_s if events else 0.0,
+        "events": [event_row(event) for event in events],
+        "decisions": [decision_row(decision) for decision in decisions],
+        "jobs": [job_row(state.jobs[job]) for job in jobs if job in state.jobs],
+        "hosts": [host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts],
+        "gone": [host for host in hosts if host not in state.hosts],
     }
