@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NewType
 
+from clusterd.core.outlook import Outlook
 from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport
 from plans.plan import Plan
 
@@ -133,6 +134,7 @@ class ModelDescribed(Event):
 
     job: JobId
     shape: dict[str, Any]
+    model: str = ""  # signature: jobs of the same share what is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,42 @@ class ModelNotDescribed(Event):
     job: JobId
     why: str
     is_infrastructure: bool = False  # the host's fault: another may do it
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedLearned(Event):
+    """The performance model has (new) answers for all jobs of a model; they replace the earlier ones."""
+
+    model: str
+    outlook: Outlook
+    why: str = ""  # in words: from what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialProposed(Event):
+    """A short run of a job under this plan would teach most; None: its model is known well enough."""
+
+    job: JobId
+    plan: Plan | None
+    steps: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialMeasured(Event):
+    """A plan was run for some steps on some allocation, or did not fit."""
+
+    job: JobId
+    plan: Plan
+    shape: tuple[int, ...]  # devices on each host, most first
+    device_type: str
+    step_time_s: float  # median; 0: it ran out of memory
+    steps: int
+    out_of_memory: bool = False
+    predicted_s: float | None = None  # before it was measured
 
 
 # --- attempts ---------------------------------------------------------------------------------------------------------
@@ -308,6 +346,9 @@ EVENTS: dict[str, type[Event]] = {
         JobReprioritised,
         ModelDescribed,
         ModelNotDescribed,
+        SpeedLearned,
+        TrialProposed,
+        TrialMeasured,
         AttemptLaunched,
         LaunchFailed,
         RankExited,

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from clusterd.core import transitions
+from clusterd.core.outlook import Outlook
 from clusterd.types import (
     AttemptState,
     Device,
@@ -188,6 +189,19 @@ class Attempt:
 
 
 @dataclass(slots=True)
+class Trial:
+    """A short run of a job under a plan, to learn from: wanted, or under way, or measured."""
+
+    plan: Plan
+    steps: int
+    why: str
+    from_step: int | None = None  # at which the job began to run so
+    step_time_s: float | None = None  # median; 0: it ran out of memory
+    predicted_s: float | None = None
+    failure: str = ""  # why it was not to be
+
+
+@dataclass(slots=True)
 class Job:
     """What a user submitted; outlives its attempts."""
 
@@ -205,7 +219,10 @@ class Job:
     pinned: bool = False  # plan and place are its user's
     description: Description = Description.NOT_NEEDED
     described_on: HostId | None = None
-    shape: dict[str, Any] | None = None  # plans.legality.ModelShape
+    shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
+    model: str = ""  # signature, by which `State.outlooks` has what is believed of its speed
+    trial: Trial | None = None  # that is wanted or under way
+    trials: list[Trial] = field(default_factory=list)  # that are over
     not_before_s: float = 0.0
     own_failures: int = 0
     lost_in_a_row: int = 0
@@ -237,6 +254,7 @@ class State:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     hosts: dict[HostId, Host] = field(default_factory=dict)
     leases: dict[DeviceId, Lease] = field(default_factory=dict)
+    outlooks: dict[str, Outlook] = field(default_factory=dict)  # by model
     timers: dict[str, float] = field(default_factory=dict)
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival here
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from clusterd.core.outlook import Outlook
 from clusterd.core.state import Host, Job, State
 from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
 from plans.plan import Plan
@@ -96,6 +97,7 @@ class View:
         self.hosts: Mapping[HostId, Host] = state.hosts
         self.jobs: Mapping[JobId, Job] = state.jobs
         self.queued: list[Job] = [state.jobs[job] for job in state.queue]
+        self.outlooks: Mapping[str, Outlook] = state.outlooks
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Free(state.hosts.values(), state.leases)
 

@@ -1,0 +1,75 @@
+"""What is believed of a model's speed: the table that allocation and placement read.
+
+Whoever makes it (the daemon out of trial runs, the simulator out of measured tables) hands it over by an event; the
+core looks things up and never fits anything. An entry is a plan on a *shape* of allocation: so many devices of one type
+on each of so many hosts, most first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from plans.plan import Plan
+
+Shape = tuple[int, ...]
+"""Devices on each host, most first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predicted step time and memory of one plan on one shape of allocation, with its uncertainty."""
+
+    plan: Plan
+    device_type: str  # `Device.name`
+    shape: Shape
+    step_time_s: float  # median
+    lower_s: float  # of the 90% interval
+    upper_s: float
+    cores_per_device: int = 0  # for which it holds; 0: what is usual there
+    device_bytes: int = 0  # of a rank, at its peak; 0: not known
+    host_bytes: int = 0  # of a rank in host memory (offload)
+
+    @property
+    def devices(self) -> int:
+        """In all."""
+        return sum(self.shape)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """All estimates of one model. Immutable: what is newly learned makes a new one."""
+
+    estimates: tuple[Estimate, ...]
+    global_batch: int = 1
+    measured: int = 0  # plans that were run; 0: nothing but beliefs about the hardware
+
+    @cached_property
+    def by_shape(self) -> dict[tuple[str, Shape], tuple[Estimate, ...]]:
+        """Estimates by device type and shape, fastest first."""
+        found: dict[tuple[str, Shape], list[Estimate]] = {}
+        for estimate in self.estimates:
+            found.setdefault((estimate.device_type, estimate.shape), []).append(estimate)
+        return {key: tuple(sorted(some, key=lambda x: x.step_time_s)) for key, some in found.items()}
+
+    @cached_property
+    def by_count(self) -> dict[str, dict[int, Estimate]]:
+        """The fastest estimate for each number of devices, by type; a shape on fewer hosts comes first among equals."""
+        found: dict[str, dict[int, Estimate]] = {}
+        for (device_type, shape), some in self.by_shape.items():
+            counts = found.setdefault(device_type, {})
+            best = counts.get(sum(shape))
+            if best is None or (some[0].step_time_s, len(shape)) < (best.step_time_s, len(best.shape)):
+                counts[sum(shape)] = some[0]
+        return {device_type: dict(sorted(counts.items())) for device_type, counts in found.items()}
+
+    def best(self, device_type: str, shape: Iterable[int]) -> Estimate | None:
+        """The fastest plan on this shape; None: nothing is known to run there."""
+        some = self.by_shape.get((device_type, tuple(sorted(shape, reverse=True))))
+        return some[0] if some else None
+
+    def of(self, plan: Plan, device_type: str, shape: Iterable[int]) -> Estimate | None:
+        """What is believed of one plan there."""
+        some = self.by_shape.get((device_type, tuple(sorted(shape, reverse=True))), ())
+        return next((estimate for estimate in some if estimate.plan == plan), None)
