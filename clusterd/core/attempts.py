@@ -136,6 +136,8 @@ def judge(job: Job, attempt: Attempt) -> Verdict:
         return Verdict(JobState.FAILED, attempt.why, exit_code=TIMED_OUT)
     if attempt.outcome is Outcome.LAUNCH_FAILED:
         return Verdict(JobState.FAILED, attempt.why, exit_code=1)
+    if attempt.outcome is Outcome.PREEMPTED:
+        return Verdict(JobState.QUEUED, attempt.why)
     if attempt.outcome is Outcome.HOST_LOST:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost: {attempt.why}", is_infrastructure=True)
     cause = root_cause(attempt)

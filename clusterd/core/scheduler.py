@@ -48,6 +48,7 @@ class Scheduler(OnHosts):
     def _pass(self) -> None:
         if not self.state.queue and not self.state.active:
             return
+        self._next_round()
         self._describe_models()
         if self.state.recovering:
             names = ", ".join(sorted(self.state.recovering))
@@ -55,6 +56,10 @@ class Scheduler(OnHosts):
                 self._hold(self.state.jobs[job_id], f"the daemon has just started and waits to hear from {names}")
             return
         proposal: Proposal = self.policy.propose(View(self.state, self._now_s))
+        for preempt in proposal.preempts:
+            attempt = self.state.jobs[preempt.job].attempt
+            if attempt is not None and attempt.state is not AttemptState.STOPPING:
+                self._stop(attempt, Outcome.PREEMPTED, preempt.reason)
         for move in proposal.moves:
             self._move(move)
         for start in proposal.starts:
@@ -65,6 +70,14 @@ class Scheduler(OnHosts):
                 self._end_job(job, JobState.FAILED, refusal.reason, exit_code=None)
             else:
                 self._hold(job, refusal.reason)
+
+    def _next_round(self) -> None:
+        """Keep a round timer for policies that want one, while there is work."""
+        interval_s = self.policy.interval_s
+        if interval_s is not None and "round" not in self.state.timers:
+            # On a grid: rounds do not drift, whenever work comes.
+            at_s = (self._now_s // interval_s + 1.0) * interval_s
+            self._set_timer("round", at_s, f"{self.policy.name} thinks again every {interval_s:g} s")
 
     def _start(self, start: Start) -> None:
         # Revalidated here, so that no policy, whatever its bugs, can lease a device twice.

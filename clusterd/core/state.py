@@ -32,6 +32,7 @@ class Outcome(StrEnum):
     TIME_LIMIT = "time limit"
     HOST_LOST = "host lost"
     LAUNCH_FAILED = "launch failed"
+    PREEMPTED = "preempted"
 
 
 class Description(StrEnum):

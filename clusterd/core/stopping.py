@@ -63,7 +63,9 @@ class Stopping(Deciding):
         self.state.queue[job.id] = None
         job.go(JobState.QUEUED)
         job.queued_s = self._now_s
-        if verdict.is_infrastructure:
+        if attempt.outcome is Outcome.PREEMPTED:
+            job.reason = verdict.reason
+        elif verdict.is_infrastructure:
             self._lost_once_more(job, verdict.reason)
         else:
             job.own_failures += 1

@@ -37,6 +37,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempt:
+    """Stop a running job and queue it again, through no fault of its own; it goes on from where it last saved."""
+
+    job: JobId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """A stage turned the job down, for this reason; `forever` when no change of the cluster's load would help."""
 
@@ -53,6 +61,7 @@ class Proposal:
     starts: list[Start] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
+    preempts: list[Preempt] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -106,7 +115,13 @@ class Policy(Protocol):
     """Who gets what: the four stages in one, or a baseline in their place."""
 
     name: str
+    interval_s: float | None
+    """Seconds between rounds, for policies that think again by the clock; None: what happens is enough."""
 
     def propose(self, view: View) -> Proposal:
-        """Starts and refusals for this instant; pure."""
+        """What is to be done at this instant.
+
+        The default keeps nothing between passes. Policies of rounds may keep their last round's answer; after a restart
+        of the daemon they begin with a new round.
+        """
         ...

@@ -12,6 +12,7 @@ class Default:
     """Highest priority first, then first come; a job that does not fit lets smaller ones pass (backfill)."""
 
     name = "default"
+    interval_s: float | None = None
 
     def propose(self, view: View) -> Proposal:
         """Starts for what fits now, in order; moves that make room, fill it, or leave drained hosts."""
