@@ -1,4 +1,4 @@
-"""How far training is: the newest line of each running attempt's steps.jsonl, told at most twice a second."""
+"""How far training is: the new lines of each running attempt's steps.jsonl, told at most twice a second."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from clusterd.agent.attempts import Attempts
-from clusterd.agent.records import Attempt, last_step
+from clusterd.agent.records import Attempt, steps_after
 
 PERIOD_S = 0.5
 _TOLD = ("step", "loss", "samples", "at_s", "plan")
+_DETAILS = ("phases", "device_bytes", "host_bytes")
 
 
 class Progress:
@@ -37,11 +38,12 @@ class Progress:
             return
         if size == self._sizes.get(attempt.name):
             return
-        self._sizes[attempt.name] = size
-        step = last_step(attempt.steps)
-        if step is None or step == attempt.step:
+        steps, end = steps_after(attempt.steps, self._sizes.get(attempt.name, 0))
+        self._sizes[attempt.name] = end
+        if not steps or steps[-1] == attempt.step:
             return
-        attempt.step = step
+        attempt.step = step = steps[-1]
+        details = next((s for s in reversed(steps) if "phases" in s), {})
         self._emit(
             {
                 "event": "progress",
@@ -50,6 +52,8 @@ class Progress:
                 "generation": attempt.generation,
                 "step_time_s": step.get("time_s"),
                 **{k: step.get(k) for k in _TOLD},
+                **{k: details[k] for k in _DETAILS if k in details},
+                "steps": [[s["step"], s["time_s"]] for s in steps if s.get("plan") == step.get("plan")],
             }
         )
 

@@ -208,13 +208,38 @@ def load(directory: Path) -> Attempt | None:
     return attempt
 
 
+_TAIL_BYTES = 65536
+
+
+def steps_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The complete steps of a steps.jsonl from `offset` on, the newest 64 KiB of them at most, and where they end."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            start = max(offset if offset <= size else 0, size - _TAIL_BYTES)
+            file.seek(start)
+            data = file.read(size - start)
+    except OSError:
+        return [], offset
+    whole, newline, _ = data.rpartition(b"\n")
+    steps: list[dict[str, Any]] = []
+    for line in whole.split(b"\n"):
+        try:
+            step = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(step, dict) and "step" in step and "time_s" in step:
+            steps.append(step)
+    return steps, start + len(whole) + len(newline)
+
+
 def last_step(path: Path) -> dict[str, Any] | None:
     """The newest complete step in a steps.jsonl."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
             size = file.tell()
-            file.seek(max(0, size - 65536))
+            file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]  # what follows the last newline is not written to its end yet
     except OSError:
         return None

@@ -24,7 +24,7 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         return f"{job.spec.name} is being moved already"
     if attempt.retired:
         return f"the ranks of its last move are not gone yet on {', '.join(_pending(attempt))}"
-    own = set(attempt.devices)
+    own = {*attempt.devices, *attempt.kept}
     seen: set[DeviceId] = set()
     for place in move.ranks:
         host = state.hosts.get(place.host)
@@ -144,7 +144,8 @@ def held_on(attempt: Attempt, host: HostId, without: int | None = None) -> set[D
     for generation, retired in attempt.retired.items():
         if host in retired.pending and generation != without:
             places += [rank.place for rank in retired.ranks.values()]
-    return {place.device for place in places if place.host == host and place.device is not None}
+    held = {place.device for place in places if place.host == host and place.device is not None}
+    return held | {device for device, where in attempt.kept.items() if where == host}
 
 
 def _lease(state: State, attempt: Attempt, place: RankPlace, generation: int) -> Lease:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from clusterd.core import attempts, migrations, recovery
 from clusterd.core import events as e
-from clusterd.core.on_migrations import OnMigrations
+from clusterd.core.on_trials import OnTrials
 from clusterd.core.state import Attempt, Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, JobState
 
 
-class OnAttempts(OnMigrations):
+class OnAttempts(OnTrials):
     """From the launch to the last rank's end, and on from what survives it."""
 
     def _on_attempt_launched(self, event: e.AttemptLaunched) -> None:
@@ -73,6 +73,7 @@ class OnAttempts(OnMigrations):
         if not lost:
             return
         self.state.timers.pop(f"recover:{job.id}", None)
+        self._give_up_trial(job, "ranks died")
         answer = recovery.way_on(job, attempt, View(self.state, self._now_s))
         if isinstance(answer, Refusal):
             self._stop(attempt, Outcome.HOST_LOST, answer.reason)
@@ -106,3 +107,5 @@ class OnAttempts(OnMigrations):
         if job.first_loss is None:
             job.first_loss = event.first_loss
         job.lost_in_a_row = 0
+        if job.trial is not None and job.trial.from_step is None:
+            self._pass_due = True

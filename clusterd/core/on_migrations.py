@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from clusterd.core import attempts, elastic, migrations
+from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Attempt, Job, Outcome
@@ -26,7 +26,16 @@ class OnMigrations(Stopping):
             return
         if event.pin:
             job.pinned = True
+        self._give_up_trial(job, f"{event.by or 'its user'} moves it")
         self._move(answer)
+
+    def _give_up_trial(self, job: Job, why: str) -> None:
+        """Something matters more than learning."""
+        if job.trial is not None:
+            job.trial.failure = why
+            job.trials.append(job.trial)
+            job.trial = None
+        job.being_tried = False
 
     def _on_job_unpinned(self, event: e.JobUnpinned) -> None:
         job = self.state.jobs.get(event.job)
@@ -103,6 +112,8 @@ class OnMigrations(Stopping):
         attempt.resuming = False
         job = self.state.jobs[event.job]
         job.migrations[-1].downtime_s, job.migrations[-1].ended_s = event.downtime_s, event.at_s
+        if job.trial is None:
+            trials.let_go(self.state, attempt)
         # What could not be thought of so soon after this move is thought of then.
         self._set_timer(f"settle:{job.id}", event.at_s + elastic.SETTLE_S, f"{job.spec.name} was moved")
         self._pass_due = True

@@ -15,7 +15,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
-from clusterd.core.state import Description, Host, Job, Outcome, Trial
+from clusterd.core.state import Description, Host, Job, Outcome
 from clusterd.core.view import Policy, Proposal, Start, View
 from clusterd.types import AttemptState, JobKind, JobState
 
@@ -50,6 +50,7 @@ class Scheduler(OnHosts):
             return
         self._next_round()
         self._describe_models()
+        self._try_plans()
         if self.state.recovering:
             names = ", ".join(sorted(self.state.recovering))
             for job_id in self.state.queue:
@@ -61,7 +62,8 @@ class Scheduler(OnHosts):
             if attempt is not None and attempt.state is not AttemptState.STOPPING:
                 self._stop(attempt, Outcome.PREEMPTED, preempt.reason)
         for move in proposal.moves:
-            self._move(move)
+            if not self._yields_to_trial(move):
+                self._move(move)
         for start in proposal.starts:
             self._start(start)
         for refusal in proposal.refusals:
@@ -146,23 +148,6 @@ class Scheduler(OnHosts):
             job.shape, job.description, job.described_on = event.shape, Description.DONE, None
             job.model = event.model
             self._pass_due = True
-
-    def _on_speed_learned(self, event: e.SpeedLearned) -> None:
-        self.state.outlooks[event.model] = event.outlook
-        self._pass_due = True
-
-    def _on_trial_proposed(self, event: e.TrialProposed) -> None:
-        job = self.state.jobs[event.job]
-        job.trial = Trial(event.plan, event.steps, event.why) if event.plan is not None else None
-        self._pass_due = True
-
-    def _on_trial_measured(self, event: e.TrialMeasured) -> None:
-        job = self.state.jobs[event.job]
-        trial = job.trial if job.trial is not None and job.trial.plan == event.plan else None
-        measured = trial or Trial(event.plan, event.steps, "as it ran")
-        measured.step_time_s, measured.predicted_s = event.step_time_s, event.predicted_s
-        job.trials.append(measured)
-        job.trial = None if trial is not None else job.trial
 
     def _on_model_not_described(self, event: e.ModelNotDescribed) -> None:
         job = self.state.jobs[event.job]

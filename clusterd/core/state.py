@@ -163,6 +163,7 @@ class Attempt:
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
+    kept: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, and idle while a smaller plan is tried
 
     def go(self, state: AttemptState) -> None:
         """Take a step of the attempt's state machine."""
@@ -196,6 +197,7 @@ class Trial:
     plan: Plan
     steps: int
     why: str
+    migration: int | None = None  # number of the move to it, once that was begun
     from_step: int | None = None  # at which the job began to run so
     step_time_s: float | None = None  # median; 0: it ran out of memory
     predicted_s: float | None = None
@@ -224,6 +226,7 @@ class Job:
     model: str = ""  # signature, by which `State.outlooks` has what is believed of its speed
     trial: Trial | None = None  # that is wanted or under way
     trials: list[Trial] = field(default_factory=list)  # that are over
+    being_tried: bool = False  # between the first trial and the word that there is nothing more to try
     not_before_s: float = 0.0
     own_failures: int = 0
     lost_in_a_row: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core import attempts, elastic, migrations
+from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
 from clusterd.core.state import Attempt, Job, Outcome
@@ -27,6 +27,8 @@ class Stopping(Deciding):
         job = self.state.jobs[attempt.job]
         if attempt.migration is not None:
             self._give_up_migration(attempt, why)
+        trials.let_go(self.state, attempt)
+        job.trial, job.being_tried = None, False
         attempt.outcome, attempt.why = outcome, why
         attempt.pending = set(attempt.hosts)
         attempt.go(AttemptState.STOPPING)

@@ -212,11 +212,11 @@ def _log(job: Job, context: Context) -> StepSeen:
         return lambda *_: None
     log: StepsLog | None = None
 
-    def seen(step: int, loss: float, time_s: float) -> None:
+    def seen(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
         nonlocal log
         if log is None:  # which step is the first is known when it is done
             plan, path = str(context.plan), context.steps_file
             log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
-        log.step(step, loss, time_s)
+        log.step(step, loss, time_s, details)
 
     return seen

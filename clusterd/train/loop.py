@@ -17,6 +17,7 @@ from clusterd.train.job import Job, Outcome
 from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
+from clusterd.train.phases import peak_bytes
 from clusterd.train.saving import Checkpoints
 from clusterd.train.snapshots import Snapshots
 from clusterd.train.step import Stepper
@@ -24,8 +25,8 @@ from plans.model_shape import ModelShape
 
 ORPHAN_WAIT_S = 600.0
 
-StepSeen = Callable[[int, float, float], None]
-"""Called on every rank with a finished step: its number, the global loss, its seconds."""
+StepSeen = Callable[[int, float, float, "dict[str, Any]"], None]
+"""Called on every rank with a finished step: its number, the global loss, its seconds; now and then where they went."""
 
 
 class Trained(Protocol):
@@ -96,11 +97,13 @@ class Loop:
         training, control = self._training, self._control
         job, place = training.job, training.context.coordinates
         began = time.perf_counter()
+        training.stepper.phases.begin(training.step + 1)
         for inputs, targets in training.batches():
             if self._arrived_by:
                 control.say("trains", id=self._arrived_by, step=training.step, at_s=time.time())
                 self._arrived_by = ""
             build.seed_step(job.seed, training.step, place.replica, place.stage)
+            training.stepper.phases.lap("input")
             training.stepper.step(inputs, targets, self._agree)
             self._ended_at_s = time.time()
             training.step += 1
@@ -112,6 +115,7 @@ class Loop:
             now = time.perf_counter()
             self._pending = (training.step, now - began, agreement)
             began = now
+            training.stepper.phases.begin(training.step + 1)
             if "stop" in signals:
                 self._settle()
                 return control.why("stop")
@@ -142,8 +146,16 @@ class Loop:
         step, time_s, agreement = self._pending
         self._loss, signals = agreement.settle()
         self._pending = None
-        self._seen(step, self._loss, time_s)
+        self._seen(step, self._loss, time_s, self._details())
         return signals
+
+    def _details(self) -> dict[str, Any]:
+        """Phases and peak memory of the step that is settled, where they were taken."""
+        phases = self._training.stepper.phases.read()
+        if not phases:
+            return {}
+        device_bytes, host_bytes = peak_bytes(self._training.device)
+        return {"phases": phases, "device_bytes": device_bytes, "host_bytes": host_bytes}
 
     def _end_of_step(self) -> None:
         if self._training.device.type == "cuda":
@@ -170,7 +182,7 @@ class Loop:
         may_finish = training.stepper.complete and self._replicated and self._gradients_arrived()
         peers.cut_off()
         if self._pending is not None:  # its loss was never summed up, but it was done
-            self._seen(self._pending[0], float("nan"), self._pending[1])
+            self._seen(self._pending[0], float("nan"), self._pending[1], {})
         self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish)
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:

@@ -13,6 +13,7 @@ from clusterd.train.data import cut, micro_batch_sizes
 from clusterd.train.job import LossFunction
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
+from clusterd.train.phases import PhaseClock
 from plans.plan import Coordinates
 
 
@@ -43,6 +44,7 @@ class Stepper:
         self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, loss
         self._stage = coordinates.stage
         self.complete = self.updating = False
+        self.phases = PhaseClock(parallel.device)
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
         self._gradient_factor = plan.dp if parallel.averages else 1
@@ -67,11 +69,14 @@ class Stepper:
         self._optimizer.zero_grad()
         loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
+        self.phases.lap("sync")
         if self._clip_norm is not None:
             clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
         self.complete = True
         agree(loss if self._counts_loss else torch.zeros_like(loss))
+        self.phases.lap("agree")
         self.update()
+        self.phases.lap("optimizer")
 
     def update(self) -> None:
         """The end of a step: parameters follow their gradients."""
@@ -99,12 +104,19 @@ class Stepper:
             with self._parallel.last_of(index):
                 outputs = self._parallel.runner(cut(inputs, start, stop))
                 loss = self._loss(outputs, cut(targets, start, stop)) * (size / self._global_batch)
+                self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
+            self.phases.lap("backward")
             total += loss.detach()
             start = stop
         return total
 
     def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
+        loss = self._scheduled(inputs, targets)
+        self.phases.lap("pipeline")
+        return loss
+
+    def _scheduled(self, inputs: Any, targets: Any) -> torch.Tensor:
         assert self._schedule is not None
         device = self._parallel.device
         if self._stage == 0:

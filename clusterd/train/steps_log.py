@@ -6,7 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 PRINT_EVERY_S = 1.0
 
@@ -30,8 +30,8 @@ class StepsLog:
             if last >= first_step:
                 self._write({"restart_from": first_step - 1})
 
-    def step(self, step: int, loss: float, time_s: float) -> None:
-        """Records one finished step."""
+    def step(self, step: int, loss: float, time_s: float, details: dict[str, Any] | None = None) -> None:
+        """Records one finished step, and where its time went if that is known."""
         self._write(
             {
                 "step": step,
@@ -40,6 +40,7 @@ class StepsLog:
                 "samples": self._samples,
                 "at_s": round(time.time(), 3),
                 "plan": self._plan,
+                **(details or {}),
             }
         )
         now = time.monotonic()

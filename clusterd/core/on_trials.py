@@ -1,0 +1,110 @@
+"""Handlers of what is learned about speed, and of the short runs that it is learned from."""
+
+from __future__ import annotations
+
+from clusterd.core import events as e
+from clusterd.core import trials
+from clusterd.core.on_migrations import OnMigrations
+from clusterd.core.state import Attempt, Job, Trial
+from clusterd.core.view import Move
+from clusterd.types import JobId
+
+TRIAL_S = 120.0
+"""A trial that has not been measured by then is given up."""
+
+
+class OnTrials(OnMigrations):
+    """From the wish to try a plan to the day when nothing is left to try."""
+
+    def _on_speed_learned(self, event: e.SpeedLearned) -> None:
+        self.state.outlooks[event.model] = event.outlook
+        self._pass_due = True
+
+    def _on_trial_proposed(self, event: e.TrialProposed) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is None or job.attempt is None:
+            return
+        if event.plan is None:
+            job.trial, job.being_tried = None, False
+        else:
+            job.trial, job.being_tried = Trial(event.plan, event.steps, event.why), True
+            self._set_timer(f"trial:{job.id}", event.at_s + TRIAL_S, f"{event.plan} is tried with {job.spec.name}")
+        self._pass_due = True
+
+    def _on_trial_measured(self, event: e.TrialMeasured) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is None:
+            return
+        trial = job.trial if job.trial is not None and job.trial.plan == event.plan else None
+        measured = trial or Trial(event.plan, event.steps, "as it ran")
+        measured.step_time_s, measured.predicted_s = event.step_time_s, event.predicted_s
+        job.trials.append(measured)
+        if trial is not None:
+            job.trial = None
+
+    def _try_plans(self) -> None:
+        """Move jobs to the plans that are to be tried on them, and back to where they belong afterwards."""
+        for job_id in self.state.active:
+            job = self.state.jobs[job_id]
+            attempt = trials.ready(job) if job.trial is not None or self._keeps(job) else None
+            if attempt is None:
+                continue
+            if job.trial is not None:
+                self._try(job, attempt, job.trial)
+            elif not job.being_tried:
+                self._go_back(job, attempt)
+
+    def _try(self, job: Job, attempt: Attempt, trial: Trial) -> None:
+        if trial.from_step is not None:
+            return
+        if attempt.plan == trial.plan:
+            trial.from_step = job.step
+            return
+        asked = trial.migration
+        if asked is not None and len(job.migrations) >= asked and job.migrations[asked - 1].failure:
+            self._fail_trial(job, trial, job.migrations[asked - 1].failure)
+            return
+        answer = trials.move_for(job, attempt, trial.plan, self.state, f"trial of {trial.plan}: {trial.why}")
+        if isinstance(answer, str):
+            self._fail_trial(job, trial, answer)
+            return
+        trial.migration = len(job.migrations) + 1
+        trials.keep(attempt, answer)
+        self._move(answer)
+
+    def _go_back(self, job: Job, attempt: Attempt) -> None:
+        plan = trials.way_back(job, attempt, self.state)
+        if plan is not None and plan.ranks > len(attempt.ranks):
+            answer = trials.move_for(job, attempt, plan, self.state, f"{plan}: the fastest known for its devices")
+            if isinstance(answer, Move):
+                self._move(answer)
+                if attempt.migration is not None:
+                    return
+        trials.let_go(self.state, attempt)
+
+    def _keeps(self, job: Job) -> bool:
+        return job.attempt is not None and bool(job.attempt.kept)
+
+    def _fail_trial(self, job: Job, trial: Trial, why: str) -> None:
+        trial.failure = why
+        job.trials.append(trial)
+        job.trial = None
+
+    def _trial_is_late(self, job_id: JobId) -> None:
+        job = self.state.jobs.get(job_id)
+        if job is not None and job.trial is not None:
+            self._fail_trial(job, job.trial, f"not measured within {TRIAL_S:.0f} s")
+        elif job is not None:
+            job.being_tried = False  # nobody said what to try next: the job must not wait for that for ever
+
+    def _yields_to_trial(self, move: Move) -> bool:
+        """Whether a policy's move has to wait: a job is measured for seconds, and then may be moved."""
+        job = self.state.jobs[move.job]
+        if not job.being_tried:
+            return False
+        attempt = job.attempt
+        hosts = [self.state.hosts[h] for h in attempt.hosts if h in self.state.hosts] if attempt else []
+        if any(host.drained is not None for host in hosts):
+            self._give_up_trial(job, "its host is drained")
+            return False
+        return True

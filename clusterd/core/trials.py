@@ -1,0 +1,99 @@
+"""Trial runs: a running job takes a few real steps under another plan, so that its speed there is known.
+
+A trial is a live migration on devices that the job holds already; no progress is lost. Devices that the tried plan does
+not use stay the job's, idle for those steps, and are used again, or given back, when there is nothing more to try.
+"""
+
+from __future__ import annotations
+
+from clusterd.core import migrations
+from clusterd.core.choose import Choice, choose
+from clusterd.core.place import place_on
+from clusterd.core.state import Attempt, Job, State
+from clusterd.core.view import Move
+from clusterd.types import AttemptState, Device, DeviceId
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+
+def ready(job: Job) -> Attempt | None:
+    """The attempt, if it trains and nothing else is being done with it."""
+    attempt = job.attempt
+    if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
+        return None
+    busy = attempt.migration or attempt.resuming or attempt.retired or attempt.orphaned
+    return None if busy or job.step < 1 else attempt
+
+
+def move_for(job: Job, attempt: Attempt, plan: Plan, state: State, reason: str) -> Move | str:
+    """The job under `plan` on devices it holds, or why that cannot be."""
+    mine = held(attempt, state)
+    if plan.ranks > len(mine):
+        return f"{plan} needs {plan.ranks} devices, the job holds {len(mine)}"
+    chosen = _together(mine, plan.ranks)
+    memory_bytes = min(d.memory_bytes for d in chosen)
+    answer = choose(ModelShape.from_dict(job.shape or {}), plan.ranks, chosen[0].kind, memory_bytes, plan)
+    if not isinstance(answer, Choice):
+        return answer.reason
+    where = place_on(job, chosen)
+    return Move(job.id, plan, where.ranks, where.cores, where.memory_bytes, reason)
+
+
+def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
+    """When nothing is left to try: the fastest known plan on all devices that the job holds, or on fewer."""
+    mine = held(attempt, state)
+    outlook = state.outlooks.get(job.model)
+    if outlook is None:
+        return None
+    best = None
+    for count in range(len(mine), 0, -1):
+        chosen = _together(mine, count)
+        found = outlook.best(chosen[0].name, shape_of(chosen))
+        if found is not None and (best is None or found.step_time_s < best.step_time_s):
+            best = found
+    wish = job.spec.resources.plan
+    if wish is not None and job.pinned:
+        return wish
+    return best.plan if best is not None else None
+
+
+def held(attempt: Attempt, state: State) -> list[Device]:
+    """Devices of the job's ranks, in their order, and those it keeps."""
+    known = {d.id: d for h in state.hosts.values() for d in h.devices}
+    return [known[d] for d in dict.fromkeys((*attempt.devices, *attempt.kept)) if d in known]
+
+
+def shape_of(devices: list[Device]) -> tuple[int, ...]:
+    """Devices on each host, most first."""
+    counts: dict[str, int] = {}
+    for device in devices:
+        counts[device.host] = counts.get(device.host, 0) + 1
+    return tuple(sorted(counts.values(), reverse=True))
+
+
+def let_go(state: State, attempt: Attempt) -> None:
+    """Give back the devices that are kept for trials."""
+    kept, attempt.kept = attempt.kept, {}
+    for device, host in kept.items():
+        lease = state.leases.get(device)
+        if lease is not None and lease.job == attempt.job and device not in migrations.held_on(attempt, host):
+            del state.leases[device]
+
+
+def keep(attempt: Attempt, move: Move) -> None:
+    """Note, as a trial's move begins, what of the job's devices it leaves idle."""
+    taken = {place.device for place in move.ranks}
+    mine: dict[DeviceId, str] = {r.place.device: r.place.host for r in attempt.ranks.values() if r.place.device}
+    attempt.kept = {d: h for d, h in {**attempt.kept, **mine}.items() if d not in taken}  # type: ignore[misc]
+
+
+def _together(devices: list[Device], count: int) -> list[Device]:
+    """So many of them on as few hosts as can be, the order kept within a host."""
+    by_host: dict[str, list[Device]] = {}
+    for device in devices:
+        by_host.setdefault(device.host, []).append(device)
+    exact = [some for some in by_host.values() if len(some) >= count]
+    if exact:
+        return min(exact, key=len)[:count]
+    order = sorted(by_host.values(), key=len, reverse=True)
+    return [device for some in order for device in some][:count]
