@@ -14,10 +14,7 @@ from clusterd.cli.output import note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.jobfile import Request, command_line_job, read_job_file
-from clusterd.units import size
-from clusterd.workdir import pack
-
-CHUNK_BYTES = 1 << 20
+from clusterd.submitting import send
 
 
 @click.command()
@@ -38,7 +35,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
     with Client() as cluster:
         if dry_run:
             return _dry_run(cluster, spec, output)
-        answer = send(cluster, Request(spec, request.secrets))
+        answer = send(cluster, Request(spec, request.secrets), say=note)
         if output == "table":
             print(answer["id"])
             note(f"{answer['name']} is queued: clusterd why {answer['id']} tells how it goes")
@@ -78,7 +75,7 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
     with Client() as cluster:
         if options["dry_run"]:
             return _dry_run(cluster, request.spec, "table")
-        answer = send(cluster, request, snapshot=not options["no_snapshot"])
+        answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
         if options["detach"]:
             print(answer["id"])
             return 0
@@ -105,29 +102,6 @@ def _attend(cluster: Client, answer: dict[str, Any]) -> int:
     if row["state"] != "finished":
         note(f"{row['name']} ({job}) {row['state']}: {row['reason']}")
     return exit_code(row)
-
-
-def send(cluster: Client, request: Request, snapshot: bool = True) -> dict[str, Any]:
-    """Submit, with the workdir's content as it is now."""
-    import msgspec
-
-    spec = request.spec
-    if snapshot and spec.workdir is not None:
-        limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
-        packed = pack(Path(spec.workdir), limit)
-        if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
-            note(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
-            offset = 0
-            while True:
-                data = packed.archive.read(CHUNK_BYTES)
-                last = offset + len(data) >= packed.size_bytes
-                cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
-                offset += len(data)
-                if last:
-                    break
-        spec = replace(spec, snapshot=packed.digest)
-    answer: dict[str, Any] = cluster.call("submit", spec=msgspec.to_builtins(spec), secrets=request.secrets)
-    return answer
 
 
 def _dry_run(cluster: Client, spec: Any, output: str) -> int:

@@ -1,0 +1,44 @@
+"""Handing a job over: its description, and the content of its working directory as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clusterd.client import Client
+from clusterd.jobfile import Request
+from clusterd.units import size
+from clusterd.workdir import pack
+
+CHUNK_BYTES = 1 << 20
+
+
+def send(
+    cluster: Client, request: Request, snapshot: bool = True, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Submit; a working directory that the daemon does not have yet is sent first, and `say` told of it.
+
+    Raises:
+        ClusterError: the daemon refused the job, or the directory cannot be packed.
+    """
+    import msgspec
+
+    spec = request.spec
+    if snapshot and spec.workdir is not None:
+        limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
+        packed = pack(Path(spec.workdir), limit)
+        if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
+            say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
+            offset = 0
+            while True:
+                data = packed.archive.read(CHUNK_BYTES)
+                last = offset + len(data) >= packed.size_bytes
+                cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
+                offset += len(data)
+                if last:
+                    break
+        spec = replace(spec, snapshot=packed.digest)
+    answer: dict[str, Any] = cluster.call("submit", spec=msgspec.to_builtins(spec), secrets=request.secrets)
+    return answer

@@ -1,0 +1,339 @@
+"""The daemon's rows, typed: everything that comes over the socket is checked here before a widget sees it.
+
+Fields that a daemon of another version does not send have defaults; those that we do not know are passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """One phase of a move."""
+
+    phase: str
+    seconds: float
+    what: str = ""
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's move from one plan to another: under way, or history."""
+
+    number: int = 0
+    old: str = msgspec.field(name="from", default="")
+    new: str = msgspec.field(name="to", default="")
+    devices: tuple[str | None, ...] = ()
+    reason: str = ""
+    started_s: float = 0.0
+    ended_s: float | None = None
+    step: int | None = None
+    phases: tuple[Phase, ...] = ()
+    network_bytes: int = 0
+    local_bytes: int = 0
+    downtime_s: float | None = None
+    failure: str = ""
+
+
+class Next(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan a job would get next, what it would gain, and what the move would cost."""
+
+    plan: str
+    devices: int = 0
+    gain: float | None = None
+    move_cost_s: float | None = None
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One job as it is now."""
+
+    id: str
+    name: str
+    state: str
+    kind: str = ""
+    reason: str = ""
+    priority: int = 0
+    guaranteed: bool = False
+    user: str = ""
+    tenant: str = ""
+    asked: int = 0
+    asked_kind: str | None = None
+    plan: str | None = None
+    attempt: int = 0
+    devices: tuple[str | None, ...] = ()
+    hosts: tuple[str, ...] = ()
+    holds_devices: bool = False
+    step: int = 0
+    steps: int | None = None
+    first_loss: float | None = None
+    loss: float | None = None
+    step_time_s: float | None = None
+    predicted_step_time_s: float | None = None
+    next: Next | None = None
+    predictable: bool = False
+    submitted_s: float = 0.0
+    started_s: float | None = None
+    ended_s: float | None = None
+    exit_code: int | None = None
+    pinned: bool = False
+    checkpoint: str | None = None
+    checkpoint_step: int = 0
+    migrating: Move | None = None
+    migrations: tuple[Move, ...] = ()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will change any more."""
+        return self.state in ("finished", "failed", "cancelled")
+
+    @property
+    def shown_state(self) -> str:
+        """Its state, or that it moves."""
+        return "moving" if self.migrating is not None and self.state == "running" else self.state
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True):
+    """One device of a host, and who has it."""
+
+    id: str
+    kind: str = ""
+    name: str = ""
+    memory_bytes: int = 0
+    foreign: str = ""
+    job: str | None = None
+    job_name: str | None = None
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """One host as it is now."""
+
+    name: str
+    state: str
+    why: str = ""
+    since_s: float = 0.0
+    drained: str | None = None
+    address: str | None = None
+    cpu_cores: int | None = None
+    cores_used: int = 0
+    memory_bytes: int | None = None
+    memory_used_bytes: int = 0
+    jobs: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
+    link: dict[str, Any] = {}  # what the connection says; msgspec copies the default
+
+    @property
+    def shown_state(self) -> str:
+        """Its state, or that it is drained."""
+        return "drained" if self.state == "up" and self.drained is not None else self.state
+
+    @property
+    def free(self) -> int:
+        """Devices that a job could have now."""
+        if self.state != "up" or self.drained is not None:
+            return 0
+        return sum(1 for device in self.devices if device.job is None and not device.foreign)
+
+    @property
+    def utilisation(self) -> dict[str, float]:
+        """By the number of a GPU: how busy it was when its host last told; empty for CPU devices."""
+        facts = self.link.get("facts")
+        gpus = facts.get("gpus") if isinstance(facts, dict) else None
+        found: dict[str, float] = {}
+        for at, gpu in enumerate(gpus if isinstance(gpus, list) else ()):
+            if isinstance(gpu, dict) and isinstance(gpu.get("utilisation"), int | float):
+                found[f"gpu{gpu.get('index', at)}"] = float(gpu["utilisation"])
+        return found
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision, and why."""
+
+    kind: str
+    reason: str = ""
+    cause: int = 0
+    job: str | None = None
+    host: str | None = None
+    at_s: float = 0.0
+
+
+class Happening(msgspec.Struct, frozen=True, kw_only=True):
+    """One event; `fields` is everything it says."""
+
+    kind: str
+    id: int = 0
+    at_s: float = 0.0
+    job: str | None = None
+    host: str | None = None
+    fields: dict[str, Any] = {}
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All of it at one instant."""
+
+    jobs: tuple[Job, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    status: dict[str, Any] = {}
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One handled batch, with everything it touched as it is afterwards."""
+
+    number: int
+    at_s: float = 0.0
+    events: tuple[dict[str, Any], ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    jobs: tuple[Job, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    gone: tuple[str, ...] = ()
+
+
+Malformed = msgspec.ValidationError
+
+
+def snapshot(value: Any) -> Snapshot:
+    """The rows of a snapshot.
+
+    Raises:
+        Malformed: they are not of this form.
+    """
+    return msgspec.convert(value, Snapshot)
+
+
+def change(value: Any) -> Change:
+    """The rows of a change.
+
+    Raises:
+        Malformed: they are not of this form.
+    """
+    return msgspec.convert(value, Change)
+
+
+def job(value: Any) -> Job:
+    """One job's row.
+
+    Raises:
+        Malformed: it is not of this form.
+    """
+    return msgspec.convert(value, Job)
+
+
+def decision(value: Any) -> Decision:
+    """A decision, as the journal keeps it.
+
+    Raises:
+        Malformed: it is not of this form.
+    """
+    return msgspec.convert(value, Decision)
+
+
+def happening(value: dict[str, Any]) -> Happening:
+    """An event.
+
+    Raises:
+        Malformed: it is not of this form.
+    """
+    known = msgspec.convert(value, Happening)
+    return msgspec.structs.replace(known, fields={k: v for k, v in value.items() if k != "kind"})
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of an attempt, and how it ended."""
+
+    rank: int
+    host: str = ""
+    device: str | None = None
+    end: str | None = None
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a job."""
+
+    number: int
+    state: str = ""
+    plan: str | None = None
+    started_s: float = 0.0
+    ended_s: float | None = None
+    why: str = ""
+    ranks: tuple[Rank, ...] = ()
+
+
+class Detail(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job's row does not hold."""
+
+    attempts: tuple[Attempt, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+
+
+class RankedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan the job could have, and what is predicted of it."""
+
+    plan: str
+    devices: int = 0
+    step_time_s: float | None = None
+    lower_s: float | None = None
+    upper_s: float | None = None
+    device_bytes: float | None = None
+    fits: bool = True
+    why: str = ""
+    current: bool = False
+
+
+class Plans(msgspec.Struct, frozen=True, kw_only=True):
+    """Plans of a job, best first."""
+
+    rows: tuple[RankedPlan, ...] = ()
+    known: str = ""
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """A short run under one plan: measured against predicted."""
+
+    plan: str
+    devices: int = 0
+    step_time_s: float | None = None
+    predicted_s: float | None = None
+    at_s: float = 0.0
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Throughput of the best plan on so many devices."""
+
+    devices: int
+    plan: str = ""
+    samples_per_s: float = 0.0
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What was learned of a job's speed."""
+
+    model: str | None = None
+    trials: tuple[Trial, ...] = ()
+    curve: tuple[Speed, ...] = ()
+
+
+def detail(value: Any) -> Detail:
+    """Attempts and decisions of a job.
+
+    Raises:
+        Malformed: they are not of this form.
+    """
+    return msgspec.convert(value, Detail)
+
+
+def plans(value: Any) -> Plans:
+    """Ranked plans of a job.
+
+    Raises:
+        Malformed: they are not of this form.
+    """
+    return msgspec.convert(value, Plans)
+
+
+def profile(value: Any) -> Profile:
+    """What was learned of a job.
+
+    Raises:
+        Malformed: it is not of this form.
+    """
+    return msgspec.convert(value, Profile)

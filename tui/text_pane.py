@@ -1,0 +1,71 @@
+"""A pane of wrapped lines that can be scrolled, and is drawn again only where it changed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from tui.lines import EMPTY, Line, wrap
+from tui.painting import strip
+
+
+class TextPane(ScrollView, can_focus=True):
+    """Shows lines, wrapped to its width."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "scroll_down", "down", show=False),
+        Binding("k", "scroll_up", "up", show=False),
+        Binding("g", "scroll_home", "first", show=False),
+        Binding("G", "scroll_end", "last", show=False),
+        Binding("ctrl+d", "page_down", "page down", show=False),
+        Binding("ctrl+u", "page_up", "page up", show=False),
+    ]
+
+    def __init__(self, name: str, hang: int = 11) -> None:
+        """`hang`: the indent of what is wrapped."""
+        super().__init__(id=name)
+        self._hang = hang
+        self._source: list[Line] = []
+        self._lines: list[Line] = []
+
+    def show(self, lines: list[Line]) -> None:
+        """These lines."""
+        if lines == self._source:
+            return
+        self._source = lines
+        self._wrap()
+
+    def _wrap(self) -> None:
+        cells = max(self.size.width - 1, 1)
+        fresh = [piece for runs in self._source for piece in wrap(runs, cells, self._hang)]
+        before, self._lines = self._lines, fresh
+        if len(before) != len(fresh):
+            self.virtual_size = Size(0, len(fresh))
+        top = self.scroll_offset.y
+        for y in range(self.size.height):
+            old = before[top + y] if top + y < len(before) else None
+            new = fresh[top + y] if top + y < len(fresh) else None
+            if old != new:
+                self.refresh(Region(0, y, self.size.width, 1))
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Wrap anew."""
+        self._wrap()
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One line of what is in sight."""
+        at = self.scroll_offset.y + y
+        base = self.rich_style
+        runs = self._lines[at] if at < len(self._lines) else EMPTY
+        return strip(runs, base).adjust_cell_length(self.size.width, base)
+
+    @property
+    def text(self) -> str:
+        """What is shown, for copying and for tests."""
+        return "\n".join("".join(piece for piece, _ in runs) for runs in self._source)
