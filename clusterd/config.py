@@ -42,6 +42,7 @@ class Config:
     workdir_bytes_max: int = 256 << 20
     ssh_config: str | None = None  # instead of ~/.ssh/config
     log_level: str = "info"
+    trials: bool = True  # jobs may take a few steps under other plans, to learn how fast they are
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
 
 
@@ -96,6 +97,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
             workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
             ssh_config=daemon.get("ssh_config"),
+            trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=str(daemon.get("log_level", "info")),
             hosts=hosts,
         )
@@ -106,6 +108,12 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
         )
     return made
+
+
+def _yes_or_no(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return value
 
 
 def read_toml(file: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from plans.plan import Plan, PlanError
 
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
-    "secrets",
+    "secrets", "trials",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "hosts"}
 _LIMITS = {"time", "grace", "retries"}
@@ -69,6 +69,7 @@ def read_job_file(file: Path) -> Request:
         time_limit_s=limit.duration_s("time", None),
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
+        trials=get("trials", bool, True),
     )
     return Request(spec, secrets)
 

@@ -23,6 +23,19 @@ def send(
     Raises:
         ClusterError: the daemon refused the job, or the directory cannot be packed.
     """
+    spec = prepare(cluster, request, snapshot, say)
+    answer: dict[str, Any] = cluster.call("submit", spec=spec, secrets=request.secrets)
+    return answer
+
+
+def prepare(
+    cluster: Client, request: Request, snapshot: bool = True, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """The job as it goes over the socket, its working directory sent ahead of it.
+
+    Raises:
+        ClusterError: the directory cannot be packed, or is too large.
+    """
     import msgspec
 
     spec = request.spec
@@ -40,5 +53,5 @@ def send(
                 if last:
                     break
         spec = replace(spec, snapshot=packed.digest)
-    answer: dict[str, Any] = cluster.call("submit", spec=msgspec.to_builtins(spec), secrets=request.secrets)
-    return answer
+    plain: dict[str, Any] = msgspec.to_builtins(spec)
+    return plain

@@ -111,6 +111,7 @@ class JobSpec:
     time_limit_s: float | None = None
     grace_s: float = 30.0  # between being asked to end and being killed
     retries: int = 0  # after failures of its own; lost hosts do not count
+    trials: bool = True  # it may take a few steps under other plans, to learn how fast they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,14 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def fine(seconds: float) -> str:
+    """``38.2 ms``: three digits, for step times."""
+    for unit, one in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= one:
+            return f"{seconds / one:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
 def duration(seconds: float) -> str:
     """``1h30m``: the two largest units, for people."""
     if seconds < 1:

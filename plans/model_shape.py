@@ -5,6 +5,8 @@ A rank of the job describes its own module (`clusterd.train.describe`); the daem
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -102,6 +104,12 @@ class ModelShape:
     def flops(self) -> int:
         """Of the forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)
+
+    @property
+    def signature(self) -> str:
+        """The same for jobs whose steps cost the same: how long they train, and on what, is left out."""
+        values = {k: v for k, v in self.to_dict().items() if k not in ("steps", "samples")}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     def slots_of(self, parameter: int) -> Slots:
         """Of a parameter, by index."""

@@ -87,6 +87,7 @@ class OnlineFit:
         if not same:
             return self.observe(Observation(row, step_time_s, trial=False))
         usual_s = median(o.step_time_s for o in same)
+        noise = max(noise, _scatter([o.step_time_s for o in same]))
         deviation = math.log(step_time_s / usual_s) / noise
         slower = max(0.0, self.slower + deviation - SLACK_NOISES)
         faster = max(0.0, self.faster - deviation - SLACK_NOISES)
@@ -112,6 +113,14 @@ class OnlineFit:
                 f"{row.plan} became {abs(factor - 1):.0%} {word}: from {usual_s:.4g} s a step to {step_time_s:.4g} s",
             ),
         )
+
+
+def _scatter(times_s: Sequence[float]) -> float:
+    """Of repeated measurements, as a standard deviation of the logarithm, robustly; of few, what is common: 5%."""
+    if len(times_s) < 5:
+        return 0.05
+    logs = np.log(times_s)
+    return float(1.4826 * np.median(np.abs(logs - np.median(logs))))
 
 
 def _fit(observations: Sequence[Observation], prior: Prior, options: FitOptions) -> Fit:

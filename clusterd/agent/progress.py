@@ -43,7 +43,7 @@ class Progress:
         if not steps or steps[-1] == attempt.step:
             return
         attempt.step = step = steps[-1]
-        details = next((s for s in reversed(steps) if "phases" in s), {})
+        details: dict[str, Any] = next((s for s in reversed(steps) if "phases" in s), {})
         self._emit(
             {
                 "event": "progress",

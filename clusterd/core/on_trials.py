@@ -25,7 +25,7 @@ class OnTrials(OnMigrations):
         if job is None or job.attempt is None:
             return
         if event.plan is None:
-            job.trial, job.being_tried = None, False
+            job.tried, job.trial, job.being_tried = job.being_tried, None, False
         else:
             job.trial, job.being_tried = Trial(event.plan, event.steps, event.why), True
             self._set_timer(f"trial:{job.id}", event.at_s + TRIAL_S, f"{event.plan} is tried with {job.spec.name}")
@@ -46,7 +46,7 @@ class OnTrials(OnMigrations):
         """Move jobs to the plans that are to be tried on them, and back to where they belong afterwards."""
         for job_id in self.state.active:
             job = self.state.jobs[job_id]
-            attempt = trials.ready(job) if job.trial is not None or self._keeps(job) else None
+            attempt = trials.ready(job) if job.trial is not None or job.tried or self._keeps(job) else None
             if attempt is None:
                 continue
             if job.trial is not None:
@@ -69,12 +69,14 @@ class OnTrials(OnMigrations):
             self._fail_trial(job, trial, answer)
             return
         trial.migration = len(job.migrations) + 1
-        trials.keep(attempt, answer)
         self._move(answer)
+        if attempt.migration is not None:
+            trials.keep(attempt, answer)
 
     def _go_back(self, job: Job, attempt: Attempt) -> None:
+        job.tried = False
         plan = trials.way_back(job, attempt, self.state)
-        if plan is not None and plan.ranks > len(attempt.ranks):
+        if plan is not None:
             answer = trials.move_for(job, attempt, plan, self.state, f"{plan}: the fastest known for its devices")
             if isinstance(answer, Move):
                 self._move(answer)

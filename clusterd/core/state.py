@@ -227,6 +227,7 @@ class Job:
     trial: Trial | None = None  # that is wanted or under way
     trials: list[Trial] = field(default_factory=list)  # that are over
     being_tried: bool = False  # between the first trial and the word that there is nothing more to try
+    tried: bool = False  # that word was said, and the job is not yet where it belongs
     not_before_s: float = 0.0
     own_failures: int = 0
     lost_in_a_row: int = 0

@@ -16,6 +16,10 @@ from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 
+WORTH_CHANGING = 0.03
+"""Of the step time: a smaller gain does not pay for another move."""
+
+
 def ready(job: Job) -> Attempt | None:
     """The attempt, if it trains and nothing else is being done with it."""
     attempt = job.attempt
@@ -30,7 +34,7 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, state: State, reason: str) 
     mine = held(attempt, state)
     if plan.ranks > len(mine):
         return f"{plan} needs {plan.ranks} devices, the job holds {len(mine)}"
-    chosen = _together(mine, plan.ranks)
+    chosen = together(mine, plan.ranks)
     memory_bytes = min(d.memory_bytes for d in chosen)
     answer = choose(ModelShape.from_dict(job.shape or {}), plan.ranks, chosen[0].kind, memory_bytes, plan)
     if not isinstance(answer, Choice):
@@ -40,21 +44,17 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, state: State, reason: str) 
 
 
 def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
-    """When nothing is left to try: the fastest known plan on all devices that the job holds, or on fewer."""
+    """When nothing is left to try: the fastest known plan on all devices that the job holds; None: the one it has."""
     mine = held(attempt, state)
     outlook = state.outlooks.get(job.model)
-    if outlook is None:
+    if outlook is None or not mine or attempt.plan is None:
         return None
-    best = None
-    for count in range(len(mine), 0, -1):
-        chosen = _together(mine, count)
-        found = outlook.best(chosen[0].name, shape_of(chosen))
-        if found is not None and (best is None or found.step_time_s < best.step_time_s):
-            best = found
-    wish = job.spec.resources.plan
-    if wish is not None and job.pinned:
-        return wish
-    return best.plan if best is not None else None
+    shape = shape_of(mine)
+    best = outlook.best(mine[0].name, shape)
+    if best is None or best.plan == attempt.plan:
+        return None
+    now = outlook.of(attempt.plan, mine[0].name, shape)
+    return best.plan if now is None or best.step_time_s < (1.0 - WORTH_CHANGING) * now.step_time_s else None
 
 
 def held(attempt: Attempt, state: State) -> list[Device]:
@@ -81,13 +81,13 @@ def let_go(state: State, attempt: Attempt) -> None:
 
 
 def keep(attempt: Attempt, move: Move) -> None:
-    """Note, as a trial's move begins, what of the job's devices it leaves idle."""
+    """Note, when a trial's move has begun, what of the job's devices it leaves idle."""
     taken = {place.device for place in move.ranks}
     mine: dict[DeviceId, str] = {r.place.device: r.place.host for r in attempt.ranks.values() if r.place.device}
     attempt.kept = {d: h for d, h in {**attempt.kept, **mine}.items() if d not in taken}  # type: ignore[misc]
 
 
-def _together(devices: list[Device], count: int) -> list[Device]:
+def together(devices: list[Device], count: int) -> list[Device]:
     """So many of them on as few hosts as can be, the order kept within a host."""
     by_host: dict[str, list[Device]] = {}
     for device in devices:

@@ -157,7 +157,7 @@ class Api:
 
     async def submit(self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None) -> dict[str, Any]:
         """Take a job over: once this is answered, it is not lost."""
-        known = self._admit(peer, spec)
+        known = self.admit(peer, spec)
         job = JobId(str(next(self._ids)))
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
@@ -165,7 +165,7 @@ class Api:
 
     async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
         """What would become of the job now; nothing is kept."""
-        known = self._admit(peer, spec, need_snapshot=False)
+        known = self.admit(peer, spec, need_snapshot=False)
         now_s = time.time()
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
@@ -179,7 +179,12 @@ class Api:
         where: Placement = answer.placement
         return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
 
-    def _admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
+    def admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
+        """The job of a request, as its user's.
+
+        Raises:
+            UsageError: what is wrong with it.
+        """
         try:
             known = msgspec.convert(spec, JobSpec)
         except msgspec.ValidationError as error:

@@ -19,7 +19,8 @@ from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.timers import Timers
 from clusterd.errors import AgentLost, ClusterError
-from clusterd.types import Device, HostId, JobKind, JobSpec, RankPlace
+from clusterd.types import Device, HostId, JobId, JobKind, JobSpec, RankPlace
+from plans.model_shape import ModelShape
 
 log = logging.getLogger(__name__)
 
@@ -325,6 +326,27 @@ class Executor:
 
     async def _described(self, decision: d.DescribeModel) -> e.Event:
         spec = self._engine.scheduler.state.jobs[decision.job].spec
+        return await self._told(decision, spec)
+
+    async def describe_unsubmitted(self, spec: JobSpec, name: str) -> dict[str, Any]:
+        """The model of a job that is not submitted, told by the least busy host.
+
+        Raises:
+            ClusterError: no host is up, or the script did not tell its model; its words.
+        """
+        wanted = spec.resources.hosts
+        hosts = [h for h in self._engine.scheduler.state.hosts.values() if h.unusable is None]
+        usable = [h for h in hosts if not wanted or h.id in wanted]
+        if not usable:
+            raise ClusterError("no host that it may use is up (clusterd host ls)")
+        host = min(usable, key=lambda h: (h.cores_used, h.id)).id
+        decision = d.DescribeModel(cause=e.EventId(0), reason="estimate", job=JobId(name), host=host)
+        event = await self._told(decision, spec)
+        if isinstance(event, e.ModelDescribed):
+            return event.shape
+        raise ClusterError(event.why if isinstance(event, e.ModelNotDescribed) else f"{host} said nothing")
+
+    async def _told(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
         secrets = await self._archive.secrets(decision.job)
         await self._send_snapshot(decision.host, spec)
         base = self._request_base(decision.job, DESCRIPTION, 1, spec, secrets)
@@ -355,7 +377,8 @@ class Executor:
             told = await self._hosts.request(decision.host, "model", job=decision.job, attempt=DESCRIPTION)
             if told["model"] is None:
                 return await self._not_described(decision, report)
-            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=told["model"])
+            model = ModelShape.from_dict(told["model"]).signature
+            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=told["model"], model=model)
         finally:
             ended.close()
             with anyio.CancelScope(shield=True), anyio.move_on_after(30.0):

@@ -89,6 +89,7 @@ class Hosts:
         self._progress: dict[tuple[str, int], float] = {}
         self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         """Called with what ranks tell the daemon, such as how a migration goes."""
+        self.on_steps: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
         self.on_rank_gone: Callable[[str, int, int, int, str], None] = lambda *_: None
         self.checkpoints: dict[tuple[str, str], Expected] = {}
@@ -235,6 +236,7 @@ class Hosts:
         )
 
     async def _on_progress(self, host: HostId, message: dict[str, Any]) -> None:
+        self.on_steps(message)
         key = (message["job"], message["attempt"])
         first_loss = None if key in self._progress else await self._first_loss(host, *key)
         now_s = time.monotonic()

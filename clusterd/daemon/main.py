@@ -35,7 +35,9 @@ from clusterd.daemon.instance import only_instance
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.journal import Journal
 from clusterd.daemon.notify import notify
+from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
+from clusterd.daemon.speed import Speed
 from clusterd.daemon.timers import Timers
 from clusterd.errors import ClusterError, ConfigError
 from clusterd.ssh.connection import Dialer
@@ -93,17 +95,26 @@ class Daemon:
             archive = Archive(config.state_dir, journal)
             executor = Executor(engine, hosts, archive, timers, tasks)
 
+            profiler = Profiler(engine, config.state_dir / "measurements.db", trials=config.trials)
+            hosts.on_steps = profiler.saw
+
             def handled(events: Any, decisions: Any) -> None:
                 feed.add(events, decisions)
                 executor.carry_out(decisions)
+                profiler.handled(events)
 
             api = Api(config, engine, hosts, archive, feed, invite, stop)
-            server = Server(config.socket, config.socket_group, config.operators, api.verbs, api.streams)
+            speed = Speed(
+                engine, profiler, config.state_dir / "measurements.db", api.admit, executor.describe_unsubmitted
+            )
+            verbs = {**api.verbs, **speed.verbs}
+            server = Server(config.socket, config.socket_group, config.operators, verbs, api.streams)
             listener = await server.listen()
             stack.callback(config.socket.unlink, missing_ok=True)
             tasks.start_soon(engine.run)
             await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch))
             tasks.start_soon(timers.run)
+            tasks.start_soon(profiler.run)
             await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))
             tasks.start_soon(server.serve, listener)
             tasks.start_soon(_watchdog)

@@ -1,0 +1,151 @@
+"""``clusterd profile``, ``plans``, ``estimate`` and ``measurements``: what the performance model knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterd.cli.completing import complete_job
+from clusterd.cli.output import note, output_option, show_json, show_table
+from clusterd.client import Client
+from clusterd.errors import ClusterError, UsageError
+from clusterd.jobfile import read_job_file
+from clusterd.submitting import prepare
+from clusterd.units import duration, fine, size
+
+_SHOWN = 12
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.option("--html", type=click.Path(path_type=Path), help="Also write a self-contained page there.")
+@output_option
+def profile(job: str, html: Path | None, output: str) -> int:
+    """What was measured of JOB's model (or of a model by its signature), and what was learned from it."""
+    with Client() as cluster:
+        answer = cluster.call("profile", job=job, html=html is not None)
+    page = answer.pop("html", None)
+    if html is not None and page is not None:
+        try:
+            html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"{html}: cannot be written ({error.strerror}): name another file") from None
+        note(f"written: {html}")
+    if output != "table":
+        show_json(answer, output)
+        return 0
+    print(f"{answer['name']}: model {answer['model']} on {answer['device_type']}; {answer['known']}")
+    print()
+    rows = [
+        [line["plan"], line["shape"], fine(line["measured_s"]), fine(line["predicted_s"]),
+         f"{line['predicted_s'] / line['measured_s'] - 1:+.1%}"]
+        for line in answer["lines"]
+        if line["measured_s"]
+    ]  # fmt: skip
+    show_table(["plan", "devices", "measured", "predicted", "off"], rows, "nothing is measured yet")
+    for trial in answer["trials"]:
+        if trial["failure"]:
+            print(f"not measured: {trial['plan']}: {trial['failure']}")
+    print()
+    _show_curve(answer["curve"])
+    print()
+    show_table(
+        ["coefficient", "value", "learned", "meaning"],
+        [[c["name"], c["value"], c["learned"], c["meaning"]] for c in answer["coefficients"] if c["learned"] != "0%"],
+        "nothing is learned yet",
+    )
+    for reason in answer["drifts"][-3:]:
+        print(f"changed: {reason}")
+    return 0
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.option("--devices", type=click.IntRange(1), help="On so many; default: as it runs, or asked.")
+@click.option("--all", "everything", is_flag=True, help=f"More than the best {_SHOWN}.")
+@output_option
+def plans(job: str, devices: int | None, everything: bool, output: str) -> int:
+    """JOB's plans, fastest first, with time and memory, and why the others are out."""
+    with Client() as cluster:
+        answer = cluster.call("plans", job=job, devices=devices)
+    if output != "table":
+        show_json(answer["rows"] if output == "jsonl" else answer, output)
+        return 0
+    print(f"{answer['name']} on {answer['devices']} × {answer['device_type']}; {answer['known']}")
+    _show_plans(answer["rows"], everything)
+    return 0
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@output_option
+def estimate(file: Path, output: str) -> int:
+    """What the job of FILE would take, before it is submitted: its model is built without storage, nothing runs."""
+    request = read_job_file(file)
+    if request.spec.kind != "elastic":
+        raise UsageError(f'{file}: kind is "{request.spec.kind.value}": only elastic jobs tell their model')
+    with Client() as cluster:
+        answer = cluster.call("estimate", spec=prepare(cluster, request, say=note))
+    if output != "table":
+        show_json(answer, output)
+        return 0
+    took = f", about {duration(answer['duration_s'])} for {answer['steps']} steps" if answer["duration_s"] else ""
+    print(f"{answer['name']}: {answer['parameters'] / 1e6:.3g} M parameters{took}; {answer['known']}")
+    _show_plans(answer["rows"], everything=False)
+    print()
+    _show_curve(answer["curve"])
+    return 0
+
+
+@click.group()
+def measurements() -> None:
+    """Measured step times of all jobs, to keep or to take elsewhere."""
+
+
+@measurements.command("export")
+@click.argument("file", type=click.Path(path_type=Path))
+def export(file: Path) -> None:
+    """Write all of them to FILE, as CSV."""
+    with Client() as cluster:
+        answer = cluster.call("measurements_export", path=str(file.resolve()))
+    note(f"{answer['count']} measurements are in {file}")
+
+
+@measurements.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+def import_(file: Path) -> None:
+    """Add those of FILE that are not here yet."""
+    with Client() as cluster:
+        answer = cluster.call("measurements_import", path=str(file.resolve()))
+    note(f"{answer['count']} measurements were new")
+
+
+def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:
+    can = [row for row in rows if row["fits"]]
+    shown = can if everything else [r for i, r in enumerate(can) if i < _SHOWN or r["current"]]
+    show_table(
+        ["", "plan", "on", "step", "90% within", "measured", "memory per device"],
+        [
+            ["*" if r["current"] else "", r["plan"], r["shape"], fine(r["step_time_s"]),
+             f"{fine(r['lower_s'])} to {fine(r['upper_s'])}",
+             fine(r["measured_s"]) if r["measured_s"] else "", size(r["device_bytes"])]
+            for r in shown
+        ],
+        "no plan can run on so many devices",
+    )  # fmt: skip
+    if len(can) > len(shown):
+        note(f"{len(can) - len(shown)} slower plans are left out: --all")
+    for row in rows:
+        if not row["fits"]:
+            print(f"out: {row['plan']}: {row['why']}")
+
+
+def _show_curve(curve: list[dict[str, Any]]) -> None:
+    most = max((p["samples_per_s"] for p in curve), default=0.0)
+    rows = [
+        [p["devices"], p["plan"], f"{p['samples_per_s']:.4g}", "█" * round(24 * p["samples_per_s"] / most)]
+        for p in curve
+    ]
+    show_table(["devices", "best plan", "samples/s", ""], rows, "no curve: nothing can run")

@@ -1,0 +1,306 @@
+"""The verbs about speed: profiles, plans ranked, estimates before a job is submitted, measurements in and out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from clusterd.core import admission, trials
+from clusterd.core.state import Job, State
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.profiler import Profiler
+from clusterd.daemon.server import Peer, Verb
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import JobSpec
+from plans.legality import check
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+from profiling import fleet, report
+from profiling.curves import Curve, Point, envelope
+from profiling.knowledge import USABLE_SHARE, Knowledge, Ranked
+from profiling.store import Store
+from profiling.table import TableError
+
+LISTED = 30
+"""Plans of one answer; the slowest are cut."""
+
+Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
+"""Has a host tell the model of a job that is no job yet; the second argument names the try."""
+
+
+class Speed:
+    """Answers out of the profiler's knowledge."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        profiler: Profiler,
+        store: Path,
+        admit: Callable[[Peer, dict[str, Any]], JobSpec],
+        describe: Describe,
+    ) -> None:
+        self._engine = engine
+        self._profiler = profiler
+        self._store = store
+        self._admit = admit
+        self._describe = describe
+        self._tries = itertools.count(1)
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "plans": self.plans,
+            "profile": self.profile,
+            "estimate": self.estimate,
+            "measurements_export": self.measurements_export,
+            "measurements_import": self.measurements_import,
+        }
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    async def plans(self, peer: Peer, job: str, devices: int | None = None) -> dict[str, Any]:
+        """Plans of a job on so many devices, fastest first, and why the others are out."""
+        known, job_row = await self._of(job)
+        attempt = job_row.attempt or (job_row.attempts[-1] if job_row.attempts else None)
+        current = attempt.plan if attempt is not None else None
+        count = devices or (current.ranks if current else max(job_row.spec.resources.devices, 1))
+        shape = None
+        if current is not None and current.ranks == count and attempt is not None:
+            shape = trials.shape_of(trials.held(attempt, self._state)[:count])
+        rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, shape, current))
+        return {
+            "job": job_row.id,
+            "name": job_row.spec.name,
+            "devices": count,
+            "device_type": known.devices.name,
+            "rows": rows,
+            "known": _known_in_words(known),
+        }
+
+    async def profile(self, peer: Peer, job: str, html: bool = False) -> dict[str, Any]:
+        """What was measured of a job's model, what was learned from it, and its curve over devices."""
+        known, row = await self._of(job)
+        return await anyio.to_thread.run_sync(partial(self._profile, known, row, html))
+
+    def _profile(self, known: Knowledge, job: Job, html: bool) -> dict[str, Any]:
+        curve = device_curve(known)
+        observed = list({o.row: None for o in known.online.observations})
+        times = [_newest(known, row) for row in observed]
+        lines = report.lines(known.online.fit, observed, times)
+        title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
+        answer: dict[str, Any] = {
+            "job": job.id,
+            "name": job.spec.name,
+            "model": job.model,
+            "device_type": known.devices.name,
+            "known": _known_in_words(known),
+            "noise": known.online.fit.noise,
+            "drifts": list(known.online.reasons),
+            "trials": [
+                {
+                    "plan": str(t.plan),
+                    "devices": t.plan.ranks,
+                    "step_time_s": t.step_time_s,
+                    "predicted_s": t.predicted_s,
+                    "why": t.why,
+                    "failure": t.failure,
+                    "from_step": t.from_step,
+                }
+                for t in job.trials
+            ],
+            "lines": [
+                {
+                    "plan": line.plan,
+                    "shape": line.allocation,
+                    "predicted_s": line.predicted_s,
+                    "lower_s": line.lower_s,
+                    "upper_s": line.upper_s,
+                    "measured_s": line.measured_s,
+                }
+                for line in lines
+            ],
+            "coefficients": [
+                {"name": n, "value": v, "learned": w, "meaning": m}
+                for n, v, w, m in report.coefficient_rows(known.online.fit)
+            ],
+            "curve": [
+                {"devices": int(p.amount), "plan": str(p.plan), "samples_per_s": p.throughput,
+                 "lower": p.throughput * p.step_time_s / p.upper_s, "upper": p.throughput * p.step_time_s / p.lower_s}
+                for p in curve.points
+            ],
+        }  # fmt: skip
+        if html:
+            answer["html"] = report.to_html(title, known.online.fit, lines, curve)
+        return answer
+
+    async def estimate(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
+        """Plans, times and memory of a job that is not submitted: its model is built without storage, nothing runs."""
+        wanted = self._admit(peer, spec)
+        told = await self._describe(wanted, f"estimate-{next(self._tries)}")
+        shape = ModelShape.from_dict(told)
+        found = await self._profiler.knowledge(shape.signature, shape)
+        if not found:
+            raise ClusterError("no host with devices is connected: nothing to estimate for (clusterd host ls)")
+        known = found[0]
+        count = max(wanted.resources.devices, 1)
+        rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, None, wanted.resources.plan))
+        curve = await anyio.to_thread.run_sync(device_curve, known)
+        best = next((row for row in rows if row["fits"]), None)
+        return {
+            "name": wanted.name,
+            "model": shape.signature,
+            "parameters": sum(p.size_bytes // max(p.dtype_bytes, 1) for p in shape.parameters),
+            "steps": shape.steps,
+            "devices": count,
+            "device_type": known.devices.name,
+            "known": _known_in_words(known),
+            "rows": rows,
+            "duration_s": best["step_time_s"] * shape.steps if best and shape.steps else None,
+            "curve": [
+                {"devices": int(p.amount), "plan": str(p.plan), "samples_per_s": p.throughput} for p in curve.points
+            ],
+        }
+
+    async def measurements_export(self, peer: Peer, path: str) -> dict[str, Any]:
+        """Everything that was measured, as CSV."""
+
+        def write() -> int:
+            with Store(self._store) as store:
+                return store.export_csv(_absolute(path))
+
+        try:
+            return {"count": await anyio.to_thread.run_sync(write), "path": path}
+        except (TableError, OSError) as error:
+            raise ClusterError(str(error)) from None
+
+    async def measurements_import(self, peer: Peer, path: str) -> dict[str, Any]:
+        """What was exported, here or elsewhere; nothing twice."""
+        if not peer.is_operator:
+            raise ClusterError(f"user {peer.user} may not import measurements: ask an operator")
+
+        def read() -> int:
+            with Store(self._store) as store:
+                return store.import_csv(_absolute(path))
+
+        try:
+            count = await anyio.to_thread.run_sync(read)
+        except TableError as error:
+            raise UsageError(str(error)) from None
+        self._profiler.forget()
+        return {"count": count, "path": path}
+
+    async def _of(self, text: str) -> tuple[Knowledge, Job]:
+        """What is known of a job's model, on the devices that it runs on, or else where most is known."""
+        by_model = [j for j in self._state.jobs.values() if j.model == text]
+        job = by_model[-1] if by_model else admission.find_job(self._state, text)
+        if not job.model or job.shape is None:
+            raise ClusterError(
+                f"nothing is known of the speed of {job.spec.name}: "
+                + ("its model is being learned" if job.spec.kind == "elastic" else f"it is a {job.spec.kind.value} job")
+            )
+        found = await self._profiler.knowledge(job.model, ModelShape.from_dict(job.shape))
+        if not found:
+            raise ClusterError("no host with devices is connected (clusterd host ls)")
+        if job.attempt is not None:
+            names = {d.name for d in trials.held(job.attempt, self._state)}
+            found.sort(key=lambda k: k.devices.name not in names)
+        return found[0], job
+
+
+def plan_rows(
+    known: Knowledge, count: int, shape: tuple[int, ...] | None, current: Plan | None
+) -> list[dict[str, Any]]:
+    """Plans on `count` devices, those that can run first and fastest first.
+
+    Args:
+        shape: devices on each host; default: as few hosts as can be.
+        current: is marked, and listed whatever its rank.
+    """
+    shapes = [s for s in fleet.shapes(known.devices) if sum(s) == count] or [(count,)]
+    chosen = shape if shape is not None and sum(shape) == count else shapes[0]
+    ranked = known.ranked([chosen], keep=LISTED, always=[current] if current is not None else ())
+    rows = [_row(known, one, current) for one in sorted(ranked, key=lambda r: r.step_time_s)]
+    if count > known.devices.devices:
+        for row in rows:
+            row["fits"], row["why"] = False, f"the cluster has {known.devices.devices} such devices"
+    return rows + _out(known, count, current)
+
+
+def _row(known: Knowledge, one: Ranked, current: Plan | None) -> dict[str, Any]:
+    return {
+        "plan": str(one.plan),
+        "devices": one.plan.ranks,
+        "shape": "+".join(map(str, one.shape)),
+        "step_time_s": one.step_time_s,
+        "lower_s": one.lower_s,
+        "upper_s": one.upper_s,
+        "device_bytes": one.memory.device_bytes,
+        "host_bytes": one.memory.host_bytes,
+        "measured_s": _newest(known, known.row(one.plan, one.shape)),
+        "fits": True,
+        "why": "",
+        "current": one.plan == current,
+    }
+
+
+def _out(known: Knowledge, count: int, current: Plan | None) -> list[dict[str, Any]]:
+    """One plan of each family that cannot run, and the reason."""
+    rows: list[dict[str, Any]] = []
+    for plan in (Plan(dp=count), Plan(tp=count), Plan(pp=count), Plan(dp=count, zero=1), Plan(dp=count, zero=3)):
+        reasons = check(plan, known.model, kinds=[known.devices.kind])
+        if not reasons and plan in known.refused:
+            reasons = ["it was tried, and ran out of memory or failed"]
+        if not reasons and not known.fits(plan):
+            need, have = known.memory(plan).device_bytes, known.devices.memory_bytes
+            reasons = [f"a rank needs {need / 2**30:.1f} GiB, a device has {have * USABLE_SHARE / 2**30:.1f} to use"]
+        if reasons and all(row["plan"] != str(plan) for row in rows):
+            rows.append(
+                {
+                    "plan": str(plan), "devices": count, "shape": "", "step_time_s": None, "lower_s": None,
+                    "upper_s": None, "device_bytes": None, "host_bytes": None, "measured_s": None, "fits": False,
+                    "why": reasons[0], "current": plan == current,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def device_curve(known: Knowledge) -> Curve:
+    """Samples per second over the number of devices, with the best plan for each."""
+    points = [
+        Point(
+            amount=float(sum(one.shape)),
+            allocation=known.devices.allocation(one.shape),
+            plan=one.plan,
+            step_time_s=one.step_time_s,
+            lower_s=one.lower_s,
+            upper_s=one.upper_s,
+            throughput=known.workload.global_batch / one.step_time_s,
+        )
+        for one in known.ranked(fleet.shapes(known.devices), keep=1)
+    ]
+    return envelope("devices", points)
+
+
+def _newest(known: Knowledge, row: Any) -> float | None:
+    return next((o.step_time_s for o in reversed(known.online.observations) if o.row == row), None)
+
+
+def _known_in_words(known: Knowledge) -> str:
+    plans = len({o.row.plan for o in known.online.observations})
+    if not plans:
+        return "nothing is measured yet: times are what the hardware suggests, within the stated bounds"
+    return f"{plans} plan{'s' if plans > 1 else ''} measured on {known.devices.name}"
+
+
+def _absolute(path: str) -> Path:
+    if not path.startswith("/"):
+        raise UsageError(f"{path!r} is no absolute path")
+    return Path(path)

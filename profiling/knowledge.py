@@ -1,0 +1,186 @@
+"""What is known of one model on one type of device, and what it says: plans ranked, trials worth running."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from scipy.special import ndtr
+
+from plans.enumerate import legal_plans
+from plans.memory import MemoryEstimate, estimate
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+from profiling.coefficients import Array
+from profiling.design import DesignOptions, next_trials
+from profiling.fleet import DeviceType
+from profiling.model import Row, Rows
+from profiling.online import OnlineFit
+from profiling.workload import Workload
+
+USABLE_SHARE = 0.92
+"""Of a device's memory: fragmentation and the driver take the rest."""
+
+BUDGET = 7
+"""Plans that are tried of one model on one type of device."""
+
+WORTH_KNOWING = 0.02
+"""Expected loss of step time, for want of knowing better, below which no trial is worth its moves."""
+
+_ACCUMULATIONS = tuple(2**i for i in range(11))
+_LISTED = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One plan on one shape of allocation, with what is believed of it."""
+
+    plan: Plan
+    shape: tuple[int, ...]
+    step_time_s: float
+    lower_s: float  # of the 90% interval
+    upper_s: float
+    width: float  # of the logarithm, without a measurement's noise
+    memory: MemoryEstimate
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """A model (by its shape), a type of device, and the fit that goes on learning."""
+
+    model: ModelShape
+    workload: Workload
+    devices: DeviceType
+    online: OnlineFit
+    refused: set[Plan] = field(default_factory=set)  # ran out of memory, or could not be run, when tried
+    _plans: dict[int, list[Plan]] = field(default_factory=dict)
+    _memory: dict[Plan, MemoryEstimate] = field(default_factory=dict)
+
+    def plans(self, count: int) -> list[Plan]:
+        """Legal ones on exactly so many devices."""
+        if count not in self._plans:
+            self._plans[count] = legal_plans(self.model, count, kind=self.devices.kind, accumulations=_ACCUMULATIONS)
+        return self._plans[count]
+
+    def memory(self, plan: Plan) -> MemoryEstimate:
+        """Of its largest rank."""
+        if plan not in self._memory:
+            self._memory[plan] = estimate(plan, self.model, kind=self.devices.kind)
+        return self._memory[plan]
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether a rank's memory is there."""
+        return plan not in self.refused and self.memory(plan).device_bytes <= self.devices.memory_bytes * USABLE_SHARE
+
+    def is_needless(self, plan: Plan) -> bool:
+        """Whether it saves memory that is there: the same plan without that never takes longer."""
+        if plan.checkpointing and self.fits(replace(plan, checkpointing=False)):
+            return True
+        if plan.offload == "none":
+            return False
+        kept = replace(plan, offload="none", zero=plan.zero if plan.dp > 1 else 0)
+        return self.fits(kept)
+
+    def row(self, plan: Plan, shape: Iterable[int]) -> Row:
+        """For the performance model."""
+        return Row(self.workload, plan, self.devices.allocation(shape))
+
+    def ranked(self, shapes: Sequence[tuple[int, ...]], keep: int, always: Iterable[Plan] = ()) -> list[Ranked]:
+        """For each shape the `keep` fastest plans that fit, and those of `always` that have its number of ranks."""
+        wanted = list(always)
+        pairs = [(plan, shape) for shape in shapes for plan in self._of(sum(shape), wanted)]
+        if not pairs:
+            return []
+        prediction = self.online.fit.predict(Rows.of(self.row(plan, shape) for plan, shape in pairs))
+        low, high = prediction.interval(0.9)
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, shape) in enumerate(pairs):
+            by_shape.setdefault(shape, []).append(index)
+        found: list[Ranked] = []
+        for shape, indices in by_shape.items():
+            kept = 0
+            for i in sorted(indices, key=lambda i: float(prediction.median_s[i])):
+                plan = pairs[i][0]
+                special = plan in wanted
+                if (kept >= keep and not special) or not self.fits(plan) or (not special and self.is_needless(plan)):
+                    continue
+                kept += not special
+                found.append(
+                    Ranked(
+                        plan, shape, float(prediction.median_s[i]), float(low[i]), float(high[i]),
+                        math.sqrt(max(float(prediction.width[i]) ** 2 - self.online.fit.noise**2, 1e-8)),
+                        self.memory(plan),
+                    )
+                )  # fmt: skip
+        return found
+
+    def _of(self, count: int, wanted: Iterable[Plan]) -> list[Plan]:
+        legal = self.plans(count)
+        return [*legal, *(p for p in wanted if p.ranks == count and p not in legal)]
+
+    def next_trial(
+        self, shapes: Sequence[tuple[int, ...]], tried: int, *, least: int = 3, budget: int = BUDGET
+    ) -> tuple[Ranked, str] | None:
+        """The plan whose measurement on one of these shapes would teach most, and why; None: nothing is worth a trial.
+
+        Args:
+            shapes: that the job's own devices allow.
+            tried: plans that were measured, or tried in vain.
+            least: trials before it is asked whether more are worth it.
+        """
+        if tried >= budget:
+            return None
+        choices = self.ranked(shapes, keep=_LISTED // max(len(shapes), 1))
+        if not choices:
+            return None
+        regret = expected_regret(choices)
+        if tried >= least and regret < WORTH_KNOWING:
+            return None
+        rows = Rows.of(self.row(c.plan, c.shape) for c in choices)
+        measured = {(o.row.plan, o.row.allocation.counts) for o in self.online.observations}
+        done = [i for i, c in enumerate(choices) if (c.plan, c.shape) in measured]
+        cost = np.array([c.step_time_s * sum(c.shape) for c in choices])
+        hosts = np.array([len(c.shape) for c in choices])
+        # What matters more is predicted better: slow plans are not candidates for anything.
+        best = {c.shape: c.step_time_s for c in reversed(choices)}
+        for c in choices:
+            best[c.shape] = min(best[c.shape], c.step_time_s)
+        near = [i for i, c in enumerate(choices) if c.step_time_s <= 2.0 * best[c.shape]]
+        options = DesignOptions(budget=len(done) + 1, most_hosts=max(int(hosts.max()), 2))
+        chosen = next_trials(self.online.fit, rows[near], rows, hosts, cost, done, options)
+        if not chosen:
+            return None
+        said = f"the best plan may be {regret:.0%} faster than the one that looks best" if tried >= least else (
+            f"trial {tried + 1} of at least {least}"
+        )  # fmt: skip
+        return choices[chosen[0]], said
+
+
+def expected_regret(choices: Sequence[Ranked]) -> float:
+    """Relative step time that is expected to be lost by running what looks best, the worst of all shapes.
+
+    Of each shape the plan that looks best is compared with every other one, errors taken as independent: an upper
+    bound, as errors of plans alike go together.
+    """
+    by_shape: dict[tuple[int, ...], list[Ranked]] = {}
+    for choice in choices:
+        by_shape.setdefault(choice.shape, []).append(choice)
+    worst = 0.0
+    for some in by_shape.values():
+        if len(some) < 2:
+            continue
+        best = min(some, key=lambda c: c.step_time_s)
+        others = [c for c in some if c is not best]
+        slower: Array = np.array([math.log(c.step_time_s / best.step_time_s) for c in others])
+        width: Array = np.array([math.hypot(c.width, best.width) for c in others])
+        z = slower / width
+        gain = width * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) - slower * ndtr(-z)
+        worst = max(worst, float(gain.max()))
+    return worst
+
+
+def workload_of(model: ModelShape) -> Workload:
+    """What the performance model needs to know of it."""
+    return replace(Workload.from_shape(model), name="model")
