@@ -140,6 +140,29 @@ class Cluster(RuleBasedStateMachine):
         self.tell(e.MigrationRequested(**self.at(), job=job, plan=plan))
 
     @precondition(lambda self: self.elastic_running())
+    @rule(data=st.data(), plan=st.sampled_from([None, *PLANS]))
+    def try_plan(self, data: st.DataObject, plan: Plan | None) -> None:
+        """A plan is to be tried on a job, which trains; None: that was all."""
+        job = data.draw(st.sampled_from(self.elastic_running()))
+        attempt = self.scheduler.state.jobs[job].attempt
+        assert attempt is not None
+        self.tell(e.AttemptProgressed(**self.at(), job=job, attempt=attempt.number, step=5, loss=1.0, step_time_s=1.0))
+        self.tell(e.TrialProposed(**self.at(), job=job, plan=plan, steps=10))
+
+    @precondition(lambda self: self.elastic_running())
+    @rule(data=st.data())
+    def measure(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.elastic_running()))
+        attempt = self.scheduler.state.jobs[job].attempt
+        assert attempt is not None and attempt.plan is not None
+        self.tell(
+            e.TrialMeasured(
+                **self.at(), job=job, plan=attempt.plan, shape=(attempt.plan.ranks,), device_type="cuda",
+                step_time_s=1.0, steps=10,
+            )
+        )  # fmt: skip
+
+    @precondition(lambda self: self.elastic_running())
     @rule(data=st.data())
     def progress(self, data: st.DataObject) -> None:
         job = data.draw(st.sampled_from(self.elastic_running()))

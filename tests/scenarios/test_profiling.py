@@ -1,0 +1,57 @@
+"""A job is tried under other plans while it trains, and what was learned answers questions about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import GPT, RunningCluster
+
+JOB = """
+kind = "elastic"
+command = ["python", "train.py", "--steps", "1500"]
+resources = { devices = 2 }
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> None:
+    """Plans are tried by live moves: no step is lost, and `profile`, `plans` and the store have what was measured."""
+    job = local_cluster.submit(JOB, "gpt")
+    row = local_cluster.wait_for(job, lambda row: len(row["migrations"]) >= 3, timeout_s=90.0)
+    profile = local_cluster.call("profile", job=job)
+    measured = [line for line in profile["lines"] if line["measured_s"]]
+    assert len(measured) >= 2
+    assert all(line["measured_s"] > 0 and line["lower_s"] < line["upper_s"] for line in profile["lines"])
+    assert any(c["learned"] != "0%" for c in profile["coefficients"])
+    assert {point["devices"] for point in profile["curve"]} >= {1}
+
+    plans = local_cluster.call("plans", job=job, devices=2)
+    can = [p for p in plans["rows"] if p["fits"]]
+    assert [p["step_time_s"] for p in can] == sorted(p["step_time_s"] for p in can)
+    assert all(p["why"] for p in plans["rows"] if not p["fits"])
+    assert any(p["measured_s"] for p in can)
+
+    data = local_cluster.call("steps", job=job)["data"]
+    steps = [line["step"] for line in map(json.loads, data.splitlines()) if "step" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert row["state"] == "running"
+
+    file = local_cluster.directory / "measured.csv"
+    local_cluster.call("cancel", job=job)
+    assert local_cluster.call("measurements_export", path=str(file))["count"] >= 2
+    assert local_cluster.call("measurements_import", path=str(file))["count"] == 0
+
+
+def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
+    """A job file is answered for before anything runs, with bounds that say how little is known."""
+    file = local_cluster.directory / "wide.toml"
+    file.write_text(f'name = "wide"\nworkdir = "{GPT}"\npython = "{sys.executable}"\n{JOB}')
+    answer = json.loads(local_cluster.run("estimate", str(file), "-o", "json").stdout)
+    assert answer["parameters"] > 100_000 and answer["steps"] == 1500
+    best = next(row for row in answer["rows"] if row["fits"])
+    assert best["lower_s"] < best["step_time_s"] < best["upper_s"]
+    assert "nothing is measured" in answer["known"]
+    assert local_cluster.call("jobs", all=True) == []
