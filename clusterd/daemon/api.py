@@ -37,6 +37,9 @@ ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
 
 
+HISTORY_MAX = 5000
+"""Events, and decisions, that `history` gives at most."""
+
 CHECKPOINT_S = 900.0
 
 LAST_MOVE_S = 60.0
@@ -82,6 +85,7 @@ class Api:
             "jobs": self.jobs,
             "job": self.job,
             "why": self.why,
+            "history": self.history,
             "cancel": self.cancel,
             "priority": self.priority,
             "hosts": self.hosts,
@@ -253,6 +257,19 @@ class Api:
         return [
             {"at_s": at_s, "kind": kind, "host": host, "reason": reason} for at_s, kind, host, reason in reversed(rows)
         ]
+
+    async def history(self, peer: Peer, limit: int = 500) -> dict[str, Any]:
+        """The newest events and decisions, oldest first: what a watcher that has just come did not see."""
+        limit = min(max(int(limit), 0), HISTORY_MAX)
+        events = await self._engine.journal.query("SELECT kind, body FROM events ORDER BY id DESC LIMIT ?", (limit,))
+        decisions = await self._engine.journal.query(
+            "SELECT cause, at_s, kind, job, host, reason FROM decisions ORDER BY id DESC LIMIT ?", (limit,)
+        )
+        names = ("cause", "at_s", "kind", "job", "host", "reason")
+        return {
+            "events": [projection.event_row(codec.event(kind, body)) for kind, body in reversed(events)],
+            "decisions": [dict(zip(names, row, strict=True)) for row in reversed(decisions)],
+        }
 
     async def cancel(self, peer: Peer, job: str) -> dict[str, Any]:
         """End a job; answers at once, `wait` tells when its devices are free."""
