@@ -15,6 +15,9 @@ from tui.look import Look, job_colour
 
 R = TypeVar("R")
 
+SIMULATED_BEFORE_S = 1e8
+"""A clock that says 1973 or earlier counts from the start of a simulation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -76,7 +79,10 @@ def compact(devices: Sequence[str | None]) -> str:
 
 
 def clock(at_s: float, now_s: float) -> str:
-    """Time of day; with the date when it was on another day."""
+    """Time of day, with the date when it was on another day; since the start where time is simulated."""
+    if now_s < SIMULATED_BEFORE_S:
+        hours, rest_s = divmod(int(at_s), 3600)
+        return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
     at, now = time.localtime(at_s), time.localtime(now_s)
     return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)
 

@@ -27,6 +27,7 @@ class Known:
     profile: rows.Profile | None = None
     losses: Sequence[Point] = field(default_factory=tuple)
     times: Sequence[tuple[int, float]] = field(default_factory=tuple)
+    trouble: list[str] = field(default_factory=list)  # what could not be had, and why
 
 
 def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
@@ -39,8 +40,8 @@ def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
             step = int(row["step"])
             if isinstance(row.get("loss"), int | float):
                 losses.append((step, float(row["loss"])))
-            if isinstance(row.get("step_time_s"), int | float):
-                times.append((step, float(row["step_time_s"])))
+            if isinstance(row.get("time_s"), int | float):
+                times.append((step, float(row["time_s"])))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return losses, times
@@ -67,6 +68,7 @@ def job_page(job: rows.Job, model: Model, known: Known, look: Look, now_s: float
         *_attempts(job, known, now_s),
         *_section("what is learned of its speed", right_cells, look),
         *_learned(known, look, right_cells),
+        *(line((printable(said), "dim")) for said in known.trouble),
     ]
     if not wide:
         return [*left, *right]

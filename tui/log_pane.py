@@ -47,7 +47,7 @@ class LogPane(ScrollView, can_focus=True):
         super().__init__(id=name)
         self._title = title
         self._window = LogWindow()
-        self._task: asyncio.Task[None] | None = None
+        self._pulling: asyncio.Task[None] | None = None
         self._shown_total = -1
         self._lines: list[str] = []
         self._wrapped = False
@@ -68,7 +68,7 @@ class LogPane(ScrollView, can_focus=True):
         self.border_title = f"{self._title}: {name}{which}" if job else self._title
         self.redraw(force=True)
         if job is not None:
-            self._task = asyncio.create_task(self._pull(source, job, attempt, rank), name=f"log of {job}")
+            self._pulling = asyncio.create_task(self._pull(source, job, attempt, rank), name=f"log of {job}")
 
     def say(self, text: str) -> None:
         """This instead of a log."""
@@ -100,9 +100,9 @@ class LogPane(ScrollView, can_focus=True):
 
     def stop(self) -> None:
         """Let go of the log."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        if self._pulling is not None:
+            self._pulling.cancel()
+            self._pulling = None
 
     def on_mount(self) -> None:
         """Look at the window regularly: the bytes may come faster than the screen."""

@@ -163,6 +163,7 @@ class Table(ScrollView, can_focus=True):
         more = self._look.glyph("more")
         for (column, width), cell in zip(self._laid, found, strict=True):
             runs += (*fit(cell, width, column.right, more), (" ", ""))
+        runs.pop()
         drawn = cursor_strip(fit(tuple(runs), cells), base, focused) if current else strip(tuple(runs), base)
         return drawn.adjust_cell_length(cells, base)
 

@@ -7,8 +7,10 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
+from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.widget import Widget
 
 from tui.lines import EMPTY, Line, wrap
 from tui.painting import strip
@@ -69,3 +71,45 @@ class TextPane(ScrollView, can_focus=True):
     def text(self) -> str:
         """What is shown, for copying and for tests."""
         return "\n".join("".join(piece for piece, _ in runs) for runs in self._source)
+
+
+class Bar(Widget):
+    """A few lines that fill their place: header, footer. Runs with an action can be clicked."""
+
+    class Pressed(Message):
+        """A run with an action was clicked."""
+
+        def __init__(self, action: str) -> None:
+            self.action = action
+            super().__init__()
+
+    def __init__(self, name: str) -> None:
+        super().__init__(id=name)
+        self._lines: list[Line] = []
+        self._actions: dict[str, str] = {}
+
+    def show(self, lines: list[Line], actions: dict[str, str] | None = None) -> None:
+        """These lines; `actions`: what a click on a run of this text does."""
+        self._actions = actions or {}
+        if lines != self._lines:
+            self._lines = lines
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One of them."""
+        base = self.rich_style
+        runs = self._lines[y] if y < len(self._lines) else EMPTY
+        return strip(runs, base).adjust_cell_length(self.size.width, base)
+
+    def on_click(self, event: events.Click) -> None:
+        """What the run under the mouse does."""
+        at = 0
+        for text, _ in self._lines[event.y] if event.y < len(self._lines) else EMPTY:
+            if at <= event.x < at + len(text) and text in self._actions:
+                self.post_message(self.Pressed(self._actions[text]))
+            at += len(text)
+
+    @property
+    def text(self) -> str:
+        """What is shown."""
+        return "\n".join("".join(piece for piece, _ in runs) for runs in self._lines)

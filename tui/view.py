@@ -75,11 +75,18 @@ def _health(model: Model, link: Link, now_s: float, look: Look, readonly: bool) 
 
 def crumbs(current: str, trail: str, shown: str, look: Look, cells: int) -> Line:
     """The screens with their keys, where we are, and the filter and order in force."""
-    tabs: list[tuple[str, str]] = [(" ", "")]
+    tabs: list[tuple[str, str]] = []
     for number, name in enumerate(SCREENS, 1):
-        tabs += ((str(number), "key"), (f" {name.capitalize()} ", "reverse bold" if name == current else ""), (" ", ""))
+        # Brackets, too: a copied text, and a terminal without colours, must say where we are.
+        here = name == current
+        tabs += (
+            ("[" if here else " ", "bold"),
+            (str(number), "key"),
+            (f" {name.capitalize()}", "bold" if here else ""),
+        )
+        tabs.append(("]" if here else " ", "bold"))
     if trail:
-        tabs.append((f"{look.glyph('crumb')} {printable(trail)}  ", "bold"))
+        tabs.append((f" {look.glyph('crumb')} {printable(trail)}  ", "bold"))
     right = line((printable(shown), "warn")) if shown else ()
     room = max(cells - width(right) - 1, 0)
     return (*fit(tuple(tabs), room, more=look.glyph("more")), *right)

@@ -106,6 +106,7 @@ class Wire:
                     _answer(message)
                     return
                 yield message["item"]
+            await asyncio.sleep(0)  # reading does not yield while there is something to read; keys want their turn
 
     async def _ask_alone(self, verb: str, **args: Any) -> Any:
         number = next(self._ids)

@@ -33,6 +33,7 @@ _COMMANDS = {
     "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Why a job is where it is."),
+    "top": ("top", "top", "Watch and steer the cluster in this terminal."),
     "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),
     "config": ("settings", "config", "Check a configuration or job file."),
 }

@@ -1,0 +1,68 @@
+"""``clusterd top``: the terminal UI, on a daemon or on a recording."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clusterd.config import socket_path
+from clusterd.errors import ClusterError, UsageError
+
+if TYPE_CHECKING:
+    from tui.sources import Source
+
+
+@click.command()
+@click.option("--readonly", is_flag=True, help="Hide every key that changes something.")
+@click.option("--socket", type=click.Path(path_type=Path), help="The daemon's socket, instead of the usual one.")
+@click.option("--system", is_flag=True, help="The system's daemon, not the user's.")
+@click.option("--ascii", "plain", is_flag=True, help="Letters instead of drawing characters; NO_COLOR is heeded, too.")
+@click.option(
+    "--replay", type=click.Path(path_type=Path), help="Play a recording, or the journal of a daemon's state directory."
+)
+@click.option("--serve", is_flag=True, help="Show it in a browser on this machine instead.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8421, help="With --serve; default 8421.")
+def top(
+    readonly: bool, socket: Path | None, system: bool, plain: bool, replay: Path | None, serve: bool, port: int
+) -> int:
+    """Watch and steer the cluster: why is what where, and every verb one key away (? shows them)."""
+    try:
+        import textual  # noqa: F401
+    except ImportError:
+        raise ClusterError("the terminal UI needs textual: pip install 'clusterd[tui]'") from None
+    if serve:
+        return _serve(sys.argv[1:], port)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
+        raise UsageError("top needs a terminal at both ends: clusterd ls and clusterd status print to anything")
+    from tui.app import Top
+
+    app = Top(_source(replay, socket or socket_path(system)), readonly=readonly, ascii=plain or _needs_ascii())
+    app.run()
+    return app.return_code or 0
+
+
+def _source(replay: Path | None, socket: Path) -> Source:
+    if replay is None:
+        from tui.sources import Daemon
+
+        return Daemon(socket)
+    from clusterd.config import load
+    from clusterd.replay import recording
+    from tui.playback import Recording
+
+    return Recording(list(recording(replay, load().policy)))
+
+
+def _needs_ascii() -> bool:
+    """The terminal, or the locale, knows no drawing characters."""
+    return "utf" not in (sys.stdout.encoding or "").lower() or os.environ.get("TERM") in ("linux", "dumb")
+
+
+def _serve(arguments: list[str], port: int) -> int:
+    from tui.serve import serve
+
+    return serve([argument for argument in arguments if argument != "--serve"], port)

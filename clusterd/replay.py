@@ -1,0 +1,113 @@
+"""Recordings: what `watch` would have told, one item a line, or made again out of a daemon's journal.
+
+A recording begins with ``{"snapshot": ..., "number": N, "at_s": T}``; every further line is a change as
+`clusterd.projection.change_row` makes it. The journal holds every event since the daemon first started, and the
+scheduler is deterministic, so handling them again gives every state the cluster was in.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from clusterd import projection
+from clusterd.core.events import Event
+from clusterd.core.policies import POLICIES
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon import codec
+from clusterd.daemon.journal import MIGRATIONS
+from clusterd.errors import ClusterError, UsageError
+
+Item = dict[str, Any]
+
+JOURNAL = "journal.db"
+_SQLITE = b"SQLite format 3\x00"
+
+
+def recording(path: Path, policy: str = "default") -> Iterator[Item]:
+    """The items of a recording, of a journal, or of the journal in a state directory; `policy` is what decided there.
+
+    Raises:
+        ClusterError: nothing there, no recording, or a journal that this version cannot replay.
+    """
+    file = path / JOURNAL if path.is_dir() else path
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(len(_SQLITE))
+    except OSError as error:
+        raise UsageError(
+            f"{file}: {error.strerror}: give a recording (clusterd simulate --record FILE) or a state directory"
+        ) from None
+    return _from_journal(file, policy) if start == _SQLITE else _from_lines(file)
+
+
+def _from_lines(file: Path) -> Iterator[Item]:
+    with file.open("rb") as opened:
+        for number, raw in enumerate(opened, 1):
+            try:
+                item = msgspec.json.decode(raw)
+            except msgspec.DecodeError as error:
+                raise UsageError(f"{file}, line {number}: no JSON ({error}): is it a recording?") from None
+            if not isinstance(item, dict) or (number == 1 and "snapshot" not in item):
+                raise UsageError(f"{file}, line {number}: no item of a recording; the first line must hold a snapshot")
+            yield item
+
+
+def write(file: Path, items: Iterator[Item]) -> int:
+    """Write a recording; returns the number of items."""
+    count = 0
+    with file.open("w", encoding="utf-8") as opened:
+        for item in items:
+            opened.write(json.dumps(item) + "\n")
+            count += 1
+    return count
+
+
+def _from_journal(file: Path, policy: str) -> Iterator[Item]:
+    if policy not in POLICIES:
+        raise UsageError(f"there is no policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
+    scheduler = Scheduler(POLICIES[policy]())
+    first = True
+    for batch in _batches(file):
+        if first:
+            yield {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": batch[0].at_s}
+            first = False
+        try:
+            decisions = scheduler.handle(*batch)
+        except Exception as error:  # whatever it is, it is this version's scheduler that does not fit this journal
+            raise ClusterError(
+                f"{file}: this version cannot replay event {batch[0].id} ({type(error).__name__}: {error}): "
+                f"was another policy than {policy!r} at work, or another version?"
+            ) from error
+        yield projection.change_row(scheduler.state, batch[-1].id, batch, decisions)
+    if first:
+        raise ClusterError(f"{file} holds no events yet")
+
+
+def _batches(file: Path) -> Iterator[list[Event]]:
+    """Read beside a daemon that may be writing: never locked, never changed."""
+    try:
+        db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if not 0 < version <= len(MIGRATIONS):
+            raise ClusterError(f"{file} is of format {version}; this clusterd knows formats 1 to {len(MIGRATIONS)}")
+        batch: list[Event] = []
+        current = None
+        for number, kind, body in db.execute("SELECT batch, kind, body FROM events ORDER BY id"):
+            if number != current and batch:
+                yield batch
+                batch = []
+            current = number
+            batch.append(codec.event(kind, body))
+        if batch:
+            yield batch
+        db.close()
+    except sqlite3.DatabaseError as error:
+        raise ClusterError(f"{file} cannot be read as a journal: {error}") from None
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ClusterError(f"{file} holds an event of another version: {error}") from None

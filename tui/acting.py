@@ -1,0 +1,268 @@
+"""Carrying out what the keys say: ask where asking is due, call the daemon, say what became of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterd.errors import ClusterError
+from clusterd.units import duration
+from tui import rows
+from tui.columns import clock, words
+from tui.lines import Line, line, printable
+
+if TYPE_CHECKING:
+    from tui.app import Top
+
+LOG_BYTES_MAX = 256 << 20
+"""What a pager is given at most."""
+
+
+class Acting:
+    """The application's verbs that concern the cluster."""
+
+    def __init__(self, app: Top) -> None:
+        self._app = app
+        self._last_directory = ""
+
+    @property
+    def _jobs(self) -> list[rows.Job]:
+        """The jobs that a verb is about.
+
+        Raises:
+            ClusterError: there are none.
+        """
+        app = self._app
+        found = [app.shared.model.jobs[job] for job in app.board.jobs() if job in app.shared.model.jobs]
+        if not found:
+            raise ClusterError("no job is under the cursor: go to 2 Queue and choose one")
+        return found
+
+    @property
+    def _job(self) -> rows.Job:
+        return self._jobs[0]
+
+    @property
+    def _hosts(self) -> list[rows.Host]:
+        app = self._app
+        found = [app.shared.model.hosts[host] for host in app.board.hosts() if host in app.shared.model.hosts]
+        if not found:
+            raise ClusterError("no host is under the cursor: go to 1 Fleet and choose one")
+        return found
+
+    async def _each(self, verb: str, done: str, items: list[tuple[str, dict[str, Any]]]) -> None:
+        """Ask for each; say in one line how it went, and in full what was refused."""
+        refused: list[Line] = []
+        for name, args in items:
+            try:
+                await self._app.shared.source.call(verb, **args)
+            except ClusterError as error:
+                refused.append(line((f"{name}: ", "bold"), printable(str(error))))
+        if len(refused) < len(items):
+            names = ", ".join(name for name, _ in items[:3]) + (", ..." if len(items) > 3 else "")
+            self._app.notify(f"{done}: {names}")
+        if refused:
+            await self._app.say("refused", refused)
+        self._app.board_marks_clear()
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def why(self) -> None:
+        """Why a job is where it is: the daemon's own account."""
+        job = self._job
+        answer = await self._app.shared.source.call("why", job=job.id)
+        now_s = self._app.shared.clock()
+        made = [line((f"{job.name} ({job.id}) is {answer['state']}: ", "bold"), (printable(answer["reason"]), "warn"))]
+        if answer["ahead"]:
+            names = ", ".join(answer["ahead"][:5]) + (", ..." if len(answer["ahead"]) > 5 else "")
+            made.append(line(("before it  ", "dim"), f"{len(answer['ahead'])} in the queue: {printable(names)}"))
+        if answer["state"] == "queued":
+            for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
+                made.append(line(("held       ", "dim"), f"{printable(name)} has {count} device{'s'[: count != 1]}"))
+            made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer["unusable"]]
+        made.append(line(""))
+        for decision in reversed(answer["decisions"]):
+            at, kind = clock(decision["at_s"], now_s), words(decision["kind"])
+            made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision['reason'])}"))
+        await self._app.say(f"why {job.name}", made, hang=11)
+
+    async def cancel(self) -> None:
+        """End jobs, after a question."""
+        jobs = [job for job in self._jobs if not job.is_over]
+        if not jobs:
+            raise ClusterError(f"{self._job.name} is {self._job.state} already")
+        lost = [f"{job.name} ({job.id}), {job.shown_state}, step {job.step}" for job in jobs]
+        lines = [*(line(text) for text in lost[:8]), *([line(f"and {len(lost) - 8} more")] if len(lost) > 8 else [])]
+        what = f"cancel {len(jobs)} jobs" if len(jobs) > 1 else f"cancel {jobs[0].name}"
+        if await self._app.confirm(what, lines, {"y": what}):
+            await self._each("cancel", "being cancelled", [(job.name, {"job": job.id}) for job in jobs])
+
+    async def priority(self) -> None:
+        """Another priority."""
+        jobs = self._jobs
+        names = ", ".join(job.name for job in jobs[:5])
+        value = await self._app.ask(
+            "priority",
+            [line(f"of {names}; higher goes first")],
+            str(jobs[0].priority),
+            lambda text: "" if text.lstrip("-").isdecimal() else "a whole number, please",
+        )
+        if value is not None:
+            calls = [(job.name, {"job": job.id, "priority": int(value)}) for job in jobs]
+            await self._each("priority", f"priority {value}", calls)
+
+    async def migrate(self, pin: bool = False) -> None:
+        """Choose a plan, see the cost, confirm, watch."""
+        from tui.migrate_dialog import OTHER, ChoosePlan, WatchMove, cost_lines
+
+        job = self._job
+        if job.kind != "elastic" or job.state != "running":
+            raise ClusterError(
+                f"{job.name} is a {job.kind} job and {job.state}: only elastic jobs that run can be moved"
+            )
+        source = self._app.shared.source
+        try:
+            known = rows.plans(await source.call("plans", job=job.id))
+        except ClusterError as refused:
+            known = rows.Plans(known=str(refused))
+        plan: str | None = OTHER
+        if known.rows:
+            plan = await self._app.window(ChoosePlan(self._app.shared, job, known))
+        if plan == OTHER:
+            why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
+            hint = line("dp, tp, pp, zero, accumulation ... as in ", ("dp=2,tp=2", "key"))
+            check = lambda text: "" if text else "a plan, please"  # noqa: E731
+            plan = await self._app.ask(f"move {job.name} from {job.plan} to", [hint, *why], job.plan or "", check)
+        if plan is None:
+            return
+        cost = await source.call("migrate", job=job.id, plan=plan, dry_run=True)
+        keys = {"P": "move and pin"} if pin else {"y": "move", "P": "move and pin it there"}
+        answer = await self._app.confirm(f"move {job.name}", cost_lines(cost), keys)
+        if not answer:
+            return
+        begun = await source.call("migrate", job=job.id, plan=plan, pin=answer == "P")
+        watch = WatchMove(self._app.shared, job, begun["migrations"], begun["predicted_downtime_s"])
+        await self._app.window(watch)
+
+    async def pin(self) -> None:
+        """Unpin what is pinned; otherwise move and pin."""
+        job = self._job
+        if not job.pinned:
+            await self.migrate(pin=True)
+        elif await self._app.confirm(
+            f"unpin {job.name}", [line(f"{job.name} keeps {job.plan} until the scheduler finds better")], {"y": "unpin"}
+        ):
+            await self._each("unpin", "unpinned", [(job.name, {"job": job.id})])
+
+    async def checkpoint(self) -> None:
+        """Write a job's state; it trains on meanwhile."""
+        job = self._job
+        hint = line("an absolute directory that all its hosts share; it trains on meanwhile")
+        where = await self._app.ask(
+            f"checkpoint {job.name} to",
+            [hint],
+            job.checkpoint or self._last_directory,
+            lambda text: "" if text.startswith("/") else "an absolute path, please",
+        )
+        if where is None:
+            return
+        self._last_directory = where
+        self._app.notify(f"{job.name}: writing its checkpoint")
+        said = await self._app.shared.source.call("checkpoint", job=job.id, path=where)
+        stood = duration(said["blocked_s"])
+        self._app.notify(f"{job.name}: step {said['step']} is in {said['path']} (stood still for {stood})", timeout=10)
+
+    async def submit(self) -> None:
+        """Queue the job of a file."""
+        from clusterd.jobfile import read_job_file
+
+        here = sorted(str(path) for path in Path().glob("**/*.toml") if path.name != "pyproject.toml")[:200]
+        lines = [line("path of a job file; workdir is relative to it")]
+        lines += [line(("  " + path, "dim")) for path in here[:6]]
+        file = await self._app.ask("submit", lines, "", _no_file, suggestions=here)
+        if file is None:
+            return
+        request = read_job_file(Path(file).expanduser())
+        spec = request.spec
+        want = f"{spec.resources.devices} devices" if spec.resources.devices else "CPU cores"
+        about = [
+            line((spec.name, "bold"), f", {spec.kind.value}, {want}, priority {spec.priority}"),
+            line((" ".join(spec.command), "dim")),
+            line(("workdir ", "dim"), spec.workdir or "none"),
+        ]
+        if await self._app.confirm(f"submit {spec.name}", about, {"y": "submit"}):
+            answer = await self._app.shared.source.submit(request)
+            self._app.notify(f"{answer['name']} is queued as {answer['id']}")
+            self._app.goto_job_row(answer["id"])
+
+    # --- hosts --------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Give hosts nothing new, and move away what can be moved."""
+        hosts = [host for host in self._hosts if host.drained is None]
+        if not hosts:
+            raise ClusterError(f"{self._hosts[0].name} is drained already")
+        names = ", ".join(host.name for host in hosts)
+        running = sorted({job for host in hosts for job in host.jobs})
+        there = line(f"{len(running)} jobs there: {', '.join(running[:5])}") if running else line("no jobs there")
+        how = line(("elastic jobs move away where there is room; others run to their end", "dim"))
+        why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "")
+        if why is not None:
+            await self._each("host_drain", "drained", [(host.name, {"host": host.name, "why": why}) for host in hosts])
+
+    async def undrain(self) -> None:
+        """Use hosts again."""
+        hosts = [host for host in self._hosts if host.drained is not None]
+        if not hosts:
+            raise ClusterError(f"{self._hosts[0].name} is not drained")
+        await self._each("host_undrain", "used again", [(host.name, {"host": host.name}) for host in hosts])
+
+    # --- logs ---------------------------------------------------------------------------------------------------------
+
+    async def logs(self, previous: bool = False) -> None:
+        """A job's log on the whole screen."""
+        from tui.log_screen import LogScreen
+
+        job = self._job
+        if previous and job.attempt < 2:
+            raise ClusterError(f"{job.name} has had {job.attempt} attempts: there is no log of one before")
+        screen = LogScreen(self._app.shared, job, job.attempt - 1 if previous else None)
+        if await self._app.window(screen) == "pager":
+            await self._page(job, screen.attempt)
+
+    async def pager(self) -> None:
+        """A job's log, all of it, in a pager."""
+        await self._page(self._job, None)
+
+    async def _page(self, job: rows.Job, attempt: int | None) -> None:
+        source = self._app.shared.source
+        with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
+            taken = 0
+            async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as pieces:
+                async for piece in pieces:
+                    file.write(bytes(piece["data"]))
+                    taken += len(piece["data"])
+                    if taken > LOG_BYTES_MAX:
+                        file.write(b"\n(cut here: clusterd logs prints all of it)\n")
+                        break
+            file.flush()
+            with self._app.suspend():
+                _run_pager(file.name)
+
+
+def _run_pager(file: str) -> None:
+    """The terminal is the pager's until it ends: nothing is drawn and nothing read meanwhile."""
+    command = shlex.split(os.environ.get("PAGER") or "less -R")
+    try:
+        subprocess.run([*command, file], check=False)
+    except OSError as error:
+        raise ClusterError(f"{command[0]} cannot be run: {error.strerror}: set PAGER") from None
+
+
+def _no_file(text: str) -> str:
+    return "" if Path(text).expanduser().is_file() else f"there is no file {text!r} here"

@@ -1,0 +1,356 @@
+"""``clusterd top``: attaches to a source, keeps the model, and shows it on five screens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.screen import Screen
+
+from clusterd.errors import ClusterError
+from tui import rows, view
+from tui.acting import Acting
+from tui.arranging import Arranging
+from tui.boards import Board, TableBoard
+from tui.context import Context
+from tui.foot import footer, playback_line
+from tui.lines import Line, line, printable, wrap
+from tui.look import Look
+from tui.model import Touched
+from tui.playback import Player, Recording
+from tui.screens import BOARDS, QueueBoard
+from tui.sources import Source
+from tui.style import CSS
+from tui.table import Table
+from tui.text_pane import Bar
+from tui.verbs import VERBS, Verb, offered
+from tui.view import Link, LinkState
+
+REFRESH_S = 0.1
+"""Between two refreshes at least, however fast changes come."""
+
+R = TypeVar("R")
+
+
+class Top(App[None]):
+    """The terminal UI. It owns no truth: the model is what the source told, widgets show it."""
+
+    CSS = CSS
+    TITLE = "clusterd"
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(Binding(str(at), f"show('{name}')", name, show=False) for at, name in enumerate(view.SCREENS, 1)),
+        Binding("escape", "back", "back", show=False),
+        *(Binding(verb.key, f"verb('{verb.action}')", verb.help, show=False) for verb in VERBS),
+    ]
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        readonly: bool = False,
+        ascii: bool = False,
+        clock: Callable[[], float] = time.time,
+        first: str = "queue",
+        ticks: bool = True,
+    ) -> None:
+        """`clock` and `ticks` are for tests: a time that stands still, and nobody who looks at it."""
+        super().__init__()
+        self.player: Player | None = source.player if isinstance(source, Recording) else None
+        player = self.player
+        shown = (lambda: player.now_s) if player is not None else clock
+        self.shared = Context(source, Look(ascii), shown, readonly)
+        self.acting = Acting(self)
+        self.arranging = Arranging(self)
+        self.link = Link(since_s=clock())
+        self._ticks = ticks
+        self._first = first
+        self._boards: dict[str, Board] = {}
+        self._trail: list[str] = []
+        self._current = first
+        self._touched = Touched()
+        self._refresh_due: asyncio.TimerHandle | None = None
+        self._refreshed_s = 0.0
+
+        if player is not None:
+            self.shared.model = player.model
+
+    # --- the frame ----------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        """Header, the screens, footer; each screen is made when it is first shown."""
+        yield Bar("head")
+        yield Bar("banner")
+        yield Container(id="body")
+        yield Bar("playback")
+        yield Bar("foot")
+
+    async def on_mount(self) -> None:
+        """Attach."""
+        self.screen.set_class(self.shared.look.ascii, "-ascii")
+        self.query_one("#playback").set_class(self.player is not None, "shown")
+        await self.action_show(self._first)
+        self.run_worker(self._pump(), name="pump", exit_on_error=True)
+        if self._ticks:
+            self.set_interval(1.0, self._tick)
+            if self.player is not None:
+                self.set_interval(REFRESH_S, self._play_on)
+
+    async def on_unmount(self) -> None:
+        """Detach; nothing is stopped by that."""
+        await self.shared.source.close()
+
+    @property
+    def board(self) -> Board:
+        """The screen in sight."""
+        return self._boards[self._current]
+
+    async def _pump(self) -> None:
+        """Whatever the source tells goes into the model; the screens look at it at most ten times a second."""
+        items: AsyncIterator[Any] = self.shared.source.items()
+        async for item in items:
+            if isinstance(item, Link):
+                self._linked(item)
+                continue
+            try:
+                touched = self.shared.model.apply(item)
+            except rows.Malformed as error:
+                self.shared.source.reject(str(error))
+                continue
+            if touched.everything:
+                self.run_worker(self._ask_history(), group="history", exclusive=True, exit_on_error=False)
+            self._note(touched)
+
+    def _linked(self, link: Link) -> None:
+        was, self.link = self.link, link
+        if link.state is LinkState.LIVE and was.state in (LinkState.LOST, LinkState.REFUSED):
+            self.notify("attached to the daemon again")
+        self.show_frame()
+
+    async def _ask_history(self) -> None:
+        """What was decided and what happened before we attached."""
+        try:
+            answer = await self.shared.source.call("history")
+            self._note(self.shared.model.add_history(answer["events"], answer["decisions"]))
+        except ClusterError as refused:
+            self.log(f"no history: {refused}")
+        except (rows.Malformed, KeyError, TypeError) as error:
+            self.notify(f"the daemon's history cannot be read: {error}", severity="warning")
+
+    def _note(self, touched: Touched) -> None:
+        self._touched.add(touched)
+        if self._refresh_due is None and self._touched:
+            wait_s = max(self._refreshed_s + REFRESH_S - time.monotonic(), 0.0)
+            self._refresh_due = asyncio.get_running_loop().call_later(wait_s, self.refresh_now)
+
+    def refresh_now(self) -> None:
+        """Show what was touched since the last time."""
+        self._refresh_due = None
+        self._refreshed_s = time.monotonic()
+        touched, self._touched = self._touched, Touched()
+        if self.is_running and self._boards:
+            self.board.sync(touched)
+            self.show_frame()
+
+    def _play_on(self) -> None:
+        """Let the recording go on."""
+        if self.player is not None and self.player.advance(REFRESH_S):
+            self.show_recording()
+        self.show_frame()
+
+    def show_recording(self) -> None:
+        """The screens at the recording's instant."""
+        if self.player is not None:
+            self.shared.model = self.player.model
+            self._note(Touched(everything=True))
+
+    def _tick(self) -> None:
+        """A second has gone by: ages, and how long the daemon is away."""
+        if self._boards:
+            self.board.tick()
+            self.show_frame()
+
+    def show_frame(self) -> None:
+        if not self._boards:
+            return
+        shared, cells = self.shared, self.size.width
+        now_s = shared.clock()
+        head = view.header(shared.model, self.link, now_s, shared.look, cells, shared.readonly)
+        board = self.board
+        tabs = view.crumbs(self._current, board.trail, board.shown, shared.look, cells)
+        clicks = {f" {name.capitalize()}": f"show('{name}')" for name in view.SCREENS}
+        screen = self.screen_stack[0]
+        screen.query_one("#head", Bar).show([head, tabs], clicks)
+        said = view.banner(self.link, shared.model.number, now_s)
+        banner = screen.query_one("#banner", Bar)
+        banner.set_class(bool(said), "shown")
+        folded = wrap(line(printable(said)), max(cells - 2, 1))
+        banner.styles.height = min(len(folded), 3)
+        banner.show(folded)
+        keys, actions = footer(self._current, shared.can_act, self.player is not None)
+        screen.query_one("#foot", Bar).show(keys, actions)
+        if self.player is not None:
+            screen.query_one("#playback", Bar).show([playback_line(self.player, shared.look, cells)])
+
+    def on_resize(self) -> None:
+        """The frame is as wide as the terminal."""
+        self.call_after_refresh(self.show_frame)
+
+    # --- going about --------------------------------------------------------------------------------------------------
+
+    async def action_show(self, name: str) -> None:
+        """One of the screens; number keys start a new trail."""
+        self._trail.clear()
+        await self._go(name)
+
+    async def _go(self, name: str) -> None:
+        if name == "job" and self._boards:
+            found = self.board.jobs()
+            if found:
+                self.shared.job = found[0]
+        self.arranging.unzoom()
+        if self._boards:
+            self.board.set_class(False, "current")
+            self.board.left()
+        board = self._boards.get(name)
+        if board is None:
+            board = self._boards[name] = BOARDS[name](name, self.shared)
+            board.add_class("current")
+            await self.query_one("#body").mount(board)
+        board.set_class(True, "current")
+        self._current = name
+        board.entered()
+        first = next(iter(board.query("Table, TextPane")), None)
+        if first is not None:
+            first.focus()
+        self.show_frame()
+
+    async def on_table_opened(self, message: Table.Opened) -> None:
+        """A job's page; from a host, its jobs in the queue."""
+        message.stop()
+        board = self.board
+        trail = [*self._trail, self._current]
+        if self._current == "fleet":
+            hosts = board.hosts()[:1]
+            await self._go("queue")
+            queue = self.board
+            if isinstance(queue, QueueBoard) and hosts:
+                queue.set_filter(f"host:^{hosts[0]}$|\\b{hosts[0]}\\b")
+        elif board.jobs():
+            self.shared.job = (board.table.cursor if isinstance(board, QueueBoard) else None) or board.jobs()[0]
+            job = self.shared.job
+            await self._go("job")
+            self.shared.job = job
+            self.board.sync(Touched(everything=True))
+        self._trail = trail
+        self.show_frame()
+
+    def goto_job_row(self, job: str) -> None:
+        """The queue, with the cursor on this job."""
+
+        async def go() -> None:
+            await self.action_show("queue")
+            if isinstance(self.board, QueueBoard):
+                self.board.table.move_to(job)
+
+        self.run_worker(go())
+
+    async def action_back(self) -> None:
+        """Out of what was entered last: zoom, marks, filter, screen."""
+        board = self.board
+        if self.arranging.zoomed:
+            self.arranging.unzoom()
+        elif isinstance(board, TableBoard) and board.table.marked:
+            self.board_marks_clear()
+        elif isinstance(board, TableBoard) and board.filter and not self._trail:
+            board.set_filter("")
+        elif self._trail:
+            if isinstance(board, TableBoard) and board.filter:
+                board.set_filter("")
+            trail = self._trail[:-1]
+            await self._go(self._trail[-1])
+            self._trail = trail
+        self.show_frame()
+
+    def board_marks_clear(self) -> None:
+        """No row is marked any more."""
+        if isinstance(self.board, TableBoard):
+            self.board.table.marked.clear()
+            self.board.table.redraw()
+            self.board.table.border_title = self.board.table_title()
+
+    # --- windows ------------------------------------------------------------------------------------------------------
+
+    async def window(self, screen: Screen[R]) -> R | None:
+        """Show a window and wait for its answer."""
+        screen.set_class(self.shared.look.ascii, "-ascii")
+        return await self.push_screen_wait(screen)
+
+    async def say(self, title: str, lines: list[Line], hang: int = 2) -> None:
+        """Something to read."""
+        from tui.dialogs import Say
+
+        await self.window(Say(title, lines, hang))
+
+    async def confirm(self, title: str, lines: list[Line], keys: dict[str, str]) -> str | None:
+        """A question; the key that answered it, or None."""
+        from tui.dialogs import Confirm
+
+        return await self.window(Confirm(title, lines, keys))
+
+    async def ask(
+        self,
+        title: str,
+        lines: list[Line],
+        value: str = "",
+        check: Callable[[str], str] = lambda _: "",
+        suggestions: Sequence[str] = (),
+    ) -> str | None:
+        """A line of text, or None."""
+        from tui.dialogs import Ask
+
+        return await self.window(Ask(title, lines, value, check, suggestions))
+
+    # --- verbs --------------------------------------------------------------------------------------------------------
+
+    def _offered(self) -> list[Verb]:
+        return offered(self._current, self.shared.can_act, self.player is not None)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """A verb that means nothing here is no key."""
+        return action != "verb" or parameters[0] in {verb.action for verb in self._offered()}
+
+    def action_verb(self, name: str) -> None:
+        """Carry out a verb beside everything else; a refusal is said in a window."""
+        work: Callable[[], Awaitable[None]] = getattr(self.acting, name, None) or getattr(self.arranging, name)
+
+        async def run() -> None:
+            try:
+                await work()
+            except ClusterError as refused:
+                lines = [line(printable(text)) for text in str(refused).splitlines()]
+                await self.say(f"{name.replace('_', ' ')}: refused", lines)
+
+        self.run_worker(run(), group="verb", exit_on_error=True)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """The palette: every screen, and every verb that means something here."""
+        for at, name in enumerate(view.SCREENS, 1):
+            yield SystemCommand(f"{name} ({at})", f"go to the {name} screen", partial(self._run, f"show('{name}')"))
+        for verb in self._offered():
+            title = f"{verb.action.replace('_', ' ')} ({verb.shown})"
+            yield SystemCommand(title, verb.help, partial(self._run, f"verb('{verb.action}')"))
+
+    def _run(self, action: str) -> None:
+        self.call_later(self.run_action, action)
+
+    def on_bar_pressed(self, message: Bar.Pressed) -> None:
+        """A click on a screen's name or a key."""
+        message.stop()
+        self._run(message.action)

@@ -1,0 +1,163 @@
+"""Moving a job by hand: choose among ranked plans with what the move would cost, then watch its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.timer import Timer
+from textual.widgets import OptionList
+
+from clusterd.errors import ClusterError
+from clusterd.units import duration, size
+from tui import rows
+from tui.columns import compact
+from tui.context import Context
+from tui.dialogs import Dialog, rich_text
+from tui.job_page import move_lines
+from tui.lines import Line, line, printable
+from tui.text_pane import TextPane
+
+OTHER = "other"
+"""The option of typing a plan."""
+
+REST_S = 0.2
+
+
+def plan_line(plan: rows.RankedPlan) -> Line:
+    """A ranked plan in one line: what is predicted of it, or why it cannot be."""
+    step = duration(plan.step_time_s) + "/step" if plan.step_time_s is not None else "not predicted"
+    spread = ""
+    if plan.lower_s is not None and plan.upper_s is not None:
+        spread = f" ({duration(plan.lower_s)} to {duration(plan.upper_s)})"
+    memory = f"  {size(plan.device_bytes)} a device" if plan.device_bytes else ""
+    said = "  (its plan now)" if plan.current else ""
+    if not plan.fits:
+        return line(
+            (f"{plan.plan:<26}", "dim"), (f"{plan.devices} devices  does not fit: {printable(plan.why)}", "bad")
+        )
+    return line((f"{plan.plan:<26}", "bold"), f"{plan.devices} devices  {step}", (f"{spread}{memory}{said}", "dim"))
+
+
+def cost_lines(preview: dict[str, Any]) -> list[Line]:
+    """What a move would do, out of `migrate`'s dry run."""
+    moved = f"{size(preview['local_bytes'])} within hosts, {size(preview['network_bytes'])} over the network"
+    return [
+        line(("from      ", "dim"), preview["from"]),
+        line(("to        ", "dim"), (preview["plan"], "bold"), f" on {compact(preview['devices'])}"),
+        line(("moves     ", "dim"), moved),
+        line(("stands    ", "dim"), f"still for about {duration(preview['predicted_downtime_s'])}"),
+    ]
+
+
+class ChoosePlan(Dialog[str]):
+    """The plans, best first; under them what moving to the one under the cursor would cost."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "move(1)", "down", show=False),
+        Binding("k", "move(-1)", "up", show=False),
+    ]
+
+    def __init__(self, context: Context, job: rows.Job, known: rows.Plans) -> None:
+        super().__init__(f"move {job.name}", "enter chooses   esc leaves it where it is")
+        self.shared = context
+        self._job = job
+        self._plans = [plan for plan in known.rows if not plan.current]
+        self._now = [plan for plan in known.rows if plan.current]
+        self._known = known.known
+        self._resting: Timer | None = None
+        self._previews: dict[str, list[Line]] = {}
+
+    def content(self) -> Sequence[OptionList | TextPane]:
+        """Plans and preview."""
+        from textual.widgets.option_list import Option
+
+        options = [Option(rich_text(plan_line(plan)), id=plan.plan) for plan in self._plans]
+        other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER)
+        self.list = OptionList(*options, other)
+        self.list.styles.max_height = 14
+        self.preview = TextPane("preview")
+        self.preview.styles.height = 7
+        return [self.list, self.preview]
+
+    def on_mount(self) -> None:
+        """On the best one."""
+        self.list.highlighted = 0
+        self.list.focus()
+
+    def action_move(self, by: int) -> None:
+        """Up or down."""
+        if by > 0:
+            self.list.action_cursor_down()
+        else:
+            self.list.action_cursor_up()
+
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        """Ask for the cost when the cursor rests."""
+        event.stop()
+        plan = event.option.id or ""
+        if self._resting is not None:
+            self._resting.stop()
+        if plan == OTHER:
+            self.preview.show([line((self._known or "as in dp=2,tp=2", "dim")), *map(plan_line, self._now)])
+        elif plan in self._previews:
+            self.preview.show(self._previews[plan])
+        else:
+            self.preview.show([line(("asking what it would cost", "dim"))])
+            self._resting = self.set_timer(REST_S, lambda: self.run_worker(self._ask(plan), exclusive=True))
+
+    async def _ask(self, plan: str) -> None:
+        try:
+            answer = await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
+            self._previews[plan] = cost_lines(answer)
+        except ClusterError as refused:
+            self._previews[plan] = [line((printable(str(refused)), "warn"))]
+        self.preview.show(self._previews[plan])
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """This one."""
+        event.stop()
+        self.dismiss(event.option.id)
+
+
+class WatchMove(Dialog[None]):
+    """The phases of a move as they come; leaving does not stop it."""
+
+    def __init__(self, context: Context, job: rows.Job, moves_before: int, predicted_s: float) -> None:
+        super().__init__(f"moving {job.name}", "esc leaves; the move goes on")
+        self.shared = context
+        self._job = job.id
+        self._before = moves_before
+        self._predicted_s = predicted_s
+        self._ended = False
+
+    def content(self) -> Sequence[TextPane]:
+        """The phases."""
+        self.pane = TextPane("phases", hang=4)
+        self.pane.styles.height = 12
+        return [self.pane]
+
+    def on_mount(self) -> None:
+        """Look at the model, which the daemon keeps up to date."""
+        self.pane.focus()
+        self.look_again()
+        self.set_interval(0.1, self.look_again)
+
+    def look_again(self) -> None:
+        """Show what is known now."""
+        job = self.shared.model.jobs.get(self._job)
+        if job is None:
+            return
+        new = job.migrations[self._before :]
+        move = new[0] if new else job.migrating
+        predicted = line(("predicted to stand still for ", "dim"), duration(self._predicted_s))
+        if move is None:
+            said = "asked for; new ranks are about to be started"
+            if job.is_over:
+                said = f"{job.name} is {job.state}: {job.reason}"
+            self.pane.show([line((said, "info")), predicted])
+            return
+        made = move_lines(move, self.shared.look, self.shared.clock())
+        self._ended = move.ended_s is not None
+        self.pane.show([*made, predicted, *([line(("done: esc closes", "good"))] if self._ended else [])])

@@ -1,0 +1,85 @@
+"""What the keys do. One table for bindings, footer, help and palette, so that they cannot disagree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ALL = ("fleet", "queue", "job", "decisions", "events")
+TABLES = ("fleet", "queue", "decisions", "events")
+JOBS = ("queue", "job", "decisions", "events", "fleet")
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One key."""
+
+    key: str  # as Textual names it
+    shown: str  # as it is printed on the keyboard
+    action: str
+    short: str  # for the footer
+    help: str
+    screens: tuple[str, ...] = ALL
+    acts: bool = False  # changes something in the cluster: hidden when read-only, and in recordings
+    footer: tuple[str, ...] = ()  # screens whose footer shows it
+    replay: bool | None = None  # True: in recordings alone; False: with a daemon alone
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("w", "w", "why", "why", "why a job is where it is", JOBS, footer=("queue", "job"), replay=False),
+    Verb("m", "m", "migrate", "move", "move a job to another plan", JOBS, acts=True, footer=("queue", "job")),
+    Verb("c", "c", "cancel", "cancel", "cancel jobs", JOBS, acts=True, footer=("queue", "job")),
+    Verb("p", "p", "priority", "priority", "change jobs' priority", JOBS, acts=True, footer=("queue",)),
+    Verb("P", "P", "pin", "pin", "move a job to a plan and pin it there; a pinned one: unpin", JOBS, acts=True),
+    Verb("K", "K", "checkpoint", "checkpoint", "write a job's state to disk", JOBS, acts=True, footer=("job",)),
+    Verb("n", "n", "submit", "new", "submit a job file", acts=True, footer=("queue",)),
+    Verb("d", "d", "drain", "drain", "drain hosts: what can move, moves", ("fleet", "decisions", "events"), acts=True,
+         footer=("fleet",)),
+    Verb("u", "u", "undrain", "undrain", "use drained hosts again", ("fleet", "decisions", "events"), acts=True,
+         footer=("fleet",)),
+    Verb("l", "l", "logs", "log", "a job's log on the whole screen", JOBS, footer=("queue", "job"), replay=False),
+    Verb("L", "L", "previous_logs", "", "the log of its attempt before", JOBS, replay=False),
+    Verb("o", "o", "pager", "", "a job's log in $PAGER", JOBS, replay=False),
+    Verb("y", "y", "copy", "", "copy the id of what is under the cursor"),
+    Verb("space", "space", "mark", "mark", "mark a row; verbs are about all marked ones", TABLES, footer=("queue",),
+         replay=False),
+    Verb("A", "A", "mark_all", "", "mark all rows that are shown, or none", TABLES, replay=False),
+    Verb("slash", "/", "filter", "filter", "filter: regular expressions, field:value, field:>3, !not", TABLES,
+         footer=TABLES),
+    Verb("s", "s", "sort", "sort", "sort by a column; the same again turns it round", TABLES, footer=TABLES),
+    Verb("f2", "F2", "columns", "", "choose columns", TABLES),
+    Verb("v", "v", "views", "", "saved views: filter, order and columns under a name", TABLES),
+    Verb("z", "z", "zoom", "", "the focused pane alone, or all panes"),
+    Verb("J", "J", "jump", "", "jump: a letter for every pane and screen"),
+    Verb("full_stop", ".", "step_on", "step", "one change forward", footer=ALL, replay=True),
+    Verb("comma", ",", "step_back", "back", "one change back", footer=ALL, replay=True),
+    Verb("space", "space", "play", "play", "play, or pause", footer=ALL, replay=True),
+    Verb("greater_than_sign", ">", "faster", "faster", "twice as fast", footer=ALL, replay=True),
+    Verb("less_than_sign", "<", "slower", "slower", "half as fast", footer=ALL, replay=True),
+    Verb("right_square_bracket", "]", "skip_on", "", "a twentieth of the recording forward", replay=True),
+    Verb("left_square_bracket", "[", "skip_back", "", "a twentieth of the recording back", replay=True),
+    Verb("R", "R", "rewind", "", "to the beginning", replay=True),
+    Verb("question_mark", "?", "help", "help", "all keys", footer=ALL),
+    Verb("q", "q", "quit", "quit", "leave; nothing is stopped by that", footer=ALL),
+)  # fmt: skip
+
+
+def offered(screen: str, can_act: bool, replays: bool) -> list[Verb]:
+    """The verbs that mean something here."""
+    return [
+        verb
+        for verb in VERBS
+        if screen in verb.screens and (can_act or not verb.acts) and (verb.replay is None or verb.replay == replays)
+    ]
+
+
+MOVING = (
+    ("1 - 5", "fleet, queue, job, decisions, events"),
+    ("enter", "open: a job's page, a host's jobs, a decision's job"),
+    ("esc", "back: out of a window, a filter, marks, a screen"),
+    ("tab", "the next pane"),
+    ("j k  arrows", "down, up"),
+    ("g G", "first, last"),
+    ("ctrl+d ctrl+u", "a page down, up"),
+    ("ctrl+p", "the command palette"),
+)
+"""Keys that are no verbs, for the help."""
