@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from clusterd.errors import ClusterError
 from clusterd.units import duration
 from tui import rows
-from tui.columns import clock, words
+from tui.columns import clock, decided
 from tui.lines import Line, line, printable
 
 if TYPE_CHECKING:
@@ -86,9 +87,10 @@ class Acting:
                 made.append(line(("held       ", "dim"), f"{printable(name)} has {count} device{'s'[: count != 1]}"))
             made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer["unusable"]]
         made.append(line(""))
-        for decision in reversed(answer["decisions"]):
-            at, kind = clock(decision["at_s"], now_s), words(decision["kind"])
-            made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision['reason'])}"))
+        for decision, times in _runs(list(reversed(answer["decisions"]))):
+            at, kind = clock(decision["at_s"], now_s), decided(decision["kind"])
+            again = f" ({times} times)" if times > 1 else ""
+            made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision['reason'])}", (again, "dim")))
         await self._app.say(f"why {job.name}", made, hang=11)
 
     async def cancel(self) -> None:
@@ -253,6 +255,12 @@ class Acting:
             file.flush()
             with self._app.suspend():
                 _run_pager(file.name)
+
+
+def _runs(decisions: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+    """Neighbours that say the same as one, with their number."""
+    groups = itertools.groupby(decisions, key=lambda decision: (decision["kind"], decision["reason"]))
+    return [(members[0], len(members)) for members in (list(group) for _, group in groups)]
 
 
 def _run_pager(file: str) -> None:

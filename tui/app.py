@@ -193,7 +193,7 @@ class Top(App[None]):
         folded = wrap(line(printable(said)), max(cells - 2, 1))
         banner.styles.height = min(len(folded), 3)
         banner.show(folded)
-        keys, actions = footer(self._current, shared.can_act, self.player is not None)
+        keys, actions = footer(self._current, shared.can_act, self.player is not None, cells)
         screen.query_one("#foot", Bar).show(keys, actions)
         if self.player is not None:
             screen.query_one("#playback", Bar).show([playback_line(self.player, shared.look, cells)])

@@ -164,7 +164,7 @@ class TableBoard(Board, Generic[R]):
         count = len(self.listing.keys)
         hidden = f", {self.listing.hidden} hidden by the filter" if self.listing.hidden else ""
         marked = f", {len(self.table.marked)} marked" if self.table.marked else ""
-        return f"{self.title} ({count}{hidden}{marked})"
+        return f" {self.title} ({count}{hidden}{marked}) "
 
     def tick(self) -> None:
         """Ages grow."""

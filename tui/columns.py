@@ -15,6 +15,9 @@ from tui.look import Look, job_colour
 
 R = TypeVar("R")
 
+NESTED_CELLS = 60
+"""Of a value within a value, in one line; the event's own pane shows all of it."""
+
 SIMULATED_BEFORE_S = 1e8
 """A clock that says 1973 or earlier counts from the start of a simulation."""
 
@@ -92,6 +95,20 @@ def words(kind: str) -> str:
     return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
 
 
+TURNED_DOWN = frozenset({"HoldJob"})
+"""Decisions that say why nothing was done."""
+
+
+def decided(kind: str) -> str:
+    """A kind of decision, in words; holding a job back is turning its wish down."""
+    return "turned down" if kind in TURNED_DOWN else words(kind)
+
+
+def short_plan(plan: str) -> str:
+    """``pp=2,acc=4`` of ``pp=2,accumulation=4``."""
+    return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
+
+
 def ran_s(job: rows.Job, now_s: float) -> float | None:
     """Seconds since its first start, to its end or now."""
     return max((job.ended_s or now_s) - job.started_s, 0.0) if job.started_s else None
@@ -130,7 +147,7 @@ def _devices(job: rows.Job, frame: Frame) -> Line:
 def _plan(job: rows.Job, frame: Frame) -> Line:
     if job.plan is None:
         return ()
-    return _text(job.plan + (" pinned" if job.pinned else ""), "dim" if job.is_over else "")
+    return _text(short_plan(job.plan) + (" pinned" if job.pinned else ""), "dim" if job.is_over else "")
 
 
 _STATES = {
@@ -250,11 +267,8 @@ def _job_name(job: str | None, frame: Frame) -> Line:
 
 def _decided(decision: rows.Decision, frame: Frame) -> Line:
     style = "warn" if decision.kind in TURNED_DOWN else "bad" if decision.kind == "AbortMigration" else "good"
-    return _text("turned down" if decision.kind in TURNED_DOWN else words(decision.kind), style)
+    return _text(decided(decision.kind), style)
 
-
-TURNED_DOWN = frozenset({"HoldJob"})
-"""Decisions that say why nothing was done."""
 
 DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
     Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[0]),
@@ -268,8 +282,12 @@ DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
 
 def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
     """What a filter sees of a decision."""
-    kind = "turned down" if row[1].kind in TURNED_DOWN else words(row[1].kind)
-    return {"decision": kind, "job": row[1].job or "", "host": row[1].host or "", "reason": row[1].reason}
+    return {
+        "decision": decided(row[1].kind),
+        "job": row[1].job or "",
+        "host": row[1].host or "",
+        "reason": row[1].reason,
+    }
 
 
 DECISION_FIELDS = frozenset(("decision", "job", "host", "reason"))
@@ -301,7 +319,7 @@ def _short(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, dict):
         inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if v not in (None, "", (), [], {}, False))
-        return f"({inner})"
+        return f"({inner})" if len(inner) <= NESTED_CELLS else f"({inner[:NESTED_CELLS]}...)"
     if isinstance(value, list | tuple):
         return f"{len(value)} items" if len(value) > 3 else "[" + ", ".join(map(_short, value)) + "]"
     return str(value)

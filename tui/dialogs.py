@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 from rich.text import Text
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -91,16 +92,12 @@ class Confirm(Dialog[str]):
         """The question."""
         return [Static(rich_text(runs)) for runs in self._lines]
 
-    def key_n(self) -> None:
-        """No."""
-        if "n" not in self._keys:
-            self.dismiss(None)
-
-    def on_key(self, event: object) -> None:
-        """One of the keys."""
-        key = getattr(event, "key", "")
-        if key in self._keys:
-            self.dismiss(key)
+    def on_key(self, event: events.Key) -> None:
+        """One of the keys; `n` is no everywhere."""
+        if event.key in self._keys or event.key == "n":
+            event.stop()
+            event.prevent_default()
+            self.dismiss(event.key if event.key in self._keys else None)
 
 
 class Ask(Dialog[str]):

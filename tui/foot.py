@@ -10,14 +10,17 @@ from tui.playback import Player
 from tui.verbs import MOVING, offered
 
 
-def footer(screen: str, can_act: bool, replays: bool) -> tuple[list[Line], dict[str, str]]:
-    """Keys of this screen, and what a click on each does."""
+def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:
+    """Keys of this screen, as many as find room, and what a click on each does."""
     runs: list[tuple[str, str]] = []
     actions: dict[str, str] = {}
     for verb in offered(screen, can_act, replays):
         if screen not in verb.footer:
             continue
         label = f" {verb.short}  "
+        cells -= len(verb.shown) + len(label)
+        if cells < 0:
+            break
         runs += ((verb.shown, "key"), (label, ""))
         actions[verb.shown] = actions[label] = f"verb('{verb.action}')"
     return [((" ", ""), *runs)], actions

@@ -10,13 +10,15 @@ from clusterd.units import duration, size
 from tui import rows
 from tui.braille import Series, chart
 from tui.columns import clock
-from tui.lines import Line, beside, fit, line, printable
+from tui.lines import Line, beside, line, printable, wrap
 from tui.look import Look
 from tui.model import Model, Point
 from tui.view import job_summary
 
 WIDE_CELLS = 110
 CHART_ROWS = 7
+HANG = 4
+"""The indent of what is wrapped."""
 
 
 @dataclass(slots=True)
@@ -73,8 +75,8 @@ def job_page(job: rows.Job, model: Model, known: Known, look: Look, now_s: float
     if not wide:
         return [*left, *right]
     return beside(
-        [fit(one, left_cells, more=look.glyph("more")) for one in left],
-        [fit(one, right_cells, more=look.glyph("more")) for one in right],
+        [piece for one in left for piece in wrap(one, left_cells, HANG)],
+        [piece for one in right for piece in wrap(one, right_cells, HANG)],
         left_cells,
         f" {look.glyph('bar')} ",
     )

@@ -65,7 +65,7 @@ class LogPane(ScrollView, can_focus=True):
         self._window = LogWindow()
         self._job, self.follows, self.said = job, True, ""
         which = "" if attempt is None else f", attempt {attempt}"
-        self.border_title = f"{self._title}: {name}{which}" if job else self._title
+        self.border_title = f" {self._title}: {name}{which} " if job else f" {self._title} "
         self.redraw(force=True)
         if job is not None:
             self._pulling = asyncio.create_task(self._pull(source, job, attempt, rank), name=f"log of {job}")
@@ -74,7 +74,7 @@ class LogPane(ScrollView, can_focus=True):
         """This instead of a log."""
         self.stop()
         self._window, self._job, self.said = LogWindow(), None, text
-        self.border_title = self._title
+        self.border_title = f" {self._title} "
         self.redraw(force=True)
 
     async def _pull(self, source: Streams, job: str, attempt: int | None, rank: int | None) -> None:

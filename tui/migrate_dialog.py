@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.timer import Timer
-from textual.widgets import OptionList
+from textual.widgets import OptionList, Static
 
 from clusterd.errors import ClusterError
 from clusterd.units import duration, size
 from tui import rows
-from tui.columns import compact
+from tui.columns import compact, short_plan
 from tui.context import Context
 from tui.dialogs import Dialog, rich_text
 from tui.job_page import move_lines
@@ -25,19 +25,25 @@ OTHER = "other"
 REST_S = 0.2
 
 
-def plan_line(plan: rows.RankedPlan) -> Line:
-    """A ranked plan in one line: what is predicted of it, or why it cannot be."""
-    step = duration(plan.step_time_s) + "/step" if plan.step_time_s is not None else "not predicted"
+def plan_lines(plans: Sequence[rows.RankedPlan]) -> list[Line]:
+    """Ranked plans, a line each: devices, predicted step time with its uncertainty and against now's, memory."""
+    now = next((plan for plan in plans if plan.current), None)
+    cells = max((len(short_plan(plan.plan)) for plan in plans), default=0)
+    return [_plan_line(plan, now, cells) for plan in plans]
+
+
+def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -> Line:
+    start = f"{short_plan(plan.plan):<{cells}}  on {plan.devices:<3}"
+    if not plan.fits:
+        return line((start, "dim"), (f" does not fit: {printable(plan.why)}", "bad"))
+    if plan.step_time_s is None:
+        return line((start, "bold"), (" not predicted", "dim"))
+    gain = f"{now.step_time_s / plan.step_time_s - 1:+5.0%}" if now and now.step_time_s and plan is not now else "now"
     spread = ""
     if plan.lower_s is not None and plan.upper_s is not None:
-        spread = f" ({duration(plan.lower_s)} to {duration(plan.upper_s)})"
-    memory = f"  {size(plan.device_bytes)} a device" if plan.device_bytes else ""
-    said = "  (its plan now)" if plan.current else ""
-    if not plan.fits:
-        return line(
-            (f"{plan.plan:<26}", "dim"), (f"{plan.devices} devices  does not fit: {printable(plan.why)}", "bad")
-        )
-    return line((f"{plan.plan:<26}", "bold"), f"{plan.devices} devices  {step}", (f"{spread}{memory}{said}", "dim"))
+        spread = f" {duration(plan.lower_s):>6} -{duration(plan.upper_s):>6}"
+    style = "good" if gain.lstrip().startswith("+") else "warn"
+    return line((start, "bold"), f"{duration(plan.step_time_s):>7}", (f" {gain:>5}", style), (spread, "dim"))
 
 
 def cost_lines(preview: dict[str, Any]) -> list[Line]:
@@ -63,23 +69,26 @@ class ChoosePlan(Dialog[str]):
         super().__init__(f"move {job.name}", "enter chooses   esc leaves it where it is")
         self.shared = context
         self._job = job
-        self._plans = [plan for plan in known.rows if not plan.current]
-        self._now = [plan for plan in known.rows if plan.current]
+        lines = plan_lines(known.rows)
+        self._plans = [(plan.plan, shown) for plan, shown in zip(known.rows, lines, strict=True) if not plan.current]
+        self._now = [shown for plan, shown in zip(known.rows, lines, strict=True) if plan.current]
+        self._memory = {plan.plan: plan.device_bytes for plan in known.rows}
         self._known = known.known
         self._resting: Timer | None = None
         self._previews: dict[str, list[Line]] = {}
 
-    def content(self) -> Sequence[OptionList | TextPane]:
+    def content(self) -> Sequence[Static | OptionList | TextPane]:
         """Plans and preview."""
         from textual.widgets.option_list import Option
 
-        options = [Option(rich_text(plan_line(plan)), id=plan.plan) for plan in self._plans]
+        options = [Option(rich_text(shown), id=plan) for plan, shown in self._plans]
         other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER)
         self.list = OptionList(*options, other)
         self.list.styles.max_height = 14
         self.preview = TextPane("preview")
-        self.preview.styles.height = 7
-        return [self.list, self.preview]
+        self.preview.styles.height = 5
+        heading = "plan, devices, predicted step time, speed against now, likely range"
+        return [Static(rich_text(line((heading, "dim")))), self.list, self.preview]
 
     def on_mount(self) -> None:
         """On the best one."""
@@ -100,7 +109,7 @@ class ChoosePlan(Dialog[str]):
         if self._resting is not None:
             self._resting.stop()
         if plan == OTHER:
-            self.preview.show([line((self._known or "as in dp=2,tp=2", "dim")), *map(plan_line, self._now)])
+            self.preview.show([line((self._known or "as in dp=2,tp=2", "dim")), *self._now])
         elif plan in self._previews:
             self.preview.show(self._previews[plan])
         else:
@@ -110,7 +119,9 @@ class ChoosePlan(Dialog[str]):
     async def _ask(self, plan: str) -> None:
         try:
             answer = await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
-            self._previews[plan] = cost_lines(answer)
+            memory = self._memory.get(plan)
+            about = [line(("needs     ", "dim"), f"{size(memory)} on each device")] if memory else []
+            self._previews[plan] = [*cost_lines(answer), *about]
         except ClusterError as refused:
             self._previews[plan] = [line((printable(str(refused)), "warn"))]
         self.preview.show(self._previews[plan])

@@ -66,7 +66,7 @@ class FleetBoard(TableBoard[rows.Host]):
         look, now_s = self.context.look, self.context.clock()
         made = host_summary(host, self.context.model.jobs, look, now_s) if host else []
         self.detail.show([*made, line(""), legend(look)])
-        self.detail.border_title = host.name if host else "host"
+        self.detail.border_title = f" {host.name if host else 'host'} "
 
     def hosts(self) -> list[str]:
         """Marked, or under the cursor."""
@@ -127,7 +127,7 @@ class QueueBoard(TableBoard[rows.Job]):
         job = self.current
         context = self.context
         self.detail.show(job_summary(job, context.model, context.look, context.clock()) if job else [])
-        self.detail.border_title = printable(job.name) if job else "job"
+        self.detail.border_title = f" {printable(job.name) if job else 'job'} "
         wanted = (job.id, bool(job.attempt) or job.is_over) if job else None
         if wanted != self._log_of and self.display:
             self._log_of = wanted
@@ -183,13 +183,13 @@ class JobBoard(Board):
         """The job as it is now; what its row does not hold is asked for when the row says that it changed."""
         job = self.job
         if job is None:
-            self.page.border_title = "job"
+            self.page.border_title = " job "
             self.page.show([line("No job is chosen: go to ", ("2 Queue", "key"), " and press enter on one.")])
             return
         context = self.context
         known = self._known.setdefault(job.id, Known())
         cells = max(self.page.size.width - 1, 20)
-        self.page.border_title = printable(job.name)
+        self.page.border_title = f" {printable(job.name)} "
         self.page.show(job_page(job, context.model, known, context.look, context.clock(), cells))
         state = (job.id, job.state, job.attempt, len(job.migrations), job.migrating is None)
         if state != self._asked and context.source.can_act and self.display:
@@ -299,7 +299,7 @@ class DecisionsBoard(StreamBoard):
         model, now_s = self.context.model, self.context.clock()
         job = model.jobs.get(decision.job or "")
         made = [
-            line((columns.words(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
+            line((columns.decided(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
             line(("why       ", "dim"), printable(decision.reason)),
         ]
         if job is not None:
@@ -314,9 +314,9 @@ class DecisionsBoard(StreamBoard):
         for other in others[:5]:
             named = model.jobs.get(other.job or "")
             about = f" {named.name}" if named else ""
-            made.append(line(("also      ", "dim"), f"{columns.words(other.kind)}{about}: {printable(other.reason)}"))
+            made.append(line(("also      ", "dim"), f"{columns.decided(other.kind)}{about}: {printable(other.reason)}"))
         self.detail.show(made)
-        self.detail.border_title = "decision"
+        self.detail.border_title = " decision "
 
 
 class EventsBoard(StreamBoard):
@@ -345,7 +345,7 @@ class EventsBoard(StreamBoard):
         made = [line((columns.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
         made += [line((f"{name:<9} ", "dim"), printable(str(value))) for name, value in event.fields.items()]
         self.detail.show(made)
-        self.detail.border_title = "event"
+        self.detail.border_title = " event "
 
 
 BOARDS: dict[str, type[Board]] = {

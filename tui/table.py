@@ -72,6 +72,7 @@ class Table(ScrollView, can_focus=True):
         self._stay_on_top = stay_on_top
         self._columns: Sequence[Column[Any]] = ()
         self._laid: list[tuple[Column[Any], int]] = []
+        self._laid_for = 0  # the width; a scrollbar that comes takes some of it without a word
         self._drawn: dict[int, tuple[Any, ...]] = {}
         self.keys: list[str] = []
         self._places: dict[str, int] = {}
@@ -118,6 +119,8 @@ class Table(ScrollView, can_focus=True):
         """Look at the visible rows, and draw those again that look otherwise than before."""
         if not self.is_attached or not self.size.width:
             return
+        if self.size.width != self._laid_for:
+            self._lay_out()
         for y in range(self.size.height):
             content = self._content(y)
             if self._drawn.get(y) != content:
@@ -137,6 +140,7 @@ class Table(ScrollView, can_focus=True):
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
+        self._laid_for = self.size.width
         self._laid = lay_out(self._columns, max(self.size.width - _GUTTER, 1))
         self._drawn.clear()
         self.refresh()
@@ -149,6 +153,8 @@ class Table(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """One line of what is in sight."""
+        if self.size.width != self._laid_for:
+            self._lay_out()
         content = self._content(y)
         self._drawn[y] = content
         base = self.rich_style

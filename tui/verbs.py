@@ -25,6 +25,7 @@ class Verb:
 
 
 VERBS: tuple[Verb, ...] = (
+    Verb("question_mark", "?", "help", "help", "all keys", footer=ALL),
     Verb("w", "w", "why", "why", "why a job is where it is", JOBS, footer=("queue", "job"), replay=False),
     Verb("m", "m", "migrate", "move", "move a job to another plan", JOBS, acts=True, footer=("queue", "job")),
     Verb("c", "c", "cancel", "cancel", "cancel jobs", JOBS, acts=True, footer=("queue", "job")),
@@ -58,7 +59,6 @@ VERBS: tuple[Verb, ...] = (
     Verb("right_square_bracket", "]", "skip_on", "", "a twentieth of the recording forward", replay=True),
     Verb("left_square_bracket", "[", "skip_back", "", "a twentieth of the recording back", replay=True),
     Verb("R", "R", "rewind", "", "to the beginning", replay=True),
-    Verb("question_mark", "?", "help", "help", "all keys", footer=ALL),
     Verb("q", "q", "quit", "quit", "leave; nothing is stopped by that", footer=ALL),
 )  # fmt: skip
 

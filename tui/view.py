@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from clusterd.units import duration, size
 from tui import rows
-from tui.columns import clock, compact, ran_s, waited_s, words
+from tui.columns import clock, compact, decided, ran_s, waited_s
 from tui.fleet import fleet_totals
 from tui.lines import Line, fit, line, printable, width
 from tui.look import Look, job_colour
@@ -40,22 +40,32 @@ class Link:
 
 def header(model: Model, link: Link, now_s: float, look: Look, cells: int, readonly: bool) -> Line:
     """Totals of the cluster at the left, health of the daemon at the right."""
+    right = _health(model, link, now_s, look, readonly)
+    for left in _totals(model, look):
+        if width(left) + width(right) <= cells:
+            return (*fit(left, cells - width(right)), *right)
+    return fit(right, cells, more=look.glyph("more"))
+
+
+def _totals(model: Model, look: Look) -> list[Line]:
+    """Hosts, devices and jobs in figures, from the fullest form to the shortest."""
+    name = (" clusterd ", "bold reverse")
+    if model.number < 0:
+        return [line(name), line("")]
     up, leased, free, devices = fleet_totals(model.hosts)
     counts: dict[str, int] = {}
     for job in model.jobs.values():
         counts[job.shown_state] = counts.get(job.shown_state, 0) + 1
-    left: Line = line((" clusterd ", "bold reverse"), " ")
-    if model.number >= 0:
-        left = (*left, *line(f"hosts {up}/{len(model.hosts)} up  devices {leased}/{devices} leased, {free} free  "))
-        for state in ("running", "moving", "starting", "stopping", "queued", "failed"):
-            if counts.get(state):
-                shape, style = look.shape(state)
-                left = (*left, (f"{shape} {counts[state]} {state}  ", style))
-    right = _health(model, link, now_s, look, readonly)
-    room = cells - width(right)
-    if room < 24:
-        return fit(right, cells, more=look.glyph("more"))
-    return (*fit(left, room, more=look.glyph("more")), *right)
+    shown = [state for state in ("running", "moving", "starting", "stopping", "queued", "failed") if counts.get(state)]
+    jobs = [(f"{look.shape(state)[0]} {counts[state]} {state}  ", look.shape(state)[1]) for state in shown]
+    short = [(f"{look.shape(state)[0]}{counts[state]} ", look.shape(state)[1]) for state in shown]
+    return [
+        line(name, f" hosts {up}/{len(model.hosts)} up  devices {leased}/{devices} leased, {free} free  ", *jobs),
+        line(f" hosts {up}/{len(model.hosts)} up  devices {leased}/{devices}, {free} free  ", *jobs),
+        line(f" hosts {up}/{len(model.hosts)}  devices {leased}/{devices}  ", *jobs),
+        line(f" hosts {up}/{len(model.hosts)}  devices {leased}/{devices}  ", *short),
+        line(" ", *short),
+    ]
 
 
 def _health(model: Model, link: Link, now_s: float, look: Look, readonly: bool) -> Line:
@@ -147,7 +157,7 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.checkpoint:
         made.append(_fact("checkpoint", f"step {job.checkpoint_step} in {printable(job.checkpoint)}"))
     for decision in model.decisions_on(job.id)[-4:]:
-        made.append(_fact(clock(decision.at_s, now_s), words(decision.kind), ": ", printable(decision.reason)))
+        made.append(_fact(clock(decision.at_s, now_s), decided(decision.kind), ": ", printable(decision.reason)))
     return made
 
 
