@@ -34,6 +34,7 @@ _COMMANDS = {
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Why a job is where it is."),
     "top": ("top", "top", "Watch and steer the cluster in this terminal."),
+    "simulate": ("simulate", "simulate", "Run a workload under policies, without machines, and compare."),
     "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),
     "config": ("settings", "config", "Check a configuration or job file."),
 }

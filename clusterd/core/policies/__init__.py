@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from clusterd.core.policies.default import Default
+from clusterd.core.policies.optimus import Optimus
+from clusterd.core.policies.simple import Fifo, Srtf
+from clusterd.core.policies.tiresias import Tiresias
 from clusterd.core.view import Policy
 
-POLICIES: dict[str, type[Policy]] = {"default": Default}
+_BASELINES: dict[str, Callable[[bool], Policy]] = {
+    "fifo": Fifo,
+    "srtf": Srtf,
+    "tiresias": Tiresias,
+    "optimus": Optimus,
+}
+
+POLICIES: dict[str, Callable[[], Policy]] = {"default": Default}
+"""By name; a baseline's name with ``+plans`` gives it the best plan for whatever it allocates."""
+
+
+def _with(make: Callable[[bool], Policy], plans: bool) -> Callable[[], Policy]:
+    return lambda: make(plans)
+
+
+for _name, _make in _BASELINES.items():
+    POLICIES[_name] = _with(_make, False)
+    POLICIES[f"{_name}+plans"] = _with(_make, True)

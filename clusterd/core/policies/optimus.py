@@ -1,0 +1,128 @@
+"""Optimus (Peng et al., EuroSys 2018): marginal gain of remaining time per device, every 600 s.
+
+Every job first gets the least on which it runs; then the device goes where it shortens a job's remaining time most, as
+long as it shortens any (as in the artifacts of Pollux and Sia, where devices are the only resource). The user's plan is
+kept, with more or fewer replicas. Between rounds new jobs start on the least that they run on, if it is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clusterd.core.menu import Choice, Menu
+from clusterd.core.outlook import Estimate
+from clusterd.core.policies.fill import Baseline, Capacity
+from clusterd.core.realise import Want, current
+from clusterd.core.service import likely_steps_left
+from clusterd.core.state import Job
+from clusterd.core.view import View
+
+
+class Rounds(Baseline):
+    """A baseline that changes sizes in rounds only, and in between starts new jobs on what is free."""
+
+    published = Choice.REPLICAS
+
+    def __init__(self, plans: bool = False) -> None:
+        super().__init__(plans)
+        self._round = -1
+        self._sizes: dict[str, Sequence[Estimate]] = {}
+
+    def wants(self, view: View, jobs: list[Job]) -> list[Want]:
+        """As decided in the last round; anew in a new one."""
+        assert self.interval_s is not None
+        number = int((view.now_s + 1e-6) // self.interval_s)
+        capacity = Capacity(view, jobs)
+        if number != self._round:
+            self._round = number
+            self._sizes = {}
+            for job, options in self.divide(view, jobs, capacity):
+                self._sizes[job.id] = options
+            return [Want(j, self._sizes[j.id], self.name) for j in jobs if j.id in self._sizes]
+        wants: list[Want] = []
+        for job in jobs:
+            options = self._sizes.get(job.id, ())
+            if options and (job.attempt is not None or capacity.fits(options)):
+                capacity.take(options[0])
+                wants.append(Want(job, options, self.name))
+        for job in self.order(view, [j for j in jobs if j.id not in self._sizes and j.attempt is None]):
+            menu = self.menu(job, view)
+            assert menu is not None, "only managed jobs are asked"
+            options = self.first(job, menu, capacity)
+            if options:
+                self._sizes[job.id] = options
+                capacity.take(options[0])
+                wants.append(Want(job, options, self.name))
+        return wants
+
+    def order(self, view: View, jobs: list[Job]) -> list[Job]:
+        """In order of arrival."""
+        return sorted(jobs, key=lambda j: (j.submitted_s, len(j.id), j.id))
+
+    def first(self, job: Job, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+        """How a new job starts between rounds."""
+        return capacity.fits(menu.by_speed[menu.counts[0]])
+
+    def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
+        """A new round: who gets what. Takes it from `capacity`."""
+        raise NotImplementedError
+
+
+class Optimus(Rounds):
+    """Marginal gain of remaining time."""
+
+    name = "optimus"
+    interval_s: float | None = 600.0
+
+    def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
+        """The least for each in order of arrival, then the best gain per device."""
+        sizes: dict[str, int] = {}
+        given: dict[str, Job] = {}
+        kinds: dict[str, str] = {}
+        for job in self.order(view, jobs):
+            menu = self.menu(job, view)
+            assert menu is not None
+            some = capacity.fits(menu.by_speed[menu.counts[0]])
+            if some:
+                capacity.take(some[0])
+                sizes[job.id], given[job.id], kinds[job.id] = menu.counts[0], job, some[0].device_type
+        import heapq
+
+        heap: list[tuple[float, str, int]] = []
+
+        def push(job: Job) -> None:
+            menu = self.menu(job, view)
+            assert menu is not None
+            here = menu.sizes[kinds[job.id]]
+            size = sizes[job.id]
+            larger = next((n for n in here if n > size), None)
+            if larger is not None:
+                gain_s = (here[size][0].step_time_s - here[larger][0].step_time_s) * likely_steps_left(job)
+                if gain_s > 0:
+                    heapq.heappush(heap, (-gain_s / (larger - size), job.id, larger))
+
+        for job in given.values():
+            push(job)
+        while heap:
+            _, job_id, larger = heapq.heappop(heap)
+            more = larger - sizes[job_id]
+            if capacity.left.get(kinds[job_id], 0) < more:
+                continue
+            capacity.left[kinds[job_id]] -= more
+            sizes[job_id] = larger
+            push(given[job_id])
+        found: list[tuple[Job, Sequence[Estimate]]] = []
+        for job_id, job in given.items():
+            menu = self.menu(job, view)
+            assert menu is not None
+            found.append((job, menu.sizes[kinds[job_id]][sizes[job_id]]))
+        return found
+
+
+def now_on(job: Job, view: View, menu: Menu) -> Estimate | None:
+    """What of its menu a running job runs as."""
+    if job.attempt is None:
+        return None
+    kind, shape = current(job, view)
+    some = menu.sizes.get(kind, {}).get(sum(shape), ())
+    return next((x for x in some if x.shape == shape), None)

@@ -1,0 +1,35 @@
+"""First come first served, and shortest remaining time first: fixed sizes, one order."""
+
+from __future__ import annotations
+
+from clusterd.core.policies.fill import Baseline, asked_size, step_s
+from clusterd.core.service import likely_steps_left
+from clusterd.core.state import Job
+from clusterd.core.view import View
+
+
+class Fifo(Baseline):
+    """In order of arrival; who does not fit holds up those behind. Nobody is stopped."""
+
+    name = "fifo"
+    strict = True
+
+    def order(self, view: View, jobs: list[Job]) -> list[Job]:
+        """Who runs stays; then in order of arrival."""
+        return sorted(jobs, key=lambda j: (j.attempt is None, j.submitted_s, len(j.id), j.id))
+
+
+class Srtf(Baseline):
+    """Least remaining time first, preemptively, on what each asks for."""
+
+    name = "srtf"
+
+    def order(self, view: View, jobs: list[Job]) -> list[Job]:
+        """By believed remaining time."""
+
+        def left_s(job: Job) -> float:
+            menu = self.menu(job, view)
+            assert menu is not None, "only managed jobs are ordered"
+            return likely_steps_left(job) * step_s(job, menu, asked_size(job, menu))
+
+        return sorted(jobs, key=lambda j: (left_s(j), j.submitted_s, j.id))

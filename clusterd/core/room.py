@@ -1,0 +1,134 @@
+"""Which devices are there to be given, while a pass is thought through: a ledger by host and device type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from clusterd.core.outlook import Estimate
+from clusterd.core.place import Placement
+from clusterd.core.state import Host, Job
+from clusterd.core.view import Free
+from clusterd.types import Device, DeviceId, HostId, RankPlace
+
+
+class Room:
+    """Devices, cores and host memory that may be given; what is taken and put back is the caller's to keep in order."""
+
+    def __init__(self, free: Free) -> None:
+        self.devices: dict[HostId, dict[str, dict[DeviceId, Device]]] = {}
+        self.cores: dict[HostId, int] = {}
+        self.memory_bytes: dict[HostId, int] = {}
+        self.count: dict[str, int] = {}
+        for name, host in free.hosts.items():
+            self.cores[name], self.memory_bytes[name] = host.cores, host.memory_bytes
+            here = self.devices.setdefault(name, {})
+            for device in host.devices:
+                here.setdefault(device.name, {})[device.id] = device
+                self.count[device.name] = self.count.get(device.name, 0) + 1
+
+    @property
+    def total(self) -> int:
+        """Devices of all types."""
+        return sum(self.count.values())
+
+    def put(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+        """These come free; devices of hosts that may not be used stay out."""
+        for device in devices:
+            if device.host in self.devices and not device.foreign:
+                self.devices[device.host].setdefault(device.name, {})[device.id] = device
+                self.count[device.name] = self.count.get(device.name, 0) + 1
+        for name, count in cores.items():
+            if name in self.cores:
+                self.cores[name] += count
+                self.memory_bytes[name] += memory_bytes.get(name, 0)
+
+    def take(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+        """These are given."""
+        for device in devices:
+            here = self.devices.get(device.host, {}).get(device.name, {})
+            if here.pop(device.id, None) is not None:
+                self.count[device.name] -= 1
+        for name, count in cores.items():
+            if name in self.cores:
+                self.cores[name] -= count
+                self.memory_bytes[name] -= memory_bytes.get(name, 0)
+
+    def find(
+        self, job: Job, estimate: Estimate, mine: Mapping[HostId, int] | None = None, own: Iterable[DeviceId] = ()
+    ) -> list[Device] | None:
+        """Devices of this shape, host by host; None where they are not there.
+
+        Takes hosts where the job is already, then those that it leaves fullest, so that whole hosts stay free.
+        """
+        if self.count.get(estimate.device_type, 0) < estimate.devices:
+            return None
+        here = mine or {}
+        admitted = job.spec.resources.hosts
+        each_cores, each_bytes = needs(job, estimate)
+        kept = set(own)
+        found: list[Device] = []
+        used: set[HostId] = set()
+        for count in estimate.shape:
+            best: HostId | None = None
+            best_key: tuple[float, int, str] | None = None
+            for name, types in self.devices.items():
+                free = types.get(estimate.device_type)
+                if free is None or len(free) < count or name in used or (admitted and name not in admitted):
+                    continue
+                if self.cores[name] < count * each_cores or self.memory_bytes[name] < count * each_bytes:
+                    continue
+                key = (-min(here.get(name, 0), count), len(free), name)
+                if best_key is None or key < best_key:
+                    best, best_key = name, key
+            if best is None:
+                return None
+            used.add(best)
+            devices = self.devices[best][estimate.device_type].values()
+            found += sorted(devices, key=lambda d: (d.id not in kept, d.id))[:count]
+        return found
+
+
+def needs(job: Job, estimate: Estimate | None) -> tuple[int, int]:
+    """Cores and bytes of host memory that a job needs beside each device."""
+    wanted = job.spec.resources
+    count = max(wanted.devices, 1)
+    cores = max(-(-wanted.cpus // count), 1)
+    memory_bytes = -(-wanted.memory_bytes // count)
+    if estimate is not None:
+        cores, memory_bytes = max(cores, estimate.cores_per_device), max(memory_bytes, estimate.host_bytes)
+    return cores, memory_bytes
+
+
+def seat(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
+    """Ranks on these devices in this order, and what they book."""
+    each_cores, each_bytes = needs(job, estimate)
+    ranks: list[RankPlace] = []
+    cores: dict[HostId, int] = {}
+    memory_bytes: dict[HostId, int] = {}
+    for number, device in enumerate(devices):
+        ranks.append(RankPlace(rank=number, host=device.host, device=device.id))
+        cores[device.host] = cores.get(device.host, 0) + max(each_cores, len(device.cores))
+        memory_bytes[device.host] = memory_bytes.get(device.host, 0) + each_bytes
+    return Placement(tuple(ranks), cores, memory_bytes)
+
+
+def shape_of(devices: Iterable[Device]) -> tuple[int, ...]:
+    """Devices on each host, most first."""
+    counts: dict[HostId, int] = {}
+    for device in devices:
+        counts[device.host] = counts.get(device.host, 0) + 1
+    return tuple(sorted(counts.values(), reverse=True))
+
+
+def held(hosts: Mapping[HostId, Host], places: Iterable[RankPlace]) -> list[Device]:
+    """The devices of these places, as far as their hosts still report them."""
+    found: list[Device] = []
+    known: dict[HostId, dict[DeviceId, Device]] = {}
+    for place in places:
+        if place.device is None or place.host not in hosts:
+            continue
+        if place.host not in known:
+            known[place.host] = {d.id: d for d in hosts[place.host].devices}
+        if place.device in known[place.host]:
+            found.append(known[place.host][place.device])
+    return found

@@ -1,0 +1,74 @@
+"""Jobs of Rubick's published artifact: name, time, model, devices and plan asked for, steps, guarantee.
+
+A plan is a family of the truth's table (``zero-dp``) or three digits ``PTD`` for pp, tp and dp.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from clusterd.simulate.errors import InputError
+from clusterd.simulate.truth import Truth
+from clusterd.simulate.workload import Arrival, Workload, fit_to
+from plans.plan import Plan
+
+COLUMNS = ("name", "submission_time", "application", "num_gpus", "exec_plan", "steps", "is_sla")
+
+
+def read(path: Path, truth: Truth) -> Workload:
+    """Jobs whose model the truth holds; the others are counted.
+
+    Raises:
+        InputError: the file cannot be read, or a line of it, or nothing of it can be run.
+    """
+    arrivals: list[Arrival] = []
+    wishes: list[str | Plan | None] = []
+    for line, row in rows(path, COLUMNS):
+        try:
+            wish = row["exec_plan"].strip()
+            plan = None
+            if wish.isdigit() and len(wish) == 3:
+                plan = Plan(pp=int(wish[0]), tp=int(wish[1]), dp=int(wish[2]))
+            arrival = Arrival(
+                name=row["name"].strip(),
+                at_s=float(row["submission_time"]),
+                model=row["application"].strip(),
+                steps=int(float(row["steps"])),
+                devices=int(row["num_gpus"]),
+                guaranteed=row["is_sla"].strip() in ("1", "True", "true"),
+                cpus=int(row.get("num_cpus") or 0),
+            )
+            if arrival.steps < 1 or arrival.devices < 1 or not arrival.at_s >= 0:
+                raise ValueError("steps and devices must be at least 1, and the time not negative")
+        except ValueError as error:
+            raise InputError(f"{path}, line {line}: {error}; correct the line or take it out") from None
+        arrivals.append(arrival)
+        wishes.append(plan or wish or None)
+    found = fit_to(arrivals, truth, wishes)
+    if not found.arrivals:
+        raise InputError(
+            f"{path}: none of its models ({', '.join(sorted(found.left_out)) or 'no jobs'}) is in {truth.source}: "
+            "give the truth that belongs to it"
+        )
+    return found
+
+
+def rows(path: Path, columns: tuple[str, ...], delimiter: str = ",") -> list[tuple[int, dict[str, str]]]:
+    """Lines of a CSV file with their numbers.
+
+    Raises:
+        InputError: it cannot be read, or lacks one of the columns.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None
+    reader = csv.DictReader(text.splitlines(), delimiter=delimiter)
+    missing = [c for c in columns if c not in (reader.fieldnames or [])]
+    if missing:
+        raise InputError(f"{path}, line 1: no column {', '.join(missing)}; needed are {', '.join(columns)}")
+    found = [(reader.line_num, {k: v or "" for k, v in row.items() if k is not None}) for row in reader]
+    if not found:
+        raise InputError(f"{path}: no jobs below the header")
+    return found

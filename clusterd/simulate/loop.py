@@ -1,0 +1,476 @@
+"""The virtual clock: events go to the scheduler, its decisions are carried out against the truth.
+
+What the daemon learns from agents, the scheduler learns here from arithmetic. Everything of one instant is one batch,
+as in the daemon. Reports of progress come with each batch and at completion, not step by step.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.outlook import Outlook
+from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import State
+from clusterd.core.view import Policy, Proposal, View
+from clusterd.simulate.cluster import Cluster
+from clusterd.simulate.costs import Costs
+from clusterd.simulate.mixture import truth_of
+from clusterd.simulate.truth import ModelTruth, Truth
+from clusterd.simulate.workload import Arrival, Workload
+from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
+from plans.plan import Plan
+
+OnBatch = Callable[[State, Sequence[e.Event], Sequence[d.Decision]], None]
+
+_OK = RankEnd(reason=Reason.EXIT, exit_code=0)
+_STOPPED = RankEnd(reason=Reason.STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Something that happens to a host."""
+
+    at_s: float
+    host: int  # number, in the order of the cluster
+    kind: str  # "down", "up", "drain", "undrain"
+
+
+@dataclass(slots=True)
+class Run:
+    """A job as it truly goes."""
+
+    arrival: Arrival
+    job: JobId
+    model: ModelTruth
+    done: float = 0.0  # steps
+    saved: float = 0.0  # steps that a fault does not take away
+    rate: float = 0.0  # steps per second; 0: it stands
+    since_s: float = 0.0  # from when on it goes at this rate; may lie ahead
+    version: int = 0  # of the rate: foreseen ends of older ones are void
+    attempt: int = 0
+    devices: int = 0  # held now
+    first_start_s: float | None = None
+    end_s: float | None = None
+    waited_s: float = 0.0  # without devices
+    device_s: float = 0.0
+    moves: int = 0
+    restarts: int = 0
+    refused: str = ""
+
+    def go_to(self, now_s: float) -> None:
+        """Count the steps up to now."""
+        if self.rate > 0 and now_s > self.since_s:
+            self.done = min(self.done + (now_s - self.since_s) * self.rate, float(self.arrival.steps))
+            self.since_s = now_s
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of it."""
+
+    policy: str
+    runs: list[Run]
+    ended_s: float  # the last event
+    started_s: float  # the first arrival
+    device_s: float  # leased, in all
+    devices: int
+    passes: int
+    pass_s: list[float]
+    failed: dict[str, str] = field(default_factory=dict)  # jobs that the scheduler gave up, and why
+    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # devices of each job, at each change
+
+
+class _Timed:
+    """The policy, with the processor time that its answers take."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.name, self.interval_s = policy, policy.name, policy.interval_s
+        self.seconds: list[float] = []
+
+    def propose(self, view: View) -> Proposal:
+        began_s = time.process_time()
+        proposal = self.policy.propose(view)
+        self.seconds.append(time.process_time() - began_s)
+        return proposal
+
+
+class Simulation:
+    """One workload under one policy."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        truth: Truth,
+        outlooks: dict[str, Outlook],
+        policy: Policy,
+        costs: Costs,
+        *,
+        disturbances: Sequence[Disturbance] = (),
+        checkpoint_s: float = 600.0,
+        horizon_s: float = float("inf"),
+        on_batch: OnBatch | None = None,
+        timeline: bool = False,
+    ) -> None:
+        self.cluster, self.workload, self.truth, self.costs = cluster, workload, truth, costs
+        self.outlooks = outlooks
+        self.policy = _Timed(policy)
+        self.scheduler = Scheduler(self.policy)
+        self.checkpoint_s, self.horizon_s = checkpoint_s, horizon_s
+        self.facts: dict[HostId, HostFacts] = cluster.facts()
+        self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
+        self.down: set[HostId] = set()
+        self.runs: dict[JobId, Run] = {}
+        self.now_s = 0.0
+        self._on_batch = on_batch
+        self._timeline = timeline
+        self._heap: list[tuple[float, int, str, Any]] = []
+        self._number = count()
+        self._ids = count(1)
+        self._going: dict[JobId, None] = {}  # with devices
+        self._waiting: dict[JobId, None] = {}
+        self._unfinished = len(workload.arrivals)
+        self._device_s = 0.0
+        self._samples: list[tuple[float, dict[str, int]]] = []
+        self._disturbances = disturbances
+        self._deferred: dict[HostId, list[d.StopAttempt]] = {}
+
+    # --- the clock ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Until every job is over, nothing more can happen, or the horizon."""
+        start_s = self.workload.arrivals[0].at_s
+        self._begin(start_s)
+        for number, arrival in enumerate(self.workload.arrivals, 1):
+            self._at(arrival.at_s, "arrival", (JobId(str(number)), arrival))
+        for one in self._disturbances:
+            self._at(one.at_s, "disturbance", one)
+        end_s = start_s
+        while self._heap and self._unfinished:
+            at_s = self._heap[0][0]
+            if at_s > self.horizon_s:
+                self._advance(self.horizon_s)
+                break
+            self._advance(at_s)
+            events: list[e.Event] = []
+            while self._heap and self._heap[0][0] <= at_s:
+                _, _, kind, what = heapq.heappop(self._heap)
+                events += getattr(self, f"_when_{kind}")(what)
+            if events:
+                self._tell([*self._progress(), *events])
+                end_s = at_s
+        failed = {
+            run.arrival.name: job.reason
+            for run in self.runs.values()
+            if (job := self.scheduler.state.jobs[run.job]).state.is_final and run.end_s is None
+        }
+        return Result(
+            policy=self.policy.name,
+            runs=list(self.runs.values()),
+            ended_s=end_s,
+            started_s=start_s,
+            device_s=self._device_s,
+            devices=self.cluster.devices,
+            passes=len(self.policy.seconds),
+            pass_s=self.policy.seconds,
+            failed=failed,
+            samples=self._samples,
+        )
+
+    def _begin(self, at_s: float) -> None:
+        self.now_s = at_s
+        first: list[e.Event] = [e.DaemonStarted(**self._stamp(), epoch=1)]
+        first += [e.HostAdded(**self._stamp(), host=host) for host in self.facts]
+        first += [e.HostConnected(**self._stamp(), host=host, facts=facts) for host, facts in self.facts.items()]
+        first += [
+            e.SpeedLearned(**self._stamp(), model=model, outlook=outlook, why="trial runs")
+            for model, outlook in self.outlooks.items()
+        ]
+        self._tell(first)
+
+    def _at(self, at_s: float, kind: str, what: Any) -> None:
+        heapq.heappush(self._heap, (max(at_s, self.now_s), next(self._number), kind, what))
+
+    def _stamp(self) -> dict[str, Any]:
+        return {"at_s": self.now_s, "id": e.EventId(next(self._ids))}
+
+    def _advance(self, at_s: float) -> None:
+        """Nothing happens until then: what holds devices keeps them, what waits goes on waiting."""
+        passed_s = at_s - self.now_s
+        if passed_s > 0:
+            for job in self._going:
+                run = self.runs[job]
+                run.device_s += passed_s * run.devices
+            for job in self._waiting:
+                self.runs[job].waited_s += passed_s
+            self._device_s += passed_s * len(self.scheduler.state.leases)
+            self.now_s = at_s
+
+    def _progress(self) -> list[e.Event]:
+        events: list[e.Event] = []
+        for job in self._going:
+            run = self.runs[job]
+            run.go_to(self.now_s)
+            if run.rate > 0 and run.done > 0:
+                events.append(
+                    e.AttemptProgressed(
+                        **self._stamp(),
+                        job=job,
+                        attempt=run.attempt,
+                        step=int(run.done + 1e-6),
+                        loss=None,
+                        step_time_s=1.0 / run.rate,
+                    )
+                )
+        return events
+
+    def _tell(self, events: list[e.Event]) -> None:
+        decided = self.scheduler.handle(*events)
+        for decision in decided:
+            carry_out = getattr(self, f"_do_{type(decision).__name__}", None)
+            if carry_out is not None:
+                carry_out(decision)
+        if self._on_batch is not None:
+            self._on_batch(self.scheduler.state, events, decided)
+        if self._timeline:
+            now = {str(self.runs[job].arrival.name): self.runs[job].devices for job in self._going}
+            if not self._samples or self._samples[-1][1] != now:
+                self._samples.append((self.now_s, now))
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def _when_arrival(self, what: tuple[JobId, Arrival]) -> list[e.Event]:
+        job, arrival = what
+        model = self.truth.models[arrival.model]
+        self.runs[job] = Run(arrival, job, model)
+        self._waiting[job] = None
+        spec = JobSpec(
+            name=arrival.name,
+            kind=JobKind.ELASTIC,
+            command=("simulated",),
+            resources=Resources(devices=arrival.devices, kind="cuda", cpus=arrival.cpus, plan=arrival.plan),
+            priority=arrival.priority,
+            guaranteed=arrival.guaranteed,
+            tenant=arrival.tenant,
+            user=arrival.tenant,
+        )
+        shape = {
+            "parameters": [],
+            "layers": [],
+            "samples": model.global_batch,
+            "global_batch": model.global_batch,
+            "steps": arrival.steps if arrival.predictable else 0,
+        }
+        return [
+            e.JobSubmitted(**self._stamp(), job=job, spec=spec),
+            e.ModelDescribed(**self._stamp(), job=job, shape=shape, model=arrival.model),
+        ]
+
+    def _when_launched(self, what: d.LaunchAttempt) -> list[e.Event]:
+        if any(host in self.down for host in what.hosts):
+            return []
+        return [e.AttemptLaunched(**self._stamp(), job=what.job, attempt=what.attempt, generation=what.generation)]
+
+    def _when_done(self, what: tuple[JobId, int]) -> list[e.Event]:
+        job, version = what
+        run = self.runs[job]
+        attempt = self.scheduler.state.jobs[job].attempt
+        if run.version != version or attempt is None:
+            return []
+        run.go_to(self.now_s)
+        run.done, run.end_s, run.rate = float(run.arrival.steps), self.now_s, 0.0
+        run.version += 1
+        return [
+            e.RankExited(
+                **self._stamp(),
+                job=job,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                host=rank.place.host,
+                rank=number,
+                end=_OK,
+            )
+            for number, rank in attempt.ranks.items()
+        ]
+
+    def _when_stopped(self, what: d.StopAttempt) -> list[e.Event]:
+        run = self.runs[what.job]
+        events: list[e.Event] = []
+        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
+        ends: tuple[RankReport, ...] = ()
+        if attempt is not None and run.end_s is None:
+            here = [n for n, rank in attempt.ranks.items() if rank.place.host == what.host and rank.end is None]
+            ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
+            if attempt.outcome is not None and attempt.outcome.value == "preempted" and run.done > run.saved:
+                run.saved = run.done
+                events.append(
+                    e.CheckpointTaken(
+                        **self._stamp(), job=what.job, attempt=what.attempt, step=int(run.done), path="simulated"
+                    )
+                )
+        events.append(
+            e.AttemptStopped(
+                **self._stamp(),
+                job=what.job,
+                attempt=what.attempt,
+                generation=what.generation,
+                host=what.host,
+                ranks=ends,
+            )
+        )
+        return events
+
+    def _when_verified(self, what: d.StartMigration) -> list[e.Event]:
+        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
+        moving = attempt.migration if attempt is not None else None
+        if moving is None or moving.generation != what.new_generation:
+            return []
+        run = self.runs[what.job]
+        run.go_to(self.now_s)
+        run.rate, run.version = 0.0, run.version + 1
+        return [
+            e.MigrationVerified(
+                **self._stamp(),
+                job=what.job,
+                attempt=what.attempt,
+                generation=what.new_generation,
+                step=int(run.done),
+                network_bytes=0,
+                local_bytes=0,
+            )
+        ]
+
+    def _when_moved(self, what: tuple[d.StartMigration, float]) -> list[e.Event]:
+        start, downtime_s = what
+        attempt = self.scheduler.state.attempt(start.job, start.attempt, start.new_generation)
+        if attempt is None or not attempt.resuming:
+            return []
+        return [
+            e.MigrationFinished(
+                **self._stamp(),
+                job=start.job,
+                attempt=start.attempt,
+                generation=start.new_generation,
+                downtime_s=downtime_s,
+            )
+        ]
+
+    def _when_timer(self, what: tuple[str, float]) -> list[e.Event]:
+        timer, at_s = what
+        if self.scheduler.state.timers.get(timer) != at_s:
+            return []
+        return [e.TimerFired(**self._stamp(), timer=timer)]
+
+    def _when_disturbance(self, what: Disturbance) -> list[e.Event]:
+        host = list(self.facts)[what.host]
+        if what.kind == "drain":
+            return [e.HostDrained(**self._stamp(), host=host, by="simulation")]
+        if what.kind == "undrain":
+            return [e.HostUndrained(**self._stamp(), host=host)]
+        if what.kind == "down":
+            self.down.add(host)
+            for attempt in self.scheduler.state.attempts_on(host):
+                self._fall_back(self.runs[attempt.job])
+            return [e.HostDisconnected(**self._stamp(), host=host, why="fault")]
+        self.down.discard(host)
+        # Rebooted: nothing of ours runs there any more.
+        events: list[e.Event] = [e.HostConnected(**self._stamp(), host=host, facts=self.facts[host])]
+        for stop in self._deferred.pop(host, []):
+            events += self._when_stopped(stop)
+        return events
+
+    def _fall_back(self, run: Run) -> None:
+        """A fault: the steps since the last snapshot are lost, and nothing goes on until the job runs again."""
+        run.go_to(self.now_s)
+        if run.rate > 0:
+            every = max(self.checkpoint_s * run.rate, 1e-9)
+            run.done = max(run.saved, run.done - (run.done - run.saved) % every)
+            run.saved = run.done
+        run.rate, run.version = 0.0, run.version + 1
+
+    # --- what is decided ----------------------------------------------------------------------------------------------
+
+    def _do_LaunchAttempt(self, decision: d.LaunchAttempt) -> None:  # noqa: N802 - named for the decision
+        run = self.runs[decision.job]
+        self._waiting.pop(decision.job, None)
+        self._going[decision.job] = None
+        delay_s = self.costs.start_s if decision.attempt == 1 else self.costs.restart_s
+        run.restarts += decision.attempt > 1
+        run.first_start_s = self.now_s if run.first_start_s is None else run.first_start_s
+        run.attempt, run.devices = decision.attempt, len(decision.ranks)
+        self._at(self.now_s, "launched", decision)
+        assert decision.plan is not None
+        self._go(run, decision.plan, decision.ranks, self.now_s + delay_s)
+
+    def _do_StopAttempt(self, decision: d.StopAttempt) -> None:  # noqa: N802
+        run = self.runs[decision.job]
+        job = self.scheduler.state.jobs[decision.job]
+        attempt = job.attempt
+        if attempt is not None and attempt.generation == decision.generation and run.end_s is None:
+            if attempt.outcome is not None and attempt.outcome.value != "preempted":
+                self._fall_back(run)
+            run.go_to(self.now_s)
+            run.rate, run.version = 0.0, run.version + 1
+        if decision.host in self.down:
+            self._deferred.setdefault(decision.host, []).append(decision)
+        else:
+            self._at(self.now_s, "stopped", decision)
+
+    def _do_RequeueJob(self, decision: d.RequeueJob) -> None:  # noqa: N802
+        self._going.pop(decision.job, None)
+        self._waiting[decision.job] = None
+        self.runs[decision.job].devices = 0
+
+    def _do_EndJob(self, decision: d.EndJob) -> None:  # noqa: N802
+        self._going.pop(decision.job, None)
+        self._waiting.pop(decision.job, None)
+        self._unfinished -= 1
+        run = self.runs[decision.job]
+        run.devices = 0
+        if run.end_s is None:
+            run.refused = decision.reason
+
+    def _do_StartMigration(self, decision: d.StartMigration) -> None:  # noqa: N802
+        run = self.runs[decision.job]
+        hosts = len({place.host for place in decision.new_ranks})
+        old_hosts = len({place.host for place in decision.ranks})
+        prepare_s, downtime_s = self.costs.of_move(run.model.parameters, hosts, old_hosts)
+        run.moves += 1
+        run.devices = max(run.devices, len(decision.new_ranks))
+        self._at(self.now_s + prepare_s, "verified", decision)
+        self._at(self.now_s + prepare_s + downtime_s, "moved", (decision, downtime_s))
+
+    def _do_ResumeAttempt(self, decision: d.ResumeAttempt) -> None:  # noqa: N802
+        run = self.runs[decision.job]
+        attempt = self.scheduler.state.jobs[decision.job].attempt
+        assert attempt is not None and attempt.plan is not None
+        places = [rank.place for _, rank in sorted(attempt.ranks.items())]
+        hosts = len({place.host for place in places})
+        old_hosts = len(set(attempt.past[max(attempt.past)].values()))
+        _, downtime_s = self.costs.of_move(run.model.parameters, hosts, old_hosts)
+        run.devices = len(places)
+        self._go(run, attempt.plan, places, self.now_s + downtime_s)
+
+    def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802
+        self._at(decision.at_s, "timer", (decision.timer, decision.at_s))
+
+    def _go(self, run: Run, plan: Plan, places: Sequence[RankPlace], from_s: float) -> None:
+        """The job goes on under this plan on these devices."""
+        by_host: dict[HostId, list[str]] = {}
+        for place in places:
+            assert place.device is not None
+            by_host.setdefault(place.host, []).append(self.types[place.device])
+        step_time_s = truth_of(run.model, plan, list(by_host.values()))
+        if step_time_s is None:
+            shape = [len(kinds) for kinds in by_host.values()]
+            raise AssertionError(f"{run.arrival.name}: {plan} on {shape} was not on offer, and was chosen")
+        run.rate, run.since_s, run.version = 1.0 / step_time_s, from_s, run.version + 1
+        left_s = (run.arrival.steps - run.done) * step_time_s
+        self._at(from_s + left_s, "done", (run.job, run.version))

@@ -1,0 +1,36 @@
+"""Step times on mixed device types, from those on each type alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from clusterd.simulate.truth import ModelTruth
+from plans.plan import Plan
+
+
+def truth_of(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> float | None:
+    """Seconds per step with these device types on each host; None: it is not known to run there.
+
+    On mixed types every replica lies on one type and takes a share of the batch; the slowest sets the pace. A replica's
+    speed is that of the same plan on the same shape, were all of its type: so the traffic between replicas counts
+    once, at the pace of the slower type.
+    """
+    kinds = sorted({kind for some in hosts for kind in some})
+    shape = [len(some) for some in hosts]
+    if len(kinds) == 1:
+        return model.step_time_s(replace(plan, shares=()), kinds[0], shape)
+    shares = plan.batch_shares(model.global_batch)
+    even = model.global_batch / plan.dp
+    per_replica = plan.ranks // plan.dp
+    ranks = [kind for some in hosts for kind in some]
+    worst = 0.0
+    for replica, share in enumerate(shares):
+        mine = {ranks[plan.rank_of(stage, replica, shard)] for stage in range(plan.pp) for shard in range(plan.tp)}
+        if len(mine) != 1 or per_replica * plan.dp != len(ranks):
+            return None
+        alone = model.step_time_s(replace(plan, shares=()), mine.pop(), shape)
+        if alone is None:
+            return None
+        worst = max(worst, alone * share / even)
+    return worst

@@ -1,0 +1,59 @@
+"""A simulated run as rows, one JSON object a line: the terminal UI plays it as it plays a cluster's past."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from clusterd.core.decisions import Decision
+from clusterd.core.events import AttemptProgressed, Event
+from clusterd.core.state import State
+from clusterd.errors import ClusterError
+from clusterd.projection import change_row, host_row, job_row
+
+
+class Recording:
+    """Writes the first batch as a snapshot, and each later one as a change."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ClusterError: the file cannot be written."""
+        self._path = path
+        self._number = 0
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"--record {path}: cannot be written ({error.strerror}); name another file") from None
+
+    def batch(self, state: State, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
+        """One handled batch."""
+        if self._number == 0:
+            snapshot = {
+                "status": {"at_s": events[-1].at_s, "epoch": state.epoch, "simulated": True},
+                "jobs": [job_row(job) for job in state.jobs.values()],
+                "hosts": [host_row(state, host) for host in state.hosts.values()],
+            }
+            self._write({"snapshot": snapshot, "number": 0})
+        else:
+            row = change_row(state, self._number, events, decisions)
+            # How far each job is stands in the jobs' rows; as events they would be most of the file.
+            row["events"] = [
+                shown
+                for shown, event in zip(row["events"], events, strict=True)
+                if not isinstance(event, AttemptProgressed)
+            ]
+            self._write(row)
+        self._number += 1
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row, separators=(",", ":"), default=str) + "\n")
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

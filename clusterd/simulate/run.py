@@ -1,0 +1,168 @@
+"""One workload under several policies, side by side in processes of their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from typing import Any
+
+from clusterd.core.outlook import Outlook
+from clusterd.core.policies import POLICIES
+from clusterd.errors import UsageError
+from clusterd.simulate.cluster import Cluster
+from clusterd.simulate.costs import Costs
+from clusterd.simulate.loop import Disturbance, OnBatch, Result, Simulation
+from clusterd.simulate.metrics import figures
+from clusterd.simulate.truth import Truth, learned, oracle
+from clusterd.simulate.workload import Workload
+
+RESTART_S = 78.0
+"""What a restart from a checkpoint costs: Rubick's average reconfiguration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Everything but the policy."""
+
+    cluster: Cluster
+    workload: Workload
+    truth: Truth
+    outlooks: dict[str, Outlook]
+    move_s: float | None = RESTART_S  # of every policy; None: measured for ours, a restart for those that restart
+    start_s: float = 0.0
+    disturbances: tuple[Disturbance, ...] = ()
+    checkpoint_s: float = 600.0
+    horizon_s: float = float("inf")
+    timeline: bool = False
+
+    def costs(self, policy: str) -> Costs:
+        """Of this policy's moves; preempted jobs start again from a checkpoint, whoever stops them."""
+        move_s = self.move_s if self.move_s is not None else (None if migrates(policy) else RESTART_S)
+        restart_s = self.move_s if self.move_s is not None else RESTART_S
+        return Costs(move_s=move_s, start_s=self.start_s, restart_s=restart_s)
+
+
+def migrates(policy: str) -> bool:
+    """Whether the system of this name moves live state; the published ones stop and start again."""
+    return policy.partition("+")[0] == "default"
+
+
+def check_policies(names: Sequence[str]) -> None:
+    """All are known.
+
+    Raises:
+        UsageError: one is not.
+    """
+    for name in names:
+        if name not in POLICIES:
+            raise UsageError(f"--policy {name}: there is none of that name; there are {', '.join(POLICIES)}")
+
+
+def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> Result:
+    """One run."""
+    return Simulation(
+        setting.cluster,
+        setting.workload,
+        setting.truth,
+        setting.outlooks,
+        POLICIES[policy](),
+        setting.costs(policy),
+        disturbances=setting.disturbances,
+        checkpoint_s=setting.checkpoint_s,
+        horizon_s=setting.horizon_s,
+        on_batch=on_batch,
+        timeline=setting.timeline,
+    ).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is kept of a run."""
+
+    policy: str
+    figures: dict[str, Any]
+    completion_s: tuple[float, ...]  # of each job, in the order of arrival
+    samples: tuple[tuple[float, dict[str, int]], ...]
+
+
+def outcome(setting: Setting, policy: str) -> Outcome:
+    """One run, as figures."""
+    result = simulate(setting, policy)
+    end_s = result.ended_s
+    times = tuple((r.end_s if r.end_s is not None else end_s) - r.arrival.at_s for r in result.runs)
+    return Outcome(policy, figures(result), times, tuple(result.samples))
+
+
+def side_by_side(
+    setting: Setting, policies: Sequence[str], processes: int | None, on_done: Callable[[str], None]
+) -> dict[str, Outcome]:
+    """All policies, in the order named; `on_done` is told each that is over."""
+    count = min(processes or os.cpu_count() or 1, len(policies))
+    if count <= 1:
+        found = {}
+        for name in policies:
+            found[name] = outcome(setting, name)
+            on_done(name)
+        return found
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = {pool.submit(outcome, setting, name): name for name in policies}
+        done: dict[str, Outcome] = {}
+        for future in as_completed(waiting):
+            done[waiting[future]] = future.result()
+            on_done(waiting[future])
+    return {name: done[name] for name in policies}
+
+
+def believe(truth: Truth, is_oracle: bool, seed: int, models: Sequence[str]) -> dict[str, Outlook]:
+    """What policies are told of each model."""
+    return {
+        name: oracle(truth.models[name]) if is_oracle else learned(truth.models[name], seed)
+        for name in dict.fromkeys(models)
+    }
+
+
+def faults(cluster: Cluster, per_host_day: float, repair_s: float, span_s: float, seed: int) -> list[Disturbance]:
+    """Hosts go down at random times (exponential gaps) and come back after the repair."""
+    random_ = random.Random(f"faults {seed}")
+    found: list[Disturbance] = []
+    hosts = sum(g.hosts for g in cluster.groups)
+    for host in range(hosts):
+        at_s = random_.expovariate(per_host_day / 86400.0)
+        while at_s < span_s:
+            found += [Disturbance(at_s, host, "down"), Disturbance(at_s + repair_s, host, "up")]
+            at_s += repair_s + random_.expovariate(per_host_day / 86400.0)
+    return sorted(found, key=lambda d: d.at_s)
+
+
+def drains(cluster: Cluster, texts: Sequence[str]) -> list[Disturbance]:
+    """``HOST@START-END`` in seconds, HOST by number.
+
+    Raises:
+        UsageError: one is none of that.
+    """
+    hosts = sum(g.hosts for g in cluster.groups)
+    found: list[Disturbance] = []
+    for text in texts:
+        try:
+            host, _, span = text.partition("@")
+            start, _, end = span.partition("-")
+            if not 0 <= int(host) < hosts:
+                raise ValueError
+            found += [
+                Disturbance(float(start), int(host), "drain"),
+                Disturbance(float(end), int(host), "undrain"),
+            ]
+        except ValueError:
+            raise UsageError(
+                f"--drain {text}: write HOST@START-END with a host from 0 to {hosts - 1} and seconds, as in 3@3600-7200"
+            ) from None
+    return sorted(found, key=lambda d: d.at_s)
+
+
+def over(setting: Setting, **changes: Any) -> Setting:
+    """The same with these changes."""
+    return replace(setting, **changes)

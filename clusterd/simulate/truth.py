@@ -1,0 +1,168 @@
+"""How fast jobs truly run: step times by model, plan, device type and shape of allocation.
+
+Progress follows the truth. What it does not hold cannot be run, and is offered to no policy.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.simulate.errors import InputError
+from plans.plan import Plan
+from profiling.coefficients import Prior
+from profiling.evaluate import Method, profile
+from profiling.fit import DEFAULT_FIT
+from profiling.table import Measured, TableError, read_table
+
+Key = tuple[Plan, str, Shape]
+
+TRIALS = 7
+"""Runs from which a model's speed is learned, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTruth:
+    """One model: its step times, and what a policy may be told of it."""
+
+    name: str
+    global_batch: int
+    step_times_s: Mapping[Key, float]
+    parameters: int = 0
+    families: Mapping[str, tuple[Key, ...]] = field(default_factory=dict)  # as the table's author groups plans
+    rows: Mapping[str, tuple[Measured, ...]] = field(default_factory=dict)  # by device type: what trials pick from
+    known: Mapping[Key, float] | None = None  # what policies see of it, where that is not the truth
+
+    def step_time_s(self, plan: Plan, device_type: str, shape: Iterable[int]) -> float | None:
+        """Seconds per step there; None: it is not known to run there."""
+        return self.step_times_s.get((plan, device_type, tuple(sorted(shape, reverse=True))))
+
+    def best(self, devices: int, device_type: str | None = None) -> tuple[Key, float] | None:
+        """The fastest way to run on so many devices."""
+        some = [
+            (key, time)
+            for key, time in self.step_times_s.items()
+            if sum(key[2]) == devices and device_type in (None, key[1])
+        ]
+        return min(some, key=lambda item: (item[1], len(item[0][2])), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """All models."""
+
+    models: Mapping[str, ModelTruth]
+    source: str = ""
+
+    def on(self, sizes: Mapping[str, Sequence[int]]) -> Truth:
+        """Only what can be placed on hosts with so many devices, by device type."""
+        kept: dict[str, ModelTruth] = {}
+        hosts = {kind: sorted(counts, reverse=True) for kind, counts in sizes.items()}
+
+        def holds(kind: str, shape: Shape) -> bool:
+            some = hosts.get(kind, [])
+            return len(shape) <= len(some) and all(n <= m for n, m in zip(shape, some, strict=False))
+
+        for name, model in self.models.items():
+            times = {k: t for k, t in model.step_times_s.items() if holds(k[1], k[2])}
+            if times:
+                families = {f: tuple(k for k in keys if k in times) for f, keys in model.families.items()}
+                kept[name] = ModelTruth(
+                    name, model.global_batch, times, model.parameters, families, model.rows, model.known
+                )
+        return Truth(kept, self.source)
+
+
+def read_truth(path: Path, device_type: str) -> Truth:
+    """A table of measured step times (`profiling.table`), with an optional column `device_type`.
+
+    Args:
+        device_type: of rows that name none.
+    Raises:
+        InputError: it cannot be read, with file, line and column.
+    """
+    try:
+        table = read_table(path)
+    except TableError as error:
+        raise InputError(str(error)) from None
+    types = _types_by_line(path)
+    models: dict[str, ModelTruth] = {}
+    for name, rows in table.items():
+        found: dict[Key, list[float]] = {}
+        families: dict[str, dict[Key, None]] = {}
+        by_type: dict[str, list[Measured]] = {}
+        for one in rows:
+            kind = types.get(one.line) or device_type
+            counts = tuple(sorted(one.row.allocation.counts, reverse=True))
+            key = (one.row.plan, kind, counts)
+            found.setdefault(key, []).append(one.step_time_s)
+            families.setdefault(one.family, {})[key] = None
+            by_type.setdefault(kind, []).append(one)
+        workload = rows[0].row.workload
+        models[name] = ModelTruth(
+            name=name,
+            global_batch=workload.global_batch,
+            # Several measurements of one plan on one shape: none of them is the true one.
+            step_times_s={key: statistics.median(times) for key, times in found.items()},
+            parameters=workload.parameters,
+            families={family: tuple(keys) for family, keys in families.items()},
+            rows={kind: tuple(some) for kind, some in by_type.items()},
+        )
+    return Truth(models, str(path))
+
+
+def _types_by_line(path: Path) -> dict[int, str]:
+    reader = csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines())
+    if "device_type" not in (reader.fieldnames or []):
+        return {}
+    found: dict[int, str] = {}
+    for row in reader:
+        found[reader.line_num] = (row.get("device_type") or "").strip()
+    return found
+
+
+def oracle(model: ModelTruth) -> Outlook:
+    """The truth itself as what is believed."""
+    known = model.known if model.known is not None else model.step_times_s
+    estimates = tuple(
+        Estimate(plan=plan, device_type=kind, shape=shape, step_time_s=t, lower_s=t, upper_s=t)
+        for (plan, kind, shape), t in known.items()
+    )
+    return Outlook(estimates, model.global_batch, measured=len(estimates))
+
+
+def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> Outlook:
+    """What the performance model predicts of every row after at most `trials` of them were run.
+
+    A table that says more than single step times (`known`), or has no rows to pick trials from, is taken as it is.
+    """
+    if model.known is not None or not model.rows:
+        return oracle(model)
+    estimates: dict[Key, Estimate] = {}
+    measured = 0
+    for kind, rows in model.rows.items():
+        usable = [one for one in rows if _key(one, kind) in model.step_times_s]
+        if not usable:
+            continue
+        outcome = profile(usable, Method(Prior.typical(), DEFAULT_FIT), trials, seed)
+        low, high = outcome.prediction.interval(0.9)
+        measured += len(outcome.chosen)
+        for index, one in enumerate(usable):
+            plan, _, shape = key = _key(one, kind)
+            estimates[key] = Estimate(
+                plan=plan,
+                device_type=kind,
+                shape=shape,
+                step_time_s=float(outcome.prediction.median_s[index]),
+                lower_s=float(low[index]),
+                upper_s=float(high[index]),
+            )
+    return Outlook(tuple(estimates.values()), model.global_batch, measured)
+
+
+def _key(one: Measured, kind: str) -> Key:
+    return one.row.plan, kind, tuple(sorted(one.row.allocation.counts, reverse=True))
