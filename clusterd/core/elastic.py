@@ -208,7 +208,9 @@ def _movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
         return None
     if forced:
         return attempt
-    if job.pinned or (last is not None and view.now_s - (last.ended_s or last.started_s) < SETTLE_S):
+    # Trials follow one another; who needs the job's devices does not wait for the last of them.
+    settling = last is not None and view.now_s - (last.ended_s or last.started_s) < SETTLE_S and not job.being_tried
+    if job.pinned or settling:
         return None
     left = (job.shape or {}).get("steps", 0) - job.step
     return attempt if left * (job.step_time_s or 0.0) >= WORTH_MOVING_S else None

@@ -105,8 +105,12 @@ class OnTrials(OnMigrations):
         if not job.being_tried:
             return False
         attempt = job.attempt
-        hosts = [self.state.hosts[h] for h in attempt.hosts if h in self.state.hosts] if attempt else []
-        if any(host.drained is not None for host in hosts):
-            self._give_up_trial(job, "its host is drained")
+        if attempt is None:
             return False
-        return True
+        hosts = [self.state.hosts[h] for h in attempt.hosts if h in self.state.hosts]
+        is_wanted = any(host.drained is not None for host in hosts)
+        makes_room = len(move.ranks) < len({*attempt.devices, *attempt.kept})
+        if attempt.migration is not None or not (is_wanted or makes_room):
+            return True
+        self._give_up_trial(job, move.reason)
+        return False
