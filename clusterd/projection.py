@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from clusterd.core import trials
 from clusterd.core.classify import is_predictable
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
@@ -19,7 +20,7 @@ from clusterd.types import AttemptState, HostId, JobId
 Row = dict[str, Any]
 
 
-def job_row(job: Job) -> Row:
+def job_row(job: Job, state: State) -> Row:
     """One line of `clusterd ls`."""
     last = job.attempts[-1] if job.attempts else None
     running = job.attempt
@@ -45,6 +46,9 @@ def job_row(job: Job) -> Row:
         "first_loss": job.first_loss,
         "loss": job.loss,
         "step_time_s": job.step_time_s,
+        "predicted_step_time_s": predicted_step_time_s(job, state),
+        "profiling": job.being_tried,
+        "trials": len(job.trials),
         "predictable": is_predictable(job),
         "submitted_s": job.submitted_s,
         "started_s": job.started_s,
@@ -56,6 +60,18 @@ def job_row(job: Job) -> Row:
         "migrating": migration_row(running.migration) if running and running.migration else None,
         "migrations": [migration_row(m) for m in job.migrations],
     }
+
+
+def predicted_step_time_s(job: Job, state: State) -> float | None:
+    """What the performance model says of the plan that the job runs under, where it runs; None: it says nothing."""
+    attempt, outlook = job.attempt, state.outlooks.get(job.model)
+    if attempt is None or attempt.plan is None or outlook is None:
+        return None
+    devices = trials.held(attempt, state)[: len(attempt.ranks)]
+    if len({device.name for device in devices}) != 1:
+        return None
+    found = outlook.of(attempt.plan, devices[0].name, trials.shape_of(devices))
+    return found.step_time_s if found is not None else None
 
 
 def migration_row(migration: Migration) -> Row:
@@ -169,7 +185,7 @@ def change_row(
         "at_s": events[-1].at_s if events else 0.0,
         "events": [event_row(event) for event in events],
         "decisions": [decision_row(decision) for decision in decisions],
-        "jobs": [job_row(state.jobs[job]) for job in jobs if job in state.jobs],
+        "jobs": [job_row(state.jobs[job], state) for job in jobs if job in state.jobs],
         "hosts": [host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts],
         "gone": [host for host in hosts if host not in state.hosts],
     }

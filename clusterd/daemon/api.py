@@ -211,7 +211,7 @@ class Api:
 
     async def jobs(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
         """Rows of jobs: those that are not over, and on request the others."""
-        return [projection.job_row(j) for j in self._state.jobs.values() if all or not j.state.is_final]
+        return [projection.job_row(j, self._state) for j in self._state.jobs.values() if all or not j.state.is_final]
 
     async def job(self, peer: Peer, job: str) -> dict[str, Any]:
         """Everything about one job."""
@@ -221,7 +221,7 @@ class Api:
             if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
                 spec["env"][name] = "***"  # meant for [secrets]; not shown to everybody either way
         return {
-            **projection.job_row(known),
+            **projection.job_row(known, self._state),
             "spec": spec,
             "shape": known.shape,
             "attempts": [projection.attempt_row(a) for a in known.attempts],
@@ -231,7 +231,7 @@ class Api:
     async def why(self, peer: Peer, job: str) -> dict[str, Any]:
         """Why a job is where it is: the reason, who stands before it, and what was decided before."""
         known = admission.find_job(self._state, job)
-        row = projection.job_row(known)
+        row = projection.job_row(known, self._state)
         ahead = []
         if known.id in self._state.queue:
             mine = (-known.priority, known.submitted_s)
@@ -278,7 +278,7 @@ class Api:
         if known.state.is_final:
             raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value} already")
         await self._engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known)
+        return projection.job_row(known, self._state)
 
     async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
         """Change a job's priority."""
@@ -287,7 +287,7 @@ class Api:
         if not isinstance(priority, int):
             raise UsageError(f"priority is {priority!r}; it must be a whole number")
         await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
-        return projection.job_row(known)
+        return projection.job_row(known, self._state)
 
     async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
         """The training steps of an attempt, as its rank 0 wrote them."""
@@ -369,7 +369,7 @@ class Api:
         known = admission.find_job(self._state, job)
         admission.may_act_on(known, peer.user, peer.is_operator)
         await self._engine.post(e.JobUnpinned(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known)
+        return projection.job_row(known, self._state)
 
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
         """The job's row whenever it changes, until it is over."""
@@ -377,7 +377,7 @@ class Api:
         last = None
         while True:
             number = self._feed.number
-            row = projection.job_row(known)
+            row = projection.job_row(known, self._state)
             if row != last:
                 yield row
                 last = row
