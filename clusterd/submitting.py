@@ -42,16 +42,17 @@ def prepare(
     if snapshot and spec.workdir is not None:
         limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
         packed = pack(Path(spec.workdir), limit)
-        if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
-            say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
-            offset = 0
-            while True:
-                data = packed.archive.read(CHUNK_BYTES)
-                last = offset + len(data) >= packed.size_bytes
-                cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
-                offset += len(data)
-                if last:
-                    break
+        with packed.archive:
+            if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
+                say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
+                offset = 0
+                while True:
+                    data = packed.archive.read(CHUNK_BYTES)
+                    last = offset + len(data) >= packed.size_bytes
+                    cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
+                    offset += len(data)
+                    if last:
+                        break
         spec = replace(spec, snapshot=packed.digest)
     plain: dict[str, Any] = msgspec.to_builtins(spec)
     return plain

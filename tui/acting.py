@@ -237,6 +237,10 @@ class Acting:
         if await self._app.window(screen) == "pager":
             await self._page(job, screen.attempt)
 
+    async def previous_logs(self) -> None:
+        """The log of the attempt before."""
+        await self.logs(previous=True)
+
     async def pager(self) -> None:
         """A job's log, all of it, in a pager."""
         await self._page(self._job, None)

@@ -43,6 +43,7 @@ class Top(App[None]):
 
     CSS = CSS
     TITLE = "clusterd"
+    NOTIFICATION_TIMEOUT = 3.0
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(at), f"show('{name}')", name, show=False) for at, name in enumerate(view.SCREENS, 1)),

@@ -155,6 +155,11 @@ _STATES = {
 }
 
 
+def _by_state(job: rows.Job) -> tuple[int, int]:
+    """What runs before what waits, and that in the order of its turn."""
+    return _STATES.get(job.state, 9), -job.priority
+
+
 def _step_time(job: rows.Job, frame: Frame) -> Line:
     return _text("" if job.step_time_s is None else duration(job.step_time_s))
 
@@ -175,7 +180,7 @@ def _reason(job: rows.Job, frame: Frame) -> Line:
 JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("id", "id", 4, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
     Column("name", "name", 14, _name, lambda j: j.name, flexible=True),
-    Column("state", "state", 11, lambda j, f: line(f.look.state(j.shown_state)), lambda j: _STATES.get(j.state, 9)),
+    Column("state", "state", 11, lambda j, f: line(f.look.state(j.shown_state)), _by_state),
     Column("priority", "pri", 4, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=3),
     Column("user", "user", 8, lambda j, f: _text(j.user), lambda j: j.user, rank=8, shown=False),
     Column("kind", "kind", 8, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),

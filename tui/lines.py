@@ -86,7 +86,14 @@ def wrap(runs: Line, cells: int, hang: int = 0) -> list[Line]:
                 used = hang
             made[-1].append((word, style))
             used += size
-    return [tuple(_joined(piece)) for piece in made]
+    return [tuple(_joined(_without_end(piece))) for piece in made]
+
+
+def _without_end(runs: list[Run]) -> list[Run]:
+    """Without the spaces at its end, which would not fit."""
+    if runs and runs[-1][0].endswith(" ") and len(runs) > 1:
+        return [*runs[:-1], (runs[-1][0].rstrip(), runs[-1][1])]
+    return runs
 
 
 def _words(text: str) -> Iterator[str]:

@@ -122,8 +122,9 @@ class ChoosePlan(Dialog[str]):
             memory = self._memory.get(plan)
             about = [line(("needs     ", "dim"), f"{size(memory)} on each device")] if memory else []
             self._previews[plan] = [*cost_lines(answer), *about]
-        except ClusterError as refused:
-            self._previews[plan] = [line((printable(str(refused)), "warn"))]
+        except ClusterError as refused:  # not kept: what is in the way may be over in a moment
+            self.preview.show([line((printable(str(refused)), "warn"))])
+            return
         self.preview.show(self._previews[plan])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:

@@ -6,7 +6,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from tui.lines import Line, plain
+from tui.lines import Line
 from tui.look import style
 
 CURSOR = Style(reverse=True)
@@ -20,7 +20,9 @@ def strip(runs: Line, base: Style) -> Strip:
 
 
 def cursor_strip(runs: Line, base: Style, focused: bool) -> Strip:
-    """The line under the cursor: one colour throughout, so that its text stays readable."""
+    """The line under the cursor: one colour throughout, so that its text stays readable; tiles stay tiles."""
     if not focused:
         return Strip([Segment(text, base + style(name) + CURSOR_ELSEWHERE) for text, name in runs if text])
-    return Strip([Segment(plain(runs), base + CURSOR)])
+    return Strip(
+        [Segment(text, base + (style(name) if name.startswith("tile") else CURSOR)) for text, name in runs if text]
+    )

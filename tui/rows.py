@@ -72,6 +72,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_time_s: float | None = None
     next: Next | None = None
     predictable: bool = False
+    profiling: bool = False  # it is being tried under other plans
+    trials: int = 0  # so far
     submitted_s: float = 0.0
     started_s: float | None = None
     ended_s: float | None = None

@@ -38,7 +38,7 @@ ModalScreen { align: center middle; background: $background 60%; }
     background: $surface; border-title-style: bold;
 }
 .dialog Static { width: 1fr; height: auto; }
-.dialog TextPane { border-top: none; height: auto; }
+.dialog TextPane { border-top: none; height: auto; max-height: 80vh; }
 .dialog OptionList { height: auto; border: none; padding: 0; background: $surface; }
 .dialog Input { border: tall $accent; }
 .dialog .wrong { color: $text-error; }
@@ -54,5 +54,6 @@ Toast { max-width: 90%; }
 .-ascii .dialog { border: ascii $accent; }
 .-ascii .dialog TextPane { border-top: none; }
 .-ascii .dialog Input { border: ascii $accent; }
+.-ascii Toast { border-left: ascii $accent; }
 .-ascii * { scrollbar-size-vertical: 0; }
 """

@@ -242,12 +242,15 @@ class Table(ScrollView, can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         """A row gets the cursor, twice opens it; a heading sorts."""
-        if event.y < _HEADER:
-            column = self._column_at(event.x)
+        where = event.get_content_offset(self)
+        if where is None:  # the border
+            return
+        if where.y < _HEADER:
+            column = self._column_at(where.x)
             if column is not None:
                 self.post_message(self.Sorted(self, column))
             return
-        at = self.scroll_offset.y + event.y - _HEADER
+        at = self.scroll_offset.y + where.y - _HEADER
         if at < len(self.keys):
             self.move_to(self.keys[at])
             if event.chain == 2:

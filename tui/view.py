@@ -146,6 +146,8 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.loss is not None:
         first = f"  from {job.first_loss:.4g}" if job.first_loss is not None else ""
         made.append(_fact("loss", f"{job.loss:.4g}", (first, "dim")))
+    if job.profiling:
+        made.append(_fact("learning", ("its speed under other plans is being tried", "info"), f", {job.trials} so far"))
     made += candidate(job, look)
     if job.migrating is not None:
         move = job.migrating

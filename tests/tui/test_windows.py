@@ -1,0 +1,156 @@
+"""What windows ask of the source, and what they leave alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from textual.pilot import Pilot
+
+from tests.tui.staged import NOW_S, staged
+from tests.tui.test_pilot import until, window
+from tui.app import Top
+from tui.migrate_dialog import ChoosePlan, WatchMove
+from tui.verbs import VERBS
+
+PREVIEW = {
+    "from": "dp=2,tp=2", "plan": "dp=4,zero=1", "devices": ["gpu01:gpu0"], "local_bytes": 1 << 30, "network_bytes": 0,
+    "predicted_downtime_s": 0.31, "migrations": 1,
+}  # fmt: skip
+
+
+def drive(script: Callable[[Top, Any, Pilot[Any]], Awaitable[None]], **options: Any) -> None:
+    """Open the interface on a staged source."""
+
+    async def run() -> None:
+        app = staged(**options)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: app.shared.model.number == 8)
+            await script(app, app.shared.source, pilot)
+
+    asyncio.run(run())
+
+
+def test_the_best_plan_is_first_and_its_cost_is_asked_before_anything_moves() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        source.answers["plans"] = {
+            "rows": [
+                {"plan": "dp=4,zero=1", "devices": 4, "step_time_s": 0.36},
+                {"plan": "dp=2,tp=2", "devices": 4, "step_time_s": 0.40, "current": True},
+            ]
+        }
+        source.answers["migrate"] = PREVIEW
+        await pilot.press("m")
+        chooser = await window(pilot)
+        assert isinstance(chooser, ChoosePlan)
+        await until(pilot, lambda: "310ms" in chooser.preview.text)
+        asked = [args for verb, args in source.calls if verb == "migrate"]
+        assert asked == [{"job": "1", "plan": "dp=4,zero=1", "dry_run": True}]
+        await pilot.press("enter")
+        await until(pilot, lambda: type(app.screen).__name__ == "Confirm")
+        await pilot.press("y")
+        await until(pilot, lambda: isinstance(app.screen, WatchMove))
+        assert source.calls[-1] == ("migrate", {"job": "1", "plan": "dp=4,zero=1", "pin": False})
+
+    drive(script)
+
+
+def test_a_refused_verb_is_said_in_the_daemons_words() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await pilot.press("w")
+        said = await window(pilot)
+        assert "does not know 'why'" in said.text
+
+    drive(script)
+
+
+def test_leaving_a_window_asks_nothing() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await until(pilot, lambda: any(verb == "history" for verb, _ in source.calls))
+        before = list(source.calls)
+        for key in ("c", "p", "K", "n", "slash", "s", "f2", "v", "question_mark"):
+            await pilot.press(key)
+            await window(pilot)
+            await pilot.press("escape")
+            await until(pilot, lambda: len(app.screen_stack) == 1)
+        assert source.calls == before
+
+    drive(script)
+
+
+def test_the_cursor_stays_with_its_job_when_others_come_and_go() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        board: Any = app.board
+        board.table.move_to("5")
+        new = [{"id": str(n), "name": f"new{n}", "state": "running", "submitted_s": NOW_S} for n in range(100, 160)]
+        change = {"number": 9, "at_s": NOW_S, "jobs": new}
+        await source.queue.put(change)
+        await until(pilot, lambda: len(board.table.keys) == 66)
+        assert board.table.cursor == "5"
+        at = board.table.keys.index("5") + 1 - board.table.scroll_offset.y
+        assert 1 <= at < board.table.size.height
+        await pilot.press("space")
+        assert board.table.marked == {"5"}
+        await source.queue.put({"number": 10, "jobs": [{"id": "5", "name": "sweep-17", "state": "failed"}]})
+        await until(pilot, lambda: app.shared.model.jobs["5"].state == "failed")
+        await pilot.pause(0.15)
+        assert board.table.marked == {"5"}
+
+    drive(script)
+
+
+def test_the_newest_event_is_on_top_until_the_cursor_leaves_the_top() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        board: Any = app.board
+        await until(pilot, lambda: len(board.table.keys) == 4)
+        first = board.table.cursor
+        event = {"kind": "TimerFired", "id": 9, "at_s": NOW_S, "timer": "a"}
+        await source.queue.put({"number": 9, "at_s": NOW_S, "events": [event]})
+        await until(pilot, lambda: len(board.table.keys) == 5)
+        assert board.table.cursor == board.table.keys[0] != first
+        await pilot.press("j")
+        second = board.table.cursor
+        await source.queue.put({"number": 10, "at_s": NOW_S, "events": [{**event, "id": 10}]})
+        await until(pilot, lambda: len(board.table.keys) == 6)
+        assert board.table.cursor == second
+
+    drive(script, first="events")
+
+
+def test_mouse_and_jump_reach_every_pane() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await pilot.click("#queue-table", offset=(8, 3))
+        board: Any = app.board
+        assert board.table.cursor == board.table.keys[1]
+        await pilot.click("#head", offset=(3, 1))
+        await until(pilot, lambda: app.board.id == "fleet")
+        await pilot.press("2", "J")
+        await window(pilot)
+        await pilot.press("d")
+        await until(pilot, lambda: app.focused is board.log_pane)
+        await pilot.press("z")
+        assert not board.detail.display
+        assert board.log_pane.size.height > 25
+        await pilot.press("escape")
+        assert board.detail.display
+
+    drive(script)
+
+
+def test_a_filter_that_is_none_is_refused_where_it_is_typed() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await pilot.press("slash")
+        ask = await window(pilot)
+        await pilot.press(*"sate:x", "enter")
+        assert "no field 'sate'" in str(ask._wrong.content)
+        await pilot.press("escape")
+        assert len(app.screen_stack) == 1
+
+    drive(script)
+
+
+def test_every_verb_of_the_table_is_carried_out_by_somebody() -> None:
+    app = staged()
+    for verb in VERBS:
+        assert hasattr(app.acting, verb.action) or hasattr(app.arranging, verb.action), verb.action
