@@ -260,6 +260,7 @@ class State:
     hosts: dict[HostId, Host] = field(default_factory=dict)
     leases: dict[DeviceId, Lease] = field(default_factory=dict)
     outlooks: dict[str, Outlook] = field(default_factory=dict)  # by model
+    move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: what moves took lately
     timers: dict[str, float] = field(default_factory=dict)
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival here
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over

@@ -107,6 +107,7 @@ class View:
         self.jobs: Mapping[JobId, Job] = state.jobs
         self.queued: list[Job] = [state.jobs[job] for job in state.queue]
         self.outlooks: Mapping[str, Outlook] = state.outlooks
+        self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Free(state.hosts.values(), state.leases)
 
