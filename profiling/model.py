@@ -229,11 +229,12 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     delay = np.where(dp > 1, (dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay
     gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
-    # ZeRO-3 gathers for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
-    hidden = np.where(zero > 2, one_way + 2.0 * micro * gather, np.where(zero > 0, one_way, 2.0 * one_way))
+    # Sharded gradients (ZeRO-2, 3) are scattered after each micro-batch, whole ones summed after the last; ZeRO-3 gathers
+    # for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
+    hidden = np.where(zero > 1, micro * one_way, 2.0 * one_way) + np.where(zero > 2, 2.0 * micro * gather, 0.0)
     gather = np.where(zero > 2, 0.0, gather)
     norm = 1.0 + c("overlap")
-    last = np.where(zero > 2, forward + backward, backward / slots)
+    last = np.where(zero > 2, forward + backward, np.where(zero > 1, backward, backward / slots))
     sync = np.where(dp > 1, (hidden**norm + last**norm) ** (1.0 / norm) - last, 0.0)
 
     far = boundary * samples / through_network(np.maximum(pp_flows, 1.0), pp_devices) + c("network_latency_s") / 20.0

@@ -39,6 +39,8 @@ WARM_UP_STEPS = 3
 """Of each generation of ranks: caches, connections and allocators settle."""
 
 TRIAL_STEPS = 10
+TRIAL_STEPS_MOST = 40
+TRIAL_S = 1.5
 SLOW_TRIAL_STEPS = 4
 SLOW_STEP_S = 2.0
 
@@ -246,6 +248,8 @@ class Profiler:
             return
         choice, why = answer
         steps = SLOW_TRIAL_STEPS if choice.step_time_s > SLOW_STEP_S else TRIAL_STEPS
+        # Short steps are tried for a while: what disturbs a host for a moment must not be taken for the plan's speed.
+        steps = max(steps, min(round(TRIAL_S / choice.step_time_s), TRIAL_STEPS_MOST))
         extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.step_time_s, 0.0)
         self._spent_s[job.id] = self._spent_s.get(job.id, 0.0) + extra_s + self._move_s(job)
         await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=choice.plan, steps=steps, why=why))

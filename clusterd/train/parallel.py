@@ -89,6 +89,9 @@ class Parallel:
         if isinstance(self.runner, nn.parallel.DistributedDataParallel) and micro_batch < self.plan.accumulation - 1:
             no_sync: AbstractContextManager[Any] = self.runner.no_sync()
             return no_sync
+        if self.plan.zero == 2 and self.plan.pp == 1:
+            # Parameters stay whole from one micro-batch to the next, as ZeRO-2 has the memory for; gradients do not.
+            self.runner.set_reshard_after_backward(micro_batch == self.plan.accumulation - 1)
         return nullcontext()
 
     def finish_gradients(self) -> None:
