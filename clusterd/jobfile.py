@@ -19,7 +19,7 @@ _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
     "secrets", "trials",
 }  # fmt: skip
-_RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "hosts"}
+_RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
 _LIMITS = {"time", "grace", "retries"}
 
 _TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "a table", float: "a number"}
@@ -131,12 +131,8 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
     if gpus is not None and devices is not None:
         raise ConfigError(f"{where}: gpus and devices are both given; devices means any kind: give one of them")
     wish = get("plan", object, None)
-    plan = None
-    if wish is not None:
-        try:
-            plan = Plan.parse(wish) if isinstance(wish, str) else Plan.from_dict(wish)
-        except (PlanError, TypeError) as error:
-            raise ConfigError(f"{where}: plan: {error}") from None
+    plan = _plan(wish, f"{where}: plan") if wish is not None else None
+    plans = tuple(_plan(given, f"{where}: plans") for given in get("plans", list, []))
     asked = gpus if gpus is not None else devices
     memory = get("memory", object, 0)
     try:
@@ -144,13 +140,21 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
     except ValueError as error:
         raise ConfigError(f"{where}: memory: {error}") from None
     return Resources(
-        devices=asked if asked is not None else (plan.ranks if plan else 0),
+        devices=asked if asked is not None else max((p.ranks for p in (plan, *plans) if p is not None), default=0),
         kind="cuda" if gpus is not None else None,
         cpus=get("cpus", int, 0),
         memory_bytes=memory_bytes,
         plan=plan,
+        plans=plans,
         hosts=tuple(HostId(h) for h in _texts(get("hosts", list, []), f"{where}: hosts")),
     )
+
+
+def _plan(given: Any, where: str) -> Plan:
+    try:
+        return Plan.parse(given) if isinstance(given, str) else Plan.from_dict(given)
+    except (PlanError, TypeError) as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -88,6 +88,7 @@ class Resources:
     cpus: int = 0  # cores in all, beside what CPU devices are made of; 0: one per device, at least one
     memory_bytes: int = 0  # host memory in all; 0: not limited
     plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()  # that a checkpointable job can run under, the best first
     hosts: tuple[HostId, ...] = ()  # only these; empty: any
 
 
@@ -147,8 +148,8 @@ class RankEnd:
 
     @property
     def is_success(self) -> bool:
-        """It exited by itself, with 0."""
-        return self.exit_code == 0
+        """It exited by itself, with 0: what was asked to stop, and did so in good order, is not done."""
+        return self.exit_code == 0 and self.reason is not Reason.STOPPED
 
     def __str__(self) -> str:
         if self.reason is Reason.SIGNAL:

@@ -33,7 +33,7 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
         _activate(env, programs.interpreter(launch["python"]))
     env.update(launch.get("env") or {})
     env.update(secrets)
-    if launch["kind"] == "elastic" and not runs_in_fork(launch):
+    if launch["kind"] == "checkpointable" or (launch["kind"] == "elastic" and not runs_in_fork(launch)):
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, ours))
     uuids = device.get("uuid") or ""
@@ -56,7 +56,7 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     if rank.get("master_addr"):
         env["MASTER_ADDR"] = str(rank["master_addr"])
         env["MASTER_PORT"] = str(rank["master_port"])
-    if launch["kind"] != "elastic" and rank["world_size"] == 1:
+    if launch["kind"] == "command" and rank["world_size"] == 1:
         # A lone command is no rank of anything: torchrun or accelerate inside it make their own world.
         for name in (
             "RANK",
@@ -118,7 +118,7 @@ def check(launch: Mapping[str, Any]) -> None:
     Raises:
         Refused: no command, no ranks, or an interpreter that is not on this host.
     """
-    if not launch["argv"] or not launch["ranks"] or launch["kind"] not in ("command", "elastic"):
+    if not launch["argv"] or not launch["ranks"] or launch["kind"] not in ("command", "checkpointable", "elastic"):
         raise Refused(
             "launch", f"a launch needs argv, ranks and a kind; got {launch['argv']!r} of kind {launch['kind']!r}"
         )

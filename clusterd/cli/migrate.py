@@ -26,6 +26,11 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
     chosen = [device.strip() for device in devices.split(",")] if devices else []
     with Client() as cluster:
         answer = cluster.call("migrate", job=job, plan=plan, devices=chosen, pin=pin, dry_run=dry_run)
+        if answer.get("restarts"):
+            show_json(answer, output) if output != "table" else None
+            will = "would save, stop, and start" if dry_run else "saves, stops, and starts"
+            note(f"{answer['name']} {will} as {answer['plan']} (now {answer['from']}): clusterd why {answer['job']}")
+            return 0
         if dry_run:
             if output == "table":
                 print(f"{answer['name']}: {answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}")

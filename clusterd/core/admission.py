@@ -74,11 +74,12 @@ def may_submit(spec: JobSpec) -> None:
         UsageError: naming the field and what would be right.
     """
     wanted = spec.resources
-    if spec.kind is JobKind.CHECKPOINTABLE:
+    if wanted.plans and spec.kind is not JobKind.CHECKPOINTABLE:
         raise UsageError(
-            'kind = "checkpointable" is not carried by this version: submit it with kind = "command", which runs it '
-            "at one size"
+            f'resources.plans is for kind = "checkpointable"; a {spec.kind.value} job takes one wish: resources.plan'
         )
+    if spec.kind is JobKind.CHECKPOINTABLE and wanted.devices < 1:
+        raise UsageError('a checkpointable job needs devices, or plans to run under, as in plans = ["dp=2", "dp=1"]')
     if not spec.command:
         raise UsageError('command is empty: give the argv to run, as in command = ["python", "train.py"]')
     if wanted.plan is not None and wanted.devices and wanted.plan.ranks != wanted.devices:

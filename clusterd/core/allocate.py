@@ -36,6 +36,8 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     impossible = _never(job, view, known)
     if impossible:
         return impossible
+    if job.spec.kind is JobKind.CHECKPOINTABLE:
+        return _at_some_size(job, view)
     if job.spec.kind is not JobKind.ELASTIC:
         placement = place(job, view.free, wanted.devices, group=1, single_host=True)
         if placement is None:
@@ -51,6 +53,24 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     if placement is None:
         return Refusal(job.id, _short_of(job, view.free), devices=choice.plan.ranks)
     return Grant(choice.plan, placement, _started(job, placement, choice))
+
+
+def sizes(job: Job) -> tuple[Plan, ...]:
+    """Plans that a checkpointable job may be started under, the best first."""
+    wanted = job.spec.resources
+    if job.restart_as is not None:
+        return (job.restart_as,)
+    return wanted.plans or (wanted.plan or Plan(dp=max(wanted.devices, 1)),)
+
+
+def _at_some_size(job: Job, view: View) -> Grant | Refusal:
+    """The best of a checkpointable job's plans that there is room for."""
+    for plan in sizes(job):
+        placement = place(job, view.free, plan.ranks, group=plan.tp, single_host=False)
+        if placement is not None:
+            hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
+            return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
+    return Refusal(job.id, _short_of(job, view.free), devices=min(plan.ranks for plan in sizes(job)))
 
 
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
@@ -78,6 +98,8 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
             job.id, f"asks for host {missing[0]}, which is not in the cluster: clusterd host add {missing[0]}"
         )
     count = sum(1 for d in known if wanted.kind is None or d.kind == wanted.kind)
+    if job.spec.kind is JobKind.CHECKPOINTABLE and any(plan.ranks <= count for plan in sizes(job)):
+        return None
     if wanted.devices > count:
         what = _KINDS[wanted.kind]
         other = sum(1 for d in known if d.kind == "cpu") if wanted.kind == "cuda" and count == 0 else 0

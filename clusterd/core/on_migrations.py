@@ -10,7 +10,7 @@ from clusterd.core import events as e
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.stopping import Stopping
 from clusterd.core.view import Move, Refusal, View
-from clusterd.types import AttemptState, JobId
+from clusterd.types import AttemptState, JobId, JobKind
 
 
 class OnMigrations(Stopping):
@@ -20,6 +20,9 @@ class OnMigrations(Stopping):
         job = self.state.jobs.get(event.job)
         if job is None:
             return
+        if job.spec.kind is JobKind.CHECKPOINTABLE:
+            self._restart_as(job, event)
+            return
         answer = elastic.requested(job, View(self.state, event.at_s), event.plan, event.devices, event.by)
         if isinstance(answer, Refusal):
             self._hold(job, answer.reason)
@@ -28,6 +31,16 @@ class OnMigrations(Stopping):
             job.pinned = True
         self._give_up_trial(job, f"{event.by or 'its user'} moves it")
         self._move(answer)
+
+    def _restart_as(self, job: Job, event: e.MigrationRequested) -> None:
+        """What cannot be moved alive is asked to save, stopped, and started again at another size."""
+        attempt = job.attempt
+        if attempt is None or attempt.state is not AttemptState.RUNNING or event.plan is None:
+            self._hold(job, f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
+            return
+        job.restart_as = event.plan
+        self._stop(attempt, Outcome.PREEMPTED, f"{event.by or 'its user'} wants it under {event.plan}: it saves, stops")
+        self._pass_due = True
 
     def _give_up_trial(self, job: Job, why: str) -> None:
         """Something matters more than learning."""
@@ -40,7 +53,7 @@ class OnMigrations(Stopping):
     def _on_job_unpinned(self, event: e.JobUnpinned) -> None:
         job = self.state.jobs.get(event.job)
         if job is not None:
-            job.pinned = False
+            job.pinned, job.restart_as = False, None
             self._pass_due = True
 
     def _move(self, move: Move) -> None:

@@ -6,7 +6,7 @@ from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
 from clusterd.core.state import Attempt, Job, Outcome
-from clusterd.types import AttemptState, HostId, JobState
+from clusterd.types import AttemptState, HostId, JobKind, JobState
 
 
 class Stopping(Deciding):
@@ -94,6 +94,8 @@ class Stopping(Deciding):
 
 def _from_where(job: Job) -> str:
     """A job never starts over in silence."""
+    if job.spec.kind is JobKind.CHECKPOINTABLE:
+        return ", to go on from what it saved"
     if job.checkpoint is not None:
         return f", to go on from step {job.checkpoint_step} ({job.checkpoint})"
     return f", to start over: there is no checkpoint of its {job.step} steps" if job.step else ""

@@ -311,6 +311,8 @@ class Api:
         except PlanError as error:
             raise UsageError(f"--plan: {error}") from None
         chosen = tuple(DeviceId(device) for device in devices or ())
+        if known.spec.kind is JobKind.CHECKPOINTABLE:
+            return await self._restart(peer, known, wish, dry_run)
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
         answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
@@ -327,6 +329,23 @@ class Api:
             await self._engine.post(event)
         return {"job": known.id, "name": known.spec.name, "migrations": len(known.migrations), **preview}
 
+    async def _restart(self, peer: Peer, job: Job, wish: Plan | None, dry_run: bool) -> dict[str, Any]:
+        """A checkpointable job at another size: it saves, stops and starts again."""
+        if wish is None:
+            raise UsageError(f"{job.spec.name} is a checkpointable job: say what to start it as, with --plan")
+        if job.attempt is None or job.attempt.state is not AttemptState.RUNNING:
+            raise ClusterError(f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
+        if job.attempt.plan == wish:
+            raise ClusterError(f"{job.spec.name} runs under {wish} already")
+        count = sum(len(host.devices) for host in self._state.hosts.values() if host.unusable is None)
+        if wish.ranks > count:
+            raise ClusterError(f"{wish} needs {wish.ranks} devices, the cluster has {count}")
+        answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(wish)}
+        if not dry_run:
+            event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=wish, by=peer.user)
+            await self._engine.post(event)
+        return {**answer, "restarts": True, "attempt": job.attempts[-1].number}
+
     async def _settled(self, job: Job) -> None:
         """Until the ranks of the job's last move are gone: two moves in a row are meant one after the other."""
         while job.attempt is not None and (job.attempt.retired or job.attempt.resuming):
@@ -341,10 +360,10 @@ class Api:
         known = admission.find_job(self._state, job)
         admission.may_act_on(known, peer.user, peer.is_operator)
         attempt = known.attempt
-        if known.spec.kind is not JobKind.ELASTIC or attempt is None or attempt.state is not AttemptState.RUNNING:
+        if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:
             raise ClusterError(
-                f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic "
-                "jobs that run can be checkpointed"
+                f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic and "
+                "checkpointable jobs that run can be checkpointed"
             )
         if not path.startswith("/"):
             raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -21,6 +22,7 @@ from clusterd.daemon.timers import Timers
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
+from plans.plan import Plan
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +187,7 @@ class Executor:
         state = self._engine.scheduler.state
         address, interface, port = "", "", 0
         first = decision.hosts[0]
-        if spec.kind is JobKind.ELASTIC:
+        if spec.kind is not JobKind.COMMAND:
             who: dict[str, Any] = {
                 "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
             }  # fmt: skip
@@ -205,6 +207,7 @@ class Executor:
             requests[host] = {
                 "restore": restore,
                 **self._request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
+                "argv": sized(spec.command, decision.plan, len(decision.hosts)),
                 "ranks": [
                     {
                         "rank": place.rank,
@@ -407,6 +410,18 @@ class Executor:
             await self._hosts.request(host, "forget", job=who["job"], attempt=DESCRIPTION)
         except ClusterError as error:
             log.info("%s keeps the description of %s for now: %s", host, who["job"], error)
+
+
+def sized(command: Iterable[str], plan: Plan | None, hosts: int) -> list[str]:
+    """The argv with a plan's sizes filled in: ``--tp {tp}``; braces around anything else stay as they are."""
+    if plan is None:
+        return list(command)
+    values = {
+        "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero, "accumulation": plan.accumulation,
+        "devices": plan.ranks, "hosts": hosts,
+    }  # fmt: skip
+    names = "|".join(values)
+    return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), word) for word in command]
 
 
 def _has_first(ranks: list[dict[str, Any]]) -> bool:

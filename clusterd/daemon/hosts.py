@@ -219,7 +219,7 @@ class Hosts:
                     path=said["path"],
                 )
             )
-        waiting = self.checkpoints.get((message["job"], said["path"]))
+        waiting = self.checkpoints.get((message["job"], said.get("asked") or said["path"]))
         if waiting is not None and (message["rank"] == 0 or said["what"] == "checkpoint_failed"):
             waiting.arrive(said)
 
