@@ -44,6 +44,7 @@ class Config:
     log_level: str = "info"
     trials: bool = True  # jobs may take a few steps under other plans, to learn how fast they are
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
+    datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs; as in a job file
 
 
 def state_dir(system: bool = False) -> Path:
@@ -80,9 +81,12 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     values = read_toml(chosen) if chosen else {}
     where = str(chosen)
     daemon = _table(values, "daemon", where)
-    known = {f.name for f in fields(Config)} - {"hosts", "host_lost_after_s", "workdir_bytes_max"}
+    known = {f.name for f in fields(Config)} - {"hosts", "datasets", "host_lost_after_s", "workdir_bytes_max"}
     check_keys(daemon, known | {"host_lost_after", "workdir_max"}, f"{where}: [daemon]")
-    check_keys(values, {"daemon", "hosts"}, where)
+    check_keys(values, {"daemon", "hosts", "datasets"}, where)
+    from clusterd.jobfile import data_folders  # which reads files by this module's functions
+
+    datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
     hosts: dict[str, HostOptions] = {}
     for name, table in _table(values, "hosts", where).items():
         check_keys(table, {f.name for f in fields(HostOptions)}, f"{where}: [hosts.{name}]")
@@ -100,6 +104,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=str(daemon.get("log_level", "info")),
             hosts=hosts,
+            datasets=datasets,
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: [daemon]: {error}") from None

@@ -17,7 +17,7 @@ from plans.plan import Plan, PlanError
 
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
-    "secrets", "trials",
+    "secrets", "trials", "datasets",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
 _LIMITS = {"time", "grace", "retries"}
@@ -61,6 +61,7 @@ def read_job_file(file: Path) -> Request:
         workdir=str((file.parent / os.path.expanduser(get("workdir", str, "."))).resolve()),
         python=get("python", str, None),
         env=dict(_text_table(get.table("env"), f"{where}: [env]")),
+        datasets=data_folders(get.table("datasets"), f"{where}: [datasets]"),
         secrets=tuple(sorted(secrets)),
         resources=resources,
         priority=get("priority", int, 0),
@@ -155,6 +156,22 @@ def _plan(given: Any, where: str) -> Plan:
         return Plan.parse(given) if isinstance(given, str) else Plan.from_dict(given)
     except (PlanError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
+    """``NAME = "HOST:/folder"``, or ``"/folder"`` where every host has it; several places with commas.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    found = _text_table(table, where)
+    for name, places in found.items():
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise ConfigError(f"{where}: {name!r} is no name for a data set: letters, digits, '.', '_' and '-'")
+        for place in places.split(","):
+            if not re.fullmatch(r"([^:/\s]+:)?/.*", place.strip()):
+                raise ConfigError(f'{where}: {name} is {place!r}; write "HOST:/folder", or "/folder" on every host')
+    return found
 
 
 def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:

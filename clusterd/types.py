@@ -103,6 +103,7 @@ class JobSpec:
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
     python: str | None = None  # interpreter or virtual environment, on the hosts
     env: dict[str, str] = field(default_factory=dict)
+    datasets: dict[str, str] = field(default_factory=dict)  # by name: "HOST:/folder", or "/folder" on every host
     secrets: tuple[str, ...] = ()  # names alone; values are kept apart from the journal
     resources: Resources = field(default_factory=Resources)
     priority: int = 0

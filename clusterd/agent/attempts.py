@@ -209,6 +209,9 @@ class Attempts:
             "restore": request.get("restore"),
             "standby": bool(request.get("standby")),
             "move": request.get("move"),
+            "datasets": request.get("datasets") or {},
+            "data_cache": request.get("data_cache") or str(self._home.root / "data"),
+            "snapshot_every": request.get("snapshot_every") or 0,
         }
         directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)

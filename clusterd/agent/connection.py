@@ -21,6 +21,7 @@ class Connection:
         self.reader = reader
         self.daemon: tuple[str, int] | None = None  # its name and epoch, after hello
         self.rank: tuple[Attempt, int] | None = None  # after rank_hello
+        self.reads_for: Attempt | None = None  # after data_hello
         self._writer = writer
         self._outgoing: asyncio.Queue[Message] = asyncio.Queue()
         self.pump = asyncio.create_task(self._pump())

@@ -151,6 +151,9 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "restore": attempt.launch.get("restore"),
         "standby": bool(attempt.launch.get("standby")),
         "move": attempt.launch.get("move"),
+        "datasets": {name: known.get("path") for name, known in (attempt.launch.get("datasets") or {}).items()},
+        "data_cache": attempt.launch.get("data_cache"),
+        "snapshot_every": attempt.launch.get("snapshot_every"),
     }
     write_json(attempt.rank_file(int(rank["rank"])), place)
 

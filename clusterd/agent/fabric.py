@@ -38,9 +38,19 @@ class FetchFailed(Exception):
 class SliceServer:
     """Serves ranges of complete segments to whoever shows the token of their move."""
 
-    def __init__(self, store: Store, token_of: Callable[[str], str | None]) -> None:
-        """Listens at once, on all addresses and a free port."""
+    def __init__(
+        self,
+        store: Store,
+        token_of: Callable[[str], str | None],
+        data: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda request: None,
+    ) -> None:
+        """Listens at once, on all addresses and a free port.
+
+        Args:
+            data: answers questions about data sets; None where the token is a stranger's.
+        """
         self._store = store
+        self._data = data
         self._token_of = token_of
         self._listener = socket.create_server(("0.0.0.0", 0), backlog=128)
         self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
@@ -69,6 +79,9 @@ class SliceServer:
                 connection.settimeout(IDLE_TIMEOUT_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 request = _receive_frame(connection)
+                if "data" in request:
+                    self._answer_data(connection, request)
+                    return
                 known = self._token_of(str(request.get("move")))
                 if known is None or not hmac.compare_digest(known, str(request.get("token"))):
                     return  # no word to strangers
@@ -77,6 +90,12 @@ class SliceServer:
             return  # the other side says what it missed; there is nobody here to tell
         finally:
             self._slots.release()
+
+    def _answer_data(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        """One question after the other, for as long as the caller has some."""
+        while (answer := self._data(request)) is not None:
+            connection.sendall(protocol.encode(answer))
+            request = _receive_frame(connection)
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         segment = self._store.find(str(request["segment"]))
@@ -100,6 +119,26 @@ def _send_ranges(connection: socket.socket, segment: Segment, ranges: Sequence[R
                     connection.sendall(view[start : min(start + CHUNK_BYTES, offset + length)])
     finally:
         os.close(descriptor)
+
+
+def ask(address: tuple[str, int], request: dict[str, Any]) -> dict[str, Any]:
+    """One question about a data set to the agent that has it, and its answer.
+
+    Raises:
+        FetchFailed: nobody answers there, or not to this token.
+    """
+    where = f"{address[0]}:{address[1]}"
+    try:
+        with socket.create_connection(address, CONNECT_TIMEOUT_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.settimeout(IDLE_TIMEOUT_S)
+            connection.sendall(protocol.encode(request))
+            (length,) = struct.unpack("!I", _receive_exactly(connection, 4))
+            if length > protocol.FRAME_BYTES_MAX:
+                raise protocol.ProtocolError(f"a frame of {length} bytes was announced")
+            return protocol.decode(_receive_exactly(connection, length))
+    except (OSError, EOFError, protocol.ProtocolError) as error:
+        raise FetchFailed(f"{where}: {error or type(error).__name__}") from error
 
 
 def fetch(

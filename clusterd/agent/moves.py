@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterd.agent.datasets import Datasets
 from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.segments import Segment, Store
@@ -38,10 +39,11 @@ class Moves:
         tell_all: sends a message to all connected ranks of an attempt (job, number).
     """
 
-    def __init__(self, home: Path, agent_id: str, tell: Tell, tell_all: TellAll) -> None:
+    def __init__(self, home: Path, agent_id: str, tell: Tell, tell_all: TellAll, datasets: Datasets) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
         self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments")
         self._server: SliceServer | None = None
+        self._datasets = datasets
         self._tokens: dict[str, str] = {}
         self._last: dict[str, Message] = {}
         self._over: set[str] = set()
@@ -55,7 +57,7 @@ class Moves:
     def fabric(self) -> Message:
         """Where other agents fetch from; listens from the first call on."""
         if self._server is None:
-            self._server = SliceServer(self._store, self._tokens.get)
+            self._server = SliceServer(self._store, self._tokens.get, self._datasets.answer)
         return {"port": self._server.port}
 
     def admit(self, move: Message) -> None:

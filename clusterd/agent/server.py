@@ -18,6 +18,7 @@ from clusterd import protocol
 from clusterd.agent import facts, logs, processes, programs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Connection, Message
+from clusterd.agent.datasets import Datasets, in_thread
 from clusterd.agent.home import Home, default_home, read_json, write_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.nvml import Probe
@@ -55,7 +56,8 @@ class Agent:
             os.environ.get("CLUSTERD_PRELOAD", PRELOAD),
         )
         self._snapshots = Snapshots(home.snapshots)
-        self._moves = Moves(home.root, self._id, self._tell_ranks, self._tell_attempt)
+        self._datasets = Datasets()
+        self._moves = Moves(home.root, self._id, self._tell_ranks, self._tell_attempt, self._datasets)
         self._ports = Ports(home.root / "ports.json")
         self._probe = Probe()
         self._done = asyncio.Event()
@@ -75,6 +77,8 @@ class Agent:
             "snapshot_put": self._snapshot_put,
             "port": self._port,
             "fabric": self._fabric,
+            "data_serve": self._data_serve,
+            "data_from": self._data_from,
             "move": self._move,
             "quiesce": self._pass_on,
             "abort": self._pass_on,
@@ -140,7 +144,7 @@ class Agent:
                 self._heard_at = time.monotonic()
                 if "event" in message:
                     self._heard_from_rank(connection, message)
-                elif message.get("verb") == "rank_hello":
+                elif message.get("verb") in ("rank_hello", "data_hello"):
                     await self._answer(connection, message)  # at once: news may follow on its heels
                 else:
                     request = asyncio.create_task(self._answer(connection, message))
@@ -159,6 +163,11 @@ class Agent:
         try:
             if verb == "rank_hello":
                 answer = self._rank_hello(connection, message)
+            elif verb == "data_hello":
+                connection.reads_for = self._admitted(message)
+                answer = {}
+            elif connection.reads_for is not None:
+                answer = await self._data(connection.reads_for, str(verb), message)
             elif connection.rank is not None:
                 answer = await self._asked_by_rank(connection.rank[0], str(verb), message)
             elif verb in self._verbs:
@@ -216,11 +225,35 @@ class Agent:
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
+    def _admitted(self, message: Message) -> Attempt:
+        """The attempt of a rank that shows its token."""
+        who = (message["job"], message["attempt"], message["generation"], int(message["rank"]))
+        return self._attempts.admit(*who, str(message["token"]))
+
+    async def _data(self, attempt: Attempt, verb: str, message: Message) -> Message:
+        """A rank reads a data set of another host."""
+        if verb not in ("data_files", "data_read"):
+            raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Message] = loop.create_future()
+
+        def settle(result: Message | Exception) -> None:
+            if answer.done():
+                return
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+        def arrived(result: Message | Exception) -> None:
+            loop.call_soon_threadsafe(settle, result)
+
+        in_thread(lambda: self._datasets.ask(attempt, verb, message), arrived)
+        return await answer
+
     def _rank_hello(self, connection: Connection, message: Message) -> Message:
         rank = int(message["rank"])
-        attempt = self._attempts.admit(
-            message["job"], message["attempt"], message["generation"], rank, str(message["token"])
-        )
+        attempt = self._admitted(message)
         connection.rank = (attempt, rank)
         if attempt.stopped:
             connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
@@ -307,6 +340,7 @@ class Agent:
         generations = self._attempts.generations(message["job"], message["attempt"])
         await self._attempts.forget(message["job"], message["attempt"])
         names = {attempt.name for attempt in generations}
+        self._datasets.forget(f"{message['job']}.{message['attempt']}")
         for attempt in generations:
             self._progress.forget(attempt.name)
             self._moves.forget(attempt)
@@ -343,6 +377,14 @@ class Agent:
     async def _port(self, _connection: Connection, message: Message) -> Message:
         name = self._home.attempt(message["job"], message["attempt"], int(message["generation"])).name
         return {"port": self._ports.lease(name, int(message["generation"]))}
+
+    async def _data_serve(self, _connection: Connection, message: Message) -> Message:
+        self._datasets.serve(str(message["token"]), str(message["dataset"]), str(message["path"]))
+        return self._moves.fabric()
+
+    async def _data_from(self, _connection: Connection, message: Message) -> Message:
+        self._datasets.know(f"{message['job']}.{message['attempt']}", message["datasets"])
+        return {}
 
     async def _fabric(self, _connection: Connection, _message: Message) -> Message:
         return self._moves.fabric()

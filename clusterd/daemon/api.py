@@ -193,7 +193,7 @@ class Api:
             known = msgspec.convert(spec, JobSpec)
         except msgspec.ValidationError as error:
             raise UsageError(f"the job is not well-formed: {error}") from None
-        known = replace(known, user=peer.user)
+        known = replace(known, user=peer.user, datasets={**self._config.datasets, **known.datasets})
         admission.may_submit(known)
         if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")

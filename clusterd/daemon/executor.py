@@ -15,6 +15,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon import facts
 from clusterd.daemon.archive import Archive
+from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.mover import Mover
@@ -36,11 +37,18 @@ class Executor:
     """One coroutine per decision, in the daemon's task group."""
 
     def __init__(
-        self, engine: Engine, hosts: Hosts, archive: Archive, timers: Timers, tasks: anyio.abc.TaskGroup
+        self,
+        engine: Engine,
+        hosts: Hosts,
+        archive: Archive,
+        timers: Timers,
+        tasks: anyio.abc.TaskGroup,
+        datasets: DataSets,
     ) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
+        self._datasets = datasets
         self._timers = timers
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
@@ -142,8 +150,15 @@ class Executor:
             async with anyio.create_task_group() as group:
                 for host in decision.hosts:
                     group.start_soon(prepare, host)
+            requests: dict[HostId, dict[str, Any]] = {}
             if not failures:
-                requests = await self._requests(decision, spec, secrets)
+                try:
+                    requests = await self._requests(decision, spec, secrets)
+                except AgentLost:
+                    raise
+                except ClusterError as error:  # data that is not where it was said to be
+                    failed(decision.hosts[0], str(error), is_infrastructure=False)
+            if not failures:
                 async with anyio.create_task_group() as group:
                     for host, request in requests.items():
                         group.start_soon(on, host, request)
@@ -206,6 +221,7 @@ class Executor:
             devices = {device.id: device for device in state.hosts[host].devices}
             requests[host] = {
                 "restore": restore,
+                "datasets": await self._datasets.where(decision.job, spec, host),
                 **self._request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
                 "argv": sized(spec.command, decision.plan, len(decision.hosts)),
                 "ranks": [
@@ -355,6 +371,7 @@ class Executor:
         base = self._request_base(decision.job, DESCRIPTION, 1, spec, secrets)
         who: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
         base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
+        base["datasets"] = await self._datasets.where(decision.job, spec, decision.host)
         rank = {
             "rank": 0,
             "world_size": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import logs
 from clusterd.daemon.api import Api
 from clusterd.daemon.archive import Archive
+from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.executor import Executor
 from clusterd.daemon.feed import Feed
@@ -93,7 +95,8 @@ class Daemon:
 
             hosts = Hosts(engine, journal, config, tasks, make_link)
             archive = Archive(config.state_dir, journal)
-            executor = Executor(engine, hosts, archive, timers, tasks)
+            datasets = DataSets(engine, hosts, journal.fact("data_key", secrets.token_hex(16)))
+            executor = Executor(engine, hosts, archive, timers, tasks, datasets)
 
             profiler = Profiler(engine, config.state_dir / "measurements.db", trials=config.trials)
             hosts.on_steps = profiler.saw
@@ -102,6 +105,9 @@ class Daemon:
                 feed.add(events, decisions)
                 executor.carry_out(decisions)
                 profiler.handled(events)
+                for event in events:
+                    if isinstance(event, e.HostConnected):
+                        tasks.start_soon(datasets.host_is_up, event.host)
 
             api = Api(config, engine, hosts, archive, feed, invite, stop)
             speed = Speed(

@@ -18,7 +18,8 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from clusterd.train.dataset_sources import BLOCK_BYTES, AgentSource, Cached, DataUnavailable, File, Folders, Source
+from clusterd.datasets import DataUnavailable, File, Folders, Source
+from clusterd.train.dataset_sources import BLOCK_BYTES, AgentSource, Cached
 
 Entry = dict[str, Any]
 """As fsspec describes a file or a folder."""

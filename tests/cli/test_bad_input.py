@@ -31,7 +31,6 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
         ("command = ['true']\npriority = 'high'", "priority is 'high'; it must be a whole number"),
         ("command = ['true']\npriority = true", "priority is True; it must be a whole number"),
         ("command = ['true']\nkind = 'elastik'", "it must be one of command, checkpointable, elastic"),
-        ("command = ['true']\nkind = 'checkpointable'", "is not carried by this version: submit it with kind"),
         ("command = []", "command is empty"),
         ("name = 'a b'\ncommand = ['true']", "the name 'a b' must be letters"),
         (

@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 
 import clusterd.train  # noqa: F401  # registers clusterd://
 from clusterd import protocol
+from clusterd.datasets import DataUnavailable, Folders
 from clusterd.train import dataset_sources
 from clusterd.train.dataset_fs import DatasetFileSystem, Surroundings
-from clusterd.train.dataset_sources import Cached, DataUnavailable, Folders
+from clusterd.train.dataset_sources import Cached
 
 RECORD_BYTES, RECORDS = 64, 100
 
