@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shlex
-import subprocess
-import tempfile
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,6 +243,8 @@ class Acting:
         await self._page(self._job, None)
 
     async def _page(self, job: rows.Job, attempt: int | None) -> None:
+        import tempfile
+
         source = self._app.shared.source
         with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
             taken = 0
@@ -269,6 +268,9 @@ def _runs(decisions: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
 
 def _run_pager(file: str) -> None:
     """The terminal is the pager's until it ends: nothing is drawn and nothing read meanwhile."""
+    import shlex
+    import subprocess
+
     command = shlex.split(os.environ.get("PAGER") or "less -R")
     try:
         subprocess.run([*command, file], check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from functools import partial
@@ -34,6 +35,8 @@ from tui.view import Link, LinkState
 
 REFRESH_S = 0.1
 """Between two refreshes at least, however fast changes come."""
+
+HISTORY_AFTER_S = 0.3
 
 R = TypeVar("R")
 
@@ -73,6 +76,8 @@ class Top(App[None]):
         self._ticks = ticks
         self._first = first
         self._boards: dict[str, Board] = {}
+        self._items: AsyncIterator[Any] = source.items()
+        self._dialling: asyncio.Task[list[Any]] | None = None
         self._trail: list[str] = []
         self._current = first
         self._touched = Touched()
@@ -85,18 +90,34 @@ class Top(App[None]):
     # --- the frame ----------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """Header, the screens, footer; each screen is made when it is first shown."""
+        """Header, one of the screens, footer; the other screens are made when they are first shown."""
         yield Bar("head")
         yield Bar("banner")
-        yield Container(id="body")
+        first = self._boards[self._first] = BOARDS[self._first](self._first, self.shared)
+        first.add_class("current")
+        yield Container(first, id="body")
         yield Bar("playback")
         yield Bar("foot")
+
+    def on_load(self) -> None:
+        """Dial while the screen is being made."""
+        self._dialling = asyncio.create_task(self._dial(), name="dial")
+
+    async def _dial(self) -> list[Any]:
+        """The first items: up to a snapshot, or to what is in its way."""
+        first = []
+        async for item in self._items:
+            first.append(item)
+            if not isinstance(item, Link) or item.state is not LinkState.LIVE:
+                break
+        return first
 
     async def on_mount(self) -> None:
         """Attach."""
         self.screen.set_class(self.shared.look.ascii, "-ascii")
         self.query_one("#playback").set_class(self.player is not None, "shown")
-        await self.action_show(self._first)
+        self._focus_first()
+        self.show_frame()
         self.run_worker(self._pump(), name="pump", exit_on_error=True)
         if self._ticks:
             self.set_interval(1.0, self._tick)
@@ -105,6 +126,8 @@ class Top(App[None]):
 
     async def on_unmount(self) -> None:
         """Detach; nothing is stopped by that."""
+        if self._dialling is not None:
+            self._dialling.cancel()
         await self.shared.source.close()
 
     @property
@@ -114,19 +137,24 @@ class Top(App[None]):
 
     async def _pump(self) -> None:
         """Whatever the source tells goes into the model; the screens look at it at most ten times a second."""
-        items: AsyncIterator[Any] = self.shared.source.items()
-        async for item in items:
-            if isinstance(item, Link):
-                self._linked(item)
-                continue
-            try:
-                touched = self.shared.model.apply(item)
-            except rows.Malformed as error:
-                self.shared.source.reject(str(error))
-                continue
-            if touched.everything:
-                self.run_worker(self._ask_history(), group="history", exclusive=True, exit_on_error=False)
-            self._note(touched)
+        assert self._dialling is not None
+        for item in await self._dialling:
+            self._take(item)
+        async for item in self._items:
+            self._take(item)
+
+    def _take(self, item: Any) -> None:
+        if isinstance(item, Link):
+            self._linked(item)
+            return
+        try:
+            touched = self.shared.model.apply(item)
+        except (rows.Malformed, TypeError) as error:
+            self.shared.source.reject(str(error))
+            return
+        if touched.everything:
+            self.run_worker(self._ask_history(), group="history", exclusive=True, exit_on_error=False)
+        self._note(touched)
 
     def _linked(self, link: Link) -> None:
         was, self.link = self.link, link
@@ -135,7 +163,10 @@ class Top(App[None]):
         self.show_frame()
 
     async def _ask_history(self) -> None:
-        """What was decided and what happened before we attached."""
+        """What was decided and what happened before we attached; the first picture goes first."""
+        if self._ticks:
+            await asyncio.sleep(HISTORY_AFTER_S)
+            _settle_memory()
         try:
             answer = await self.shared.source.call("history")
             self._note(self.shared.model.add_history(answer["events"], answer["decisions"]))
@@ -227,10 +258,13 @@ class Top(App[None]):
         board.set_class(True, "current")
         self._current = name
         board.entered()
-        first = next(iter(board.query("Table, TextPane")), None)
+        self._focus_first()
+        self.show_frame()
+
+    def _focus_first(self) -> None:
+        first = next(iter(self.board.query("Table, TextPane")), None)
         if first is not None:
             first.focus()
-        self.show_frame()
 
     async def on_table_opened(self, message: Table.Opened) -> None:
         """A job's page; from a host, its jobs in the queue."""
@@ -355,3 +389,9 @@ class Top(App[None]):
         """A click on a screen's name or a key."""
         message.stop()
         self._run(message.action)
+
+
+def _settle_memory() -> None:
+    """Thousands of rows live long: taking them out of the collector's rounds saves a pause of each full one."""
+    gc.collect()
+    gc.freeze()

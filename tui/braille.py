@@ -89,11 +89,13 @@ def chart(series: Sequence[Series], cells: int, rows: int, ascii: bool = False, 
     margin = max(map(len, labels)) + 1
     canvas = Canvas(max(cells - margin, 4), max(rows, 2), ascii)
     across, down = canvas.dots
-    scale_x = (across - 1) / (right - left) if right > left else 0.0
-    scale_y = (down - 1) / (top - bottom) if top > bottom else 0.0
+    wide, high = right - left, top - bottom
     for one in clean:
         places = [
-            (round((x - left) * scale_x), round(down - 1 - (y - bottom) * scale_y) if scale_y else down // 2)
+            (
+                round((x - left) / wide * (across - 1)) if wide else 0,
+                round(down - 1 - (y - bottom) / high * (down - 1)) if high else down // 2,
+            )
             for x, y in one.points
         ]
         for place in places:

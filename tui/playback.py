@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
-from clusterd.jobfile import Request
 from tui import rows
 from tui.model import Model
 from tui.sources import Item
 from tui.view import Link, LinkState
+
+if TYPE_CHECKING:
+    from clusterd.jobfile import Request
 
 CHECKPOINTS = 64
 """Copies of the model along the recording: going back starts from the nearest one before."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from clusterd.client import Client
 from clusterd.errors import ClusterError, DaemonAbsent
-from clusterd.jobfile import Request
-from clusterd.submitting import send
 from tui.view import Link, LinkState
 from tui.wire import Wire
+
+if TYPE_CHECKING:
+    from clusterd.jobfile import Request
 
 SILENCE_S = 15.0
 """The daemon says at least every 5 s that it lives (`clusterd.daemon.api.ALIVE_EVERY_S`)."""
@@ -66,8 +67,12 @@ class Daemon:
 
     can_act = True
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.time, knocked: socket.socket | None = None
+    ) -> None:
+        """`knocked`: a connection that was made ahead, by `tui.early.knock`."""
         self._path = path
+        self._knocked = knocked
         self._clock = clock
         self._calls: Wire | None = None
         self._dialling = asyncio.Lock()
@@ -82,10 +87,16 @@ class Daemon:
         while True:
             watching: Wire | None = None
             try:
-                watching = await Wire.open(self._path)
-                status = await self.call("status")
-                if status.get("started_s") != served_by:  # another daemon: its numbers may not go on from ours
-                    after, served_by = None, status.get("started_s")
+                knocked, self._knocked = self._knocked, None
+                if knocked is not None:
+                    watching = await Wire.adopt(self._path, knocked)
+                    stream = watching.watch_early()
+                else:
+                    watching = await Wire.open(self._path)
+                    status = await self.call("status")
+                    if status.get("started_s") != served_by:  # another daemon: its numbers may not go on from ours
+                        after, served_by = None, status.get("started_s")
+                    stream = watching.stream("watch", after=after)
                 greeting = watching.greeting
                 yield Link(
                     LinkState.LIVE,
@@ -94,14 +105,15 @@ class Daemon:
                     is_operator=bool(greeting.get("is_operator")),
                     version=str(greeting.get("version", "")),
                 )
-                stream = watching.stream("watch", after=after)
                 while True:
                     async with asyncio.timeout(SILENCE_S):
                         item = await anext(stream)
+                    if isinstance(item, dict) and "snapshot" in item and served_by is None:
+                        served_by = _started(item["snapshot"])
                     yield item
                     if self._rejected:
                         raise ClusterError(f"the daemon at {self._path} sent what cannot be read: {self._rejected}")
-                    if isinstance(item.get("number"), int):
+                    if isinstance(item, dict) and isinstance(item.get("number"), int):
                         after = item["number"]
                     failures, lost_s = 0, self._clock()
             except (StopAsyncIteration, TimeoutError):
@@ -146,6 +158,10 @@ class Daemon:
     async def submit(self, request: Request) -> dict[str, Any]:
         """As `Source.submit`: packing reads many files, so a thread does it."""
 
+        # Most who look never submit: packing directories is not imported before it is needed.
+        from clusterd.client import Client
+        from clusterd.submitting import send
+
         def work() -> dict[str, Any]:
             with Client(self._path) as cluster:
                 return send(cluster, request)
@@ -160,3 +176,9 @@ class Daemon:
     async def close(self) -> None:
         """As `Source.close`."""
         self._hang_up()
+
+
+def _started(snapshot: Any) -> Any:
+    """When the daemon of a snapshot was started: what tells it from the next one."""
+    status = snapshot.get("status") if isinstance(snapshot, dict) else None
+    return status.get("started_s") if isinstance(status, dict) else None

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from clusterd import errors, protocol
+from tui.early import HELLO, WATCH
 
 READ_BYTES = 1 << 18
 ANSWER_S = 30.0
@@ -37,6 +39,7 @@ class Wire:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._answers: asyncio.Task[None] | None = None
+        self._early: list[protocol.Message] = []
         self.greeting: dict[str, Any] = {}
 
     @classmethod
@@ -71,6 +74,42 @@ class Wire:
         wire.greeting = answer
         return wire
 
+    @classmethod
+    async def adopt(cls, path: Path, knocked: socket.socket) -> Wire:
+        """Go on with a connection that `tui.early.knock` made: the greeting is here, or on its way.
+
+        Raises:
+            ClusterError: as `open`.
+        """
+        reader, writer = await asyncio.open_unix_connection(sock=knocked, limit=READ_BYTES)
+        wire = cls(path, reader, writer)
+        wire._ids = itertools.count(WATCH + 1)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while not wire.greeting:
+                    messages = await wire._receive()
+                    for at, message in enumerate(messages):
+                        if message.get("id") == HELLO:
+                            wire.greeting = dict(_answer(message))
+                            wire._early = messages[at + 1 :]
+        except TimeoutError:
+            wire.close()
+            raise errors.DaemonAbsent(f"the daemon at {path} does not answer: clusterd status") from None
+        except BaseException:
+            wire.close()
+            raise
+        return wire
+
+    async def watch_early(self) -> AsyncGenerator[Any, None]:
+        """The stream that was asked for ahead.
+
+        Raises:
+            ClusterError: as `call`.
+        """
+        early, self._early = self._early, []
+        async for item in self._stream(WATCH, early):
+            yield item
+
     async def call(self, verb: str, **args: Any) -> Any:
         """Ask, and wait for the answer; several requests may be under way.
 
@@ -98,14 +137,19 @@ class Wire:
         """
         number = next(self._ids)
         self._send(number, verb, args)
+        async for item in self._stream(number, []):
+            yield item
+
+    async def _stream(self, number: int, early: list[protocol.Message]) -> AsyncGenerator[Any, None]:
         while True:
-            for message in await self._receive():
+            for message in early or await self._receive():
                 if message.get("id") != number:
                     continue
                 if "item" not in message:
                     _answer(message)
                     return
                 yield message["item"]
+            early = []
             await asyncio.sleep(0)  # reading does not yield while there is something to read; keys want their turn
 
     async def _ask_alone(self, verb: str, **args: Any) -> Any:

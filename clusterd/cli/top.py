@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 import sys
 from pathlib import Path
+from socket import socket as Connection
 from typing import TYPE_CHECKING
 
 import click
 
 from clusterd.config import socket_path
 from clusterd.errors import ClusterError, UsageError
+from tui.early import knock
 
 if TYPE_CHECKING:
     from tui.sources import Source
@@ -30,26 +34,27 @@ def top(
     readonly: bool, socket: Path | None, system: bool, plain: bool, replay: Path | None, serve: bool, port: int
 ) -> int:
     """Watch and steer the cluster: why is what where, and every verb one key away (? shows them)."""
-    try:
-        import textual  # noqa: F401
-    except ImportError:
-        raise ClusterError("the terminal UI needs textual: pip install 'clusterd[tui]'") from None
+    if importlib.util.find_spec("textual") is None:
+        raise ClusterError("the terminal UI needs textual: pip install 'clusterd[tui]'")
     if serve:
         return _serve(sys.argv[1:], port)
     if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
         raise UsageError("top needs a terminal at both ends: clusterd ls and clusterd status print to anything")
-    from tui.app import Top
+    path = socket or socket_path(system)
+    knocked = None if replay else knock(path)
+    gc.set_threshold(50_000, 20, 50)  # rows are many and hold no cycles; the usual rounds cost a tenth of the start
+    from tui.app import Top  # this takes longest; the daemon makes its snapshot meanwhile
 
-    app = Top(_source(replay, socket or socket_path(system)), readonly=readonly, ascii=plain or _needs_ascii())
+    app = Top(_source(replay, path, knocked), readonly=readonly, ascii=plain or _needs_ascii())
     app.run()
     return app.return_code or 0
 
 
-def _source(replay: Path | None, socket: Path) -> Source:
+def _source(replay: Path | None, path: Path, knocked: Connection | None) -> Source:
     if replay is None:
         from tui.sources import Daemon
 
-        return Daemon(socket)
+        return Daemon(path, knocked=knocked)
     from clusterd.config import load
     from clusterd.replay import recording
     from tui.playback import Recording

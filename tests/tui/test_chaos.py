@@ -1,0 +1,114 @@
+"""What must not break the interface: garbage from the socket, tiny terminals, floods, and a daemon that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, RunningCluster, until
+from tests.tui import test_pilot
+from tests.tui.terminal import Terminal
+from tui.app import Top
+from tui.sources import Daemon
+from tui.view import LinkState
+
+
+@pytest.fixture
+def socket() -> Iterator[Path]:
+    """A short path."""
+    with tempfile.TemporaryDirectory(prefix="cl-", dir="/tmp") as name:
+        yield Path(name) / "s"
+
+
+def pretend(socket: Path, *options: str) -> subprocess.Popen[bytes]:
+    """A daemon that only pretends."""
+    argv = [sys.executable, "-m", "tests.tui.pretend", str(socket), *options]
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
+    until(socket.exists)
+    return process
+
+
+def top(socket: Path, columns: int = 100, rows: int = 30) -> Terminal:
+    """`clusterd top` in a terminal."""
+    return Terminal([sys.executable, "-m", "clusterd.cli.main", "top", "--socket", str(socket)], columns, rows)
+
+
+@pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])
+def test_garbage_is_said_and_the_rows_stay(socket: Path, garbage: str) -> None:
+    daemon = pretend(socket, "--garbage", garbage)
+
+    async def run() -> None:
+        app = Top(Daemon(socket))
+        async with app.run_test(size=(100, 30)) as pilot:
+            await test_pilot.until(pilot, lambda: len(app.shared.model.jobs) == 20)
+            await test_pilot.until(pilot, lambda: app.link.state in (LinkState.LOST, LinkState.REFUSED))
+            assert app.link.why
+            assert len(app.shared.model.jobs) == 20
+            await pilot.press("1", "2")
+            assert app.board.id == "queue"
+
+    try:
+        asyncio.run(run())
+    finally:
+        daemon.terminate()
+        daemon.wait()
+
+
+def test_a_flood_of_log_lines_and_a_tiny_terminal_leave_it_usable(socket: Path) -> None:
+    """100,000 lines a second, 20x10 and back, and a terminal as it was before."""
+    daemon = pretend(socket, "--log-rate", "100000", "--rate", "200")
+    terminal = top(socket)
+    try:
+        terminal.expect(b"of a log that nobody can")
+        terminal.resize(20, 10)
+        terminal.type("1")
+        terminal.expect(b"host000")
+        terminal.type("2")
+        terminal.resize(100, 30)
+        terminal.expect(b"of a log that nobody can")
+        terminal.type("?")
+        terminal.expect(b"keys on queue")
+        terminal.type("\x1b")
+        terminal.expect(b"of a log that nobody can")
+        terminal.type("q")
+        assert terminal.wait() == 0
+        assert terminal.is_restored
+    finally:
+        terminal.close()
+        daemon.terminate()
+        daemon.wait()
+
+
+def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster: RunningCluster) -> None:
+    """It says so, keeps what it knew, and goes on by itself with the new daemon."""
+    cluster.start()
+    cluster.run("submit", _job(cluster.directory))
+
+    async def run() -> None:
+        app = Top(Daemon(cluster.socket))
+        async with app.run_test(size=(100, 30)) as pilot:
+            await test_pilot.until(pilot, lambda: len(app.shared.model.jobs) == 1)
+            await asyncio.to_thread(cluster.kill)
+            await test_pilot.until(pilot, lambda: app.link.state is LinkState.LOST)
+            banner = app.query_one("#banner")
+            assert "Jobs run on meanwhile" in banner.text  # type: ignore[attr-defined]
+            assert len(app.shared.model.jobs) == 1
+            await asyncio.to_thread(cluster.start)
+            await test_pilot.until(pilot, lambda: app.link.state is LinkState.LIVE)
+            await asyncio.to_thread(cluster.run, "priority", "1", "9")
+            await test_pilot.until(pilot, lambda: app.shared.model.jobs["1"].priority == 9)
+            assert not banner.has_class("shown")
+
+    asyncio.run(run())
+
+
+def _job(directory: Path) -> str:
+    file = directory / "waits.toml"
+    file.write_text('name = "waits"\ncommand = ["true"]\nresources = { gpus = 4 }\n')
+    return str(file)

@@ -1,0 +1,162 @@
+"""The half that knows no widget: filters, listings, lines, logs, charts and recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterd.errors import ClusterError
+from clusterd.replay import recording, write
+from tests.conftest import RunningCluster, until
+from tests.tui.staged import NOW_S, job, snapshot
+from tui import columns, lines, rows
+from tui.braille import Series, chart
+from tui.filters import BadFilter, parse
+from tui.listing import Listing
+from tui.log_window import LogWindow, readable
+from tui.playback import Player
+
+JOBS = [rows.job(row) for row in snapshot()["jobs"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("state:queued", ["2", "5"]),
+        ("!state:queued user:bob", ["4"]),
+        ("gpt|vit", ["1", "4"]),
+        ("step:>100", ["1"]),
+        ("priority:<0", ["5"]),
+        ("", ["1", "2", "3", "4", "5", "6"]),
+    ],
+)
+def test_filters(text: str, found: list[str]) -> None:
+    shown = parse(text, columns.JOB_FIELDS)
+    assert [row.id for row in JOBS if shown.matches(columns.job_fields(row))] == found
+
+
+@pytest.mark.parametrize("text", ["(", "nofield:x", "step:>many"])
+def test_what_is_no_filter_is_refused(text: str) -> None:
+    with pytest.raises(BadFilter):
+        parse(text, columns.JOB_FIELDS)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.booleans()), max_size=40))
+def test_a_listing_kept_up_to_date_is_the_one_built_anew(changes: list[tuple[int, int, bool]]) -> None:
+    """Row by row, with rows that come, change and go."""
+    shown = parse("!name:^b", columns.JOB_FIELDS)
+
+    def made() -> Listing[rows.Job]:
+        listing: Listing[rows.Job] = Listing(columns.job_fields, lambda row: row.step, lambda key: (len(key), key))
+        listing.choose(shown, lambda row: row.step, True)
+        return listing
+
+    kept, table = made(), dict[str, rows.Job]()
+    for number, step, goes in changes:
+        key = str(number)
+        if goes:
+            table.pop(key, None)
+        else:
+            table[key] = rows.job(job(number, "abc"[step % 3], "running", step=step))
+        kept.update(table, [key])
+        anew = made()
+        anew.rebuild(table)
+        assert kept.keys == anew.keys
+        assert kept.hidden == anew.hidden
+
+
+@given(
+    st.lists(st.tuples(st.text("ab 宽\t", max_size=20), st.sampled_from(["", "dim"])), max_size=5), st.integers(1, 30)
+)
+def test_lines_fit_and_wrap_to_the_width(runs: list[tuple[str, str]], cells: int) -> None:
+    whole = tuple((lines.printable(text), style) for text, style in runs)
+    assert lines.width(lines.fit(whole, cells)) == cells
+    if cells >= 2:
+        for piece in lines.wrap(whole, cells):
+            assert lines.width(((lines.plain(piece).rstrip(), ""),)) <= cells
+
+
+@given(st.lists(st.binary(max_size=60), max_size=30), st.integers(1, 7))
+def test_a_log_window_holds_the_last_lines_however_the_bytes_are_cut(pieces: list[bytes], kept: int) -> None:
+    window = LogWindow(kept)
+    for piece in pieces:
+        window.feed(piece)
+    expected = b"".join(pieces).split(b"\n")
+    assert window.total == len(expected) - 1
+    assert list(window.lines) == [readable(raw) for raw in expected[:-1][-kept:]]
+
+
+def test_a_log_line_cannot_move_the_cursor() -> None:
+    assert readable(b"\x1b[31mred\x1b[0m \x1b[2Jtext\x07") == "red text·"
+    assert readable(b"10%\r50%\r100%") == "100%"
+
+
+@given(
+    st.lists(st.tuples(st.floats(), st.floats()), max_size=30), st.integers(1, 100), st.integers(1, 20), st.booleans()
+)
+def test_a_chart_is_as_large_as_asked(points: list[tuple[float, float]], cells: int, height: int, plain: bool) -> None:
+    drawn = chart([Series(sorted(p for p in points if abs(p[0]) < 1e9 and abs(p[1]) < 1e9))], cells, height, plain)
+    assert len(drawn) in (1, max(height, 2) + 1)
+    if plain:
+        assert all(lines.plain(one).isascii() for one in drawn)
+
+
+def _recording() -> list[dict[str, Any]]:
+    first = {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": NOW_S}
+    changes = [
+        {"number": n, "at_s": NOW_S + n, "jobs": [job(n % 7, f"job{n % 7}", "running", step=n, loss=1 / n)],
+         "decisions": [{"kind": "HoldJob", "cause": n, "reason": "so", "job": str(n % 7)}]}
+        for n in range(1, 301)
+    ]  # fmt: skip
+    return [first, *changes]
+
+
+@given(st.lists(st.integers(-5, 310), min_size=1, max_size=8))
+def test_a_recording_shows_the_same_wherever_one_comes_from(places: list[int]) -> None:
+    """Forward, back, or straight there."""
+    player = Player(_recording())
+    for place in places:
+        player.seek(place)
+    straight = Player(_recording())
+    straight.seek(places[-1])
+    assert player.model == straight.model
+
+
+def test_playing_goes_at_its_speed_and_stops_at_the_end() -> None:
+    player = Player(_recording())
+    player.speed = 10.0
+    player.advance(1.0)
+    assert player.index == 10
+    player.step(-1)
+    assert (player.index, player.playing) == (9, False)
+    player.play()
+    player.advance(1000.0)
+    assert (player.index, player.playing) == (300, False)
+
+
+def test_a_recording_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "r.jsonl"
+    assert write(file, iter(_recording())) == 301
+    assert list(recording(file)) == _recording()
+    file.write_text('{"snapshot": {}}\nno json\n')
+    with pytest.raises(ClusterError, match="line 2"):
+        list(recording(file))
+    with pytest.raises(ClusterError, match="No such file"):
+        list(recording(tmp_path / "absent"))
+
+
+def test_a_journal_plays_to_what_the_daemon_shows(cluster: RunningCluster) -> None:
+    """While the daemon is still writing it."""
+    cluster.start(hosts=1)
+    for name in ("a", "b"):
+        cluster.submit('command = ["true"]\n', name)
+    until(lambda: all(row["state"] == "finished" for row in cluster.call("jobs", all=True)))
+    items = list(recording(cluster.directory))
+    player = Player(items)
+    player.seek(len(items) - 1)
+    shown = {row["id"]: (row["state"], row["exit_code"]) for row in cluster.call("jobs", all=True)}
+    assert {row.id: (row.state, row.exit_code) for row in player.model.jobs.values()} == shown
