@@ -76,7 +76,7 @@ def main() -> int:
             return 1
     finally:
         if keep:
-            console.print(f"the daemon stays up: export CLUSTERD_STATE_DIR={scratch}")
+            console.print(f"the daemon stays up: CLUSTERD_STATE_DIR={scratch} clusterd top")
         else:
             _clusterd("host", "remove", "local0", "local1")
             _clusterd("stop")
