@@ -17,10 +17,11 @@ from plans.plan import Plan, PlanError
 
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
-    "secrets", "trials", "datasets",
+    "secrets", "trials", "datasets", "snapshots", "checkpoints",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
 _LIMITS = {"time", "grace", "retries"}
+_CHECKPOINTS = {"directory", "every"}
 
 _TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "a table", float: "a number"}
 
@@ -47,6 +48,11 @@ def read_job_file(file: Path) -> Request:
     limits = get.table("limits")
     check_keys(limits, _LIMITS, f"{where}: [limits]")
     limit = _Getter(limits, f"{where}: [limits]")
+    checkpoints = get.table("checkpoints")
+    check_keys(checkpoints, _CHECKPOINTS, f"{where}: [checkpoints]")
+    if len(checkpoints) == 1:
+        raise ConfigError(f'{where}: [checkpoints] needs both: directory = "/shared/folder" and every = "30m"')
+    saved = _Getter(checkpoints, f"{where}: [checkpoints]")
     command = get("command", list, None)
     if command is None:
         raise ConfigError(f'{where}: command is missing: the argv to run, as in command = ["python", "train.py"]')
@@ -71,6 +77,9 @@ def read_job_file(file: Path) -> Request:
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
         trials=get("trials", bool, True),
+        snapshot_every=get("snapshots", int, None),
+        checkpoint_directory=saved("directory", str, None),
+        checkpoint_every_s=saved.duration_s("every", None),
     )
     return Request(spec, secrets)
 

@@ -113,6 +113,9 @@ class JobSpec:
     time_limit_s: float | None = None
     grace_s: float = 30.0  # between being asked to end and being killed
     retries: int = 0  # after failures of its own; lost hosts do not count
+    snapshot_every: int | None = None  # steps between copies of the state on a second host; 0: none; None: we choose
+    checkpoint_directory: str | None = None  # shared by its hosts, for checkpoints by the clock
+    checkpoint_every_s: float | None = None
     trials: bool = True  # it may take a few steps under other plans, to learn how fast they are
 
 

@@ -20,7 +20,7 @@ from clusterd.agent.spawners import Spawners, SpawnFailed
 STRAGGLER_GRACE_S = 1.0
 """What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
 
-Emit = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], object]
 Ask = Callable[[Attempt, str, float], set[int]]
 
 

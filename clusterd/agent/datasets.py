@@ -121,7 +121,7 @@ class Datasets:
         return None, why
 
 
-def in_thread(work: Callable[[], Message], done: Callable[[Message | Exception], None]) -> None:
+def in_thread(work: Callable[[], Message], done: Callable[[Message | Exception], object]) -> None:
     """Run what blocks on a thread of its own: a slow host must not take up the pool that others need."""
 
     def run() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterd.agent.copies import Copies, set_of
 from clusterd.agent.datasets import Datasets
 from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
 from clusterd.agent.records import Attempt, Refused
@@ -39,12 +40,21 @@ class Moves:
         tell_all: sends a message to all connected ranks of an attempt (job, number).
     """
 
-    def __init__(self, home: Path, agent_id: str, tell: Tell, tell_all: TellAll, datasets: Datasets) -> None:
+    def __init__(
+        self,
+        home: Path,
+        agent_id: str,
+        tell: Tell,
+        tell_all: TellAll,
+        tell_daemon: Callable[[Message], bool],
+        datasets: Datasets,
+    ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
         self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments")
         self._server: SliceServer | None = None
         self._datasets = datasets
         self._tokens: dict[str, str] = {}
+        self.copies = Copies(self._store, self._tokens, tell_daemon)
         self._last: dict[str, Message] = {}
         self._over: set[str] = set()
         self._tell = tell
@@ -61,7 +71,9 @@ class Moves:
         return {"port": self._server.port}
 
     def admit(self, move: Message) -> None:
-        """Whoever shows this move's token may fetch its segments."""
+        """Whoever shows this move's token may fetch its segments, and the snapshots that it goes on from."""
+        for group, token in (move.get("sets") or {}).items():
+            self._tokens[str(group)] = str(token)
         self._tokens[str(move["id"])] = str(move["token"])
         self._over.discard(str(move["id"]))
 
@@ -93,7 +105,7 @@ class Moves:
     async def segment(self, attempt: Attempt, message: Message) -> Message:
         """Make a segment for a rank to fill."""
         name = str(message["name"])
-        made = await self._make(name, int(message["bytes"]), name.rpartition(".")[0])
+        made = await self._make(name, int(message["bytes"]), set_of(name) or name.rpartition(".")[0])
         return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
 
     async def _make(self, name: str, size: int, move: str) -> Segment:
@@ -101,9 +113,12 @@ class Moves:
             raise Refused("over", f"move {move} is over")
         return await asyncio.get_running_loop().run_in_executor(None, self._store.make, name, size, move)
 
-    def publish(self, attempt: Attempt, message: Message) -> Message:
+    async def publish(self, attempt: Attempt, message: Message) -> Message:
         """A rank filled its segment: all ranks of the attempt hear of it, and agents that wait for it are served."""
         made = self._store.publish(str(message["name"]), dict(message.get("meta") or {}))
+        if set_of(made.name) is not None:
+            await self.copies.published(attempt, made)
+            return {}
         source = _OUTBOX.search(made.name)
         if source is not None:
             self._announce(attempt, made.move, made.name, made.path, made.meta, "outbox", int(source[1]))
@@ -125,10 +140,12 @@ class Moves:
 
     async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: Message) -> None:
         host, port = source["address"]
-        token = self._tokens.get(move, "")
+        # What an old rank left as a snapshot is admitted under the name of its set, not of the move that reads it.
+        group = set_of(str(source["name"])) or move
+        token = self._tokens.get(group, "")
         ranges = [(int(offset), int(length)) for offset, length in source["ranges"]]
         work = (
-            (str(host), int(port)), token, move, str(source["name"]), ranges, inbox.path, int(source["offset"]),
+            (str(host), int(port)), token, group, str(source["name"]), ranges, inbox.path, int(source["offset"]),
             lambda: move in self._over,
         )  # fmt: skip
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ _DETAILS = ("phases", "device_bytes", "host_bytes")
 class Progress:
     """Follows the step files. Polling, because inotify is blind on network file systems."""
 
-    def __init__(self, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, emit: Callable[[dict[str, Any]], object]) -> None:
         self._emit = emit
         self._sizes: dict[str, int] = {}
 

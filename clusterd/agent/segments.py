@@ -88,6 +88,11 @@ class Store:
         with self._lock:
             return self._segments.get(name)
 
+    def all(self) -> list[Segment]:
+        """Every segment that is in use."""
+        with self._lock:
+            return list(self._segments.values())
+
     def of(self, move: str) -> list[Segment]:
         """The segments of a move."""
         with self._lock:

@@ -57,7 +57,9 @@ class Agent:
         )
         self._snapshots = Snapshots(home.snapshots)
         self._datasets = Datasets()
-        self._moves = Moves(home.root, self._id, self._tell_ranks, self._tell_attempt, self._datasets)
+        self._moves = Moves(
+            home.root, self._id, self._tell_ranks, self._tell_attempt, self._tell_daemons, self._datasets
+        )
         self._ports = Ports(home.root / "ports.json")
         self._probe = Probe()
         self._done = asyncio.Event()
@@ -77,6 +79,9 @@ class Agent:
             "snapshot_put": self._snapshot_put,
             "port": self._port,
             "fabric": self._fabric,
+            "snapshot_keep": self._snapshot_keep,
+            "snapshot_kept": self._snapshot_kept,
+            "snapshot_admit": self._snapshot_admit,
             "data_serve": self._data_serve,
             "data_from": self._data_from,
             "move": self._move,
@@ -197,10 +202,14 @@ class Agent:
                 "stale", f"a newer daemon (epoch {self._epochs[name]}) leads this host; epoch {epoch} is over"
             )
 
-    def _tell_daemons(self, event: Message) -> None:
+    def _tell_daemons(self, event: Message) -> bool:
+        """To how many is not said; false: none is there."""
+        there = False
         for connection in self._connections:
             if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0):
                 connection.send(event)
+                there = True
+        return there
 
     def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float) -> set[int]:
         asked = set()
@@ -265,7 +274,7 @@ class Agent:
         if verb == "segment":
             return await self._moves.segment(attempt, message)
         if verb == "publish":
-            return self._moves.publish(attempt, message)
+            return await self._moves.publish(attempt, message)
         if verb == "fetch":
             return await self._moves.fetch(attempt, message)
         if verb == "segments":
@@ -316,6 +325,7 @@ class Agent:
             "now_s": time.time(),
             "facts": found,
             "attempts": [attempt.report() for attempt in self._attempts],
+            "snapshots": self._moves.copies.report(),
         }
 
     async def _facts(self, _connection: Connection, _message: Message) -> Message:
@@ -377,6 +387,16 @@ class Agent:
     async def _port(self, _connection: Connection, message: Message) -> Message:
         name = self._home.attempt(message["job"], message["attempt"], int(message["generation"])).name
         return {"port": self._ports.lease(name, int(message["generation"]))}
+
+    async def _snapshot_keep(self, _connection: Connection, message: Message) -> Message:
+        return await self._moves.copies.keep(message)
+
+    async def _snapshot_kept(self, _connection: Connection, message: Message) -> Message:
+        return self._moves.copies.kept(str(message["name"]))
+
+    async def _snapshot_admit(self, _connection: Connection, message: Message) -> Message:
+        self._moves.admit({"id": message["set"], "token": message["token"]})
+        return self._moves.fabric()
 
     async def _data_serve(self, _connection: Connection, message: Message) -> Message:
         self._datasets.serve(str(message["token"]), str(message["dataset"]), str(message["path"]))

@@ -89,5 +89,11 @@ def may_submit(spec: JobSpec) -> None:
         )
     if wanted.devices < 0 or wanted.cpus < 0 or wanted.memory_bytes < 0:
         raise UsageError("resources: counts must not be negative")
+    if spec.snapshot_every is not None and spec.snapshot_every < 0:
+        raise UsageError(f"snapshots is {spec.snapshot_every}; it must be a number of steps, or 0 for none")
+    if spec.checkpoint_directory is not None and not spec.checkpoint_directory.startswith("/"):
+        raise UsageError(f"checkpoints.directory is {spec.checkpoint_directory!r}; it must be an absolute path")
+    if spec.checkpoint_every_s is not None and spec.checkpoint_every_s < 1.0:
+        raise UsageError(f"checkpoints.every is {spec.checkpoint_every_s:g} s: it must be a second or more")
     if spec.time_limit_s is not None and spec.time_limit_s <= 0:
         raise UsageError(f"limits.time is {spec.time_limit_s:g} s: it must be longer than nothing")

@@ -109,6 +109,17 @@ class ResumeAttempt(Decision):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakeCheckpoint(Decision):
+    """Have the ranks write the job's state to a directory that its hosts share, while they train on."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    hosts: tuple[HostId, ...]
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Decision):
     """Report back at this time; a timer of the same name is replaced."""
 

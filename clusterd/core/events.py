@@ -192,6 +192,7 @@ class AttemptLaunched(Event):
     job: JobId
     attempt: int
     generation: int
+    restored_step: int | None = None  # whose state was taken from a snapshot in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

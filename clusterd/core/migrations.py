@@ -82,6 +82,8 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
         memory_bytes=_more(attempt.memory_bytes, migration.memory_bytes),
     )
     attempt.retired[attempt.generation] = old
+    if attempt.plan is not None:
+        attempt.past_plans[attempt.generation] = attempt.plan
     attempt.past[attempt.generation] = {number: rank.place.host for number, rank in attempt.ranks.items()}
     attempt.generation, attempt.plan, attempt.ranks = migration.generation, migration.plan, migration.ranks
     attempt.cores, attempt.memory_bytes = migration.cores, migration.memory_bytes

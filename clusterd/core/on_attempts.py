@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from clusterd.core import attempts, migrations, recovery
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_trials import OnTrials
-from clusterd.core.state import Attempt, Outcome
+from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, JobState
 
@@ -20,7 +21,39 @@ class OnAttempts(OnTrials):
         attempt.go(AttemptState.RUNNING)
         job = self.state.jobs[event.job]
         job.go(JobState.RUNNING)
+        if event.restored_step is not None:
+            lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
+            job.reason = f"goes on from the snapshot of step {event.restored_step} in memory{lost}"
+            self._hold_as_said(job)
+        self._next_checkpoint(job)
         self._settle(attempt)
+
+    def _next_checkpoint(self, job: Job) -> None:
+        every_s, directory = job.spec.checkpoint_every_s, job.spec.checkpoint_directory
+        if every_s is not None and directory is not None:
+            self._set_timer(f"checkpoint:{job.id}", self._now_s + every_s, f"{job.spec.name} is saved by the clock")
+
+    def _checkpoint_is_due(self, job: Job | None) -> None:
+        """Ask the ranks, unless they are being moved: then the next time will do."""
+        attempt = job.attempt if job is not None else None
+        if job is None or attempt is None or attempt.state is not AttemptState.RUNNING:
+            return
+        if attempt.migration is None and not attempt.resuming and job.step > job.checkpoint_step:
+            # Two take turns: while one is written the other is whole.
+            turn = 1 - int((job.checkpoint or "").endswith("/1"))
+            path = f"{job.spec.checkpoint_directory}/{job.spec.name}-{job.id}/{turn}"
+            self._decide(
+                d.TakeCheckpoint(
+                    cause=self._cause,
+                    reason=f"every {job.spec.checkpoint_every_s:g} s",
+                    job=job.id,
+                    attempt=attempt.number,
+                    generation=attempt.generation,
+                    hosts=attempt.hosts,
+                    path=path,
+                )
+            )
+        self._next_checkpoint(job)
 
     def _on_launch_failed(self, event: e.LaunchFailed) -> None:
         attempt = self.state.attempt(event.job, event.attempt, event.generation)

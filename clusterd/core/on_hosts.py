@@ -57,6 +57,8 @@ class OnHosts(OnAttempts):
             if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
                 silent = sorted(recovery.undecided(job.attempt, self.state.hosts))
                 self._stop(job.attempt, Outcome.HOST_LOST, f"ranks died, and ranks {silent} did not say what they hold")
+        elif kind == "checkpoint":
+            self._checkpoint_is_due(self.state.jobs.get(JobId(about)))
         elif kind == "trial":
             self._trial_is_late(JobId(about))
         elif kind == "limit":

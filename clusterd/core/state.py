@@ -163,6 +163,7 @@ class Attempt:
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
+    past_plans: dict[int, Plan] = field(default_factory=dict)  # of each generation that trained
     kept: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, and idle while a smaller plan is tried
 
     def go(self, state: AttemptState) -> None:

@@ -96,6 +96,8 @@ def _from_where(job: Job) -> str:
     """A job never starts over in silence."""
     if job.spec.kind is JobKind.CHECKPOINTABLE:
         return ", to go on from what it saved"
+    if not job.step:
+        return ""
     if job.checkpoint is not None:
-        return f", to go on from step {job.checkpoint_step} ({job.checkpoint})"
-    return f", to start over: there is no checkpoint of its {job.step} steps" if job.step else ""
+        return f", to go on from a newer snapshot in memory, or from step {job.checkpoint_step} ({job.checkpoint})"
+    return ", to go on from a snapshot in memory if one is left: there is no checkpoint on disk"

@@ -15,7 +15,6 @@ from clusterd.types import AttemptState, Device, DeviceId
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
-
 WORTH_CHANGING = 0.03
 """Of the step time: a smaller gain does not pay for another move."""
 

@@ -18,6 +18,7 @@ from clusterd.daemon.archive import Archive
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.timers import Timers
 from clusterd.errors import AgentLost, ClusterError
@@ -29,6 +30,12 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
 DESCRIBE_TIMEOUT_S = 300.0
+SNAPSHOT_EVERY = 20
+"""Steps between snapshots in memory, where the job does not say."""
+
+SNAPSHOT_MEMORY_SHARE = 0.25
+"""Of a host's memory that snapshots may take for that."""
+
 DESCRIPTION = 0
 """The number of the attempt that only tells a job's model."""
 
@@ -44,11 +51,13 @@ class Executor:
         timers: Timers,
         tasks: anyio.abc.TaskGroup,
         datasets: DataSets,
+        keeper: Keeper,
     ) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
         self._datasets = datasets
+        self._keeper = keeper
         self._timers = timers
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
@@ -71,10 +80,12 @@ class Executor:
                     self._begin(self._mover.abort, decision)
                 case d.ResumeAttempt():
                     self._begin(self._mover.resume, decision)
+                case d.TakeCheckpoint():
+                    self._begin(self._checkpoint, decision)
                 case d.SetTimer():
                     self._timers.changed()
                 case d.EndJob():
-                    self._begin(self._forget_secrets, decision)
+                    self._begin(self._forget, decision)
                 case _:
                     pass  # said, not done: HoldJob and RequeueJob are for people
 
@@ -88,7 +99,8 @@ class Executor:
         except Exception:
             log.exception("%s was not carried out: %s", type(decision).__name__, decision.reason)
 
-    async def _forget_secrets(self, decision: d.EndJob) -> None:
+    async def _forget(self, decision: d.EndJob) -> None:
+        await self._keeper.forget(decision.job)
         await self._archive.forget_secrets(decision.job)
 
     # --- launch -------------------------------------------------------------------------------------------------------
@@ -116,6 +128,27 @@ class Executor:
         spec = self._engine.scheduler.state.jobs[decision.job].spec
         secrets = await self._archive.secrets(decision.job)
         failures: list[e.LaunchFailed] = []
+        try:
+            restored = await self._restored(decision)
+        except AgentLost:
+            raise
+        except ClusterError as error:
+            return e.LaunchFailed(
+                at_s=time.time(),
+                job=decision.job,
+                attempt=decision.attempt,
+                generation=decision.generation,
+                host=decision.hosts[0],
+                why=f"the snapshot in memory could not be used: {error}",
+            )
+        if restored is not None:
+            return e.AttemptLaunched(
+                at_s=time.time(),
+                job=decision.job,
+                attempt=decision.attempt,
+                generation=decision.generation,
+                restored_step=restored,
+            )
 
         def failed(host: HostId, why: str, is_infrastructure: bool) -> None:
             failures.append(
@@ -170,6 +203,26 @@ class Executor:
             at_s=time.time(), job=decision.job, attempt=decision.attempt, generation=decision.generation
         )
 
+    async def _restored(self, decision: d.LaunchAttempt) -> int | None:
+        """The step of the snapshot in memory that the new ranks were filled from; None: there is none, or it failed."""
+        job = self._engine.scheduler.state.jobs[decision.job]
+        if job.spec.kind is not JobKind.ELASTIC or decision.attempt == 1 or decision.generation != 1:
+            return None
+        whole = self._keeper.newest(job)
+        if whole is None or whole.step <= job.checkpoint_step:
+            return None
+        try:
+            return await self._mover.restore(decision, whole, await self._keeper.admit(whole))
+        except ClusterError as error:
+            log.warning("%s cannot go on from the snapshot of step %d: %s", decision.job, whole.step, error)
+            await self._keeper.forget(decision.job)
+            which: dict[str, Any] = {
+                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
+            }  # fmt: skip
+            for host in decision.hosts:
+                await self._hosts.request(host, "stop", grace_s=0.0, reason="the snapshot was not whole", **which)
+            raise
+
     async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
         """Start the new ranks of a migration; they wait to be told that the state is theirs."""
         spec = self._engine.scheduler.state.jobs[decision.job].spec
@@ -221,6 +274,7 @@ class Executor:
             devices = {device.id: device for device in state.hosts[host].devices}
             requests[host] = {
                 "restore": restore,
+                "snapshot_every": self._snapshot_every(decision.job, spec),
                 "datasets": await self._datasets.where(decision.job, spec, host),
                 **self._request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
                 "argv": sized(spec.command, decision.plan, len(decision.hosts)),
@@ -243,6 +297,19 @@ class Executor:
             if spec.kind is JobKind.COMMAND:
                 requests[host]["ranks"] = [_one_process(requests[host]["ranks"])]
         return requests
+
+    def _snapshot_every(self, job: str, spec: JobSpec) -> int:
+        """Steps between snapshots in memory: as asked, or where two copies of two take little of the hosts' memory."""
+        if spec.kind is not JobKind.ELASTIC or spec.snapshot_every is not None:
+            return spec.snapshot_every or 0
+        state = self._engine.scheduler.state
+        up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
+        told = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
+        if len(up) < 2 or told is None:
+            return 0
+        shape = ModelShape.from_dict(told)
+        state_bytes = shape.parameter_bytes * (1.0 + shape.optimizer_state_ratio)
+        return SNAPSHOT_EVERY if 4 * state_bytes <= SNAPSHOT_MEMORY_SHARE * min(up) else 0
 
     def _cores_of(self, spec: JobSpec) -> int:
         return max(spec.resources.cpus // max(spec.resources.devices, 1), 1)
@@ -279,6 +346,12 @@ class Executor:
                     host, "snapshot_put", timeout_s=120.0, digest=digest, offset=offset, data=data, last=last
                 )
                 offset += len(data)
+
+    async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
+        message = {"event": "checkpoint", "path": decision.path}
+        which: dict[str, Any] = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
+        for host in decision.hosts:
+            await self._hosts.request(host, "tell", message=message, **which)
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

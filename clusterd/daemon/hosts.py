@@ -89,6 +89,8 @@ class Hosts:
         self._progress: dict[tuple[str, int], float] = {}
         self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         """Called with what ranks tell the daemon, such as how a migration goes."""
+        self.on_snapshot: Callable[[HostId, dict[str, Any]], object] = lambda host, message: None
+        self.on_snapshots: Callable[[HostId, list[dict[str, Any]]], None] = lambda host, snapshots: None
         self.on_steps: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
         self.on_rank_gone: Callable[[str, int, int, int, str], None] = lambda *_: None
@@ -152,6 +154,7 @@ class Hosts:
         managed.facts = {**hello["facts"], "clock_skew_s": hello["now_s"] - time.time()}
         address = facts.address(hello["facts"], reached_at)
         known = facts.host_facts(host, hello["facts"], managed.options, address)
+        self.on_snapshots(host, hello.get("snapshots", []))
         reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] > 0)
         await self._engine.post(e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports))
 
@@ -167,6 +170,8 @@ class Hosts:
         match message["event"]:
             case "rank_exited":
                 await self._on_rank_exited(host, message)
+            case "snapshot":
+                self.on_snapshot(host, message)
             case "progress":
                 await self._on_progress(host, message)
             case "rank_said":

@@ -36,6 +36,7 @@ from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.instance import only_instance
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.journal import Journal
+from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
@@ -95,8 +96,12 @@ class Daemon:
 
             hosts = Hosts(engine, journal, config, tasks, make_link)
             archive = Archive(config.state_dir, journal)
-            datasets = DataSets(engine, hosts, journal.fact("data_key", secrets.token_hex(16)))
-            executor = Executor(engine, hosts, archive, timers, tasks, datasets)
+            key = journal.fact("data_key", secrets.token_hex(16))
+            datasets = DataSets(engine, hosts, key)
+            keeper = Keeper(engine, hosts, key)
+            hosts.on_snapshot = lambda host, message: tasks.start_soon(keeper.heard, host, message)
+            hosts.on_snapshots = keeper.reported
+            executor = Executor(engine, hosts, archive, timers, tasks, datasets, keeper)
 
             profiler = Profiler(engine, config.state_dir / "measurements.db", trials=config.trials)
             hosts.on_steps = profiler.saw

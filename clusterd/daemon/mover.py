@@ -27,6 +27,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.keeper import Whole
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import HostId, RankPlace
 
@@ -68,6 +69,37 @@ class Mover:
             self._under_way.pop(key, None)
             if not move.verified:
                 self._finishing.pop(key, None)
+
+    async def restore(self, decision: d.LaunchAttempt, whole: Whole, served: dict[str, list[Any]]) -> int:
+        """Start a lost job's new ranks from snapshots in memory; returns the step that they hold.
+
+        Args:
+            served: address and port of each host that has some.
+        Raises:
+            ClusterError: a rank could not be started, or did not find what it needs.
+        """
+        assert decision.plan is not None
+        old = tuple(RankPlace(rank=rank, host=host, device=None) for rank, host in enumerate(whole.hosts))
+        start = d.StartMigration(
+            cause=decision.cause,
+            reason=decision.reason,
+            job=decision.job,
+            attempt=decision.attempt,
+            generation=whole.of[2],
+            plan=whole.plan,
+            ranks=old,
+            new_generation=decision.generation,
+            new_plan=decision.plan,
+            new_ranks=decision.ranks,
+            lost=tuple(range(len(old))),
+        )
+        move = _Move(start, self._engine, self._hosts, self._launch_standby)
+        key = (decision.job, decision.attempt, decision.generation)
+        self._under_way[key] = move
+        try:
+            return await move.restore(whole, served)
+        finally:
+            self._under_way.pop(key, None)
 
     async def abort(self, decision: d.AbortMigration) -> None:
         """Stop leading it, and let the old ranks go on where they wait."""
@@ -223,6 +255,23 @@ class _Move:
             if not isinstance(cause, ClusterError):
                 log.exception("the move of %s failed by a bug", self.id)
             await self._failed(str(cause) or type(cause).__name__)
+
+    async def restore(self, whole: Whole, served: dict[str, list[Any]]) -> int:
+        """New ranks alone, from what is kept of the old; returns their step."""
+        move = await self._describe()
+        move["fabric"] = {**served, **move["fabric"]}
+        move["snapshot"] = {"names": list(whole.names), "hosts": list(whole.hosts)}
+        move["sets"] = whole.tokens
+        await self._launch_standby(self.decision, move)
+        wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
+        loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
+        steps = {int(said["step"]) for said in loaded.values()}
+        if steps != {whole.step} or not all(said["verified"] for said in loaded.values()):
+            raise MoveFailed(f"the snapshot of step {whole.step} is not whole: ranks hold steps {sorted(steps)}")
+        for host in self.new_hosts:
+            await self._ask(host, "resume", self.decision.new_generation, {"move": self.id})
+            await self._hosts.request(host, "drop", move=self.id)
+        return whole.step
 
     async def _prepare(self) -> None:
         move = await self._describe()

@@ -110,4 +110,4 @@ class Snapshots:
 
     def _name(self, which: int) -> str:
         context = self._training.context
-        return f"{context.job}.{context.attempt}.snap{context.rank}.{which}"
+        return f"{context.job}.{context.attempt}.g{context.generation}.snap{context.rank}.{which}"

@@ -189,7 +189,7 @@ class Mover:
         """Names by rank, and the step; none yet: -1."""
         whole = []
         for which in "01":
-            names = [f"test.1.snap{rank}.{which}" for rank in range(self.now.plan.ranks)]
+            names = [f"test.1.g{self.now.number}.snap{rank}.{which}" for rank in range(self.now.plan.ranks)]
             steps = {self.network.published[n][1]["step"] if n in self.network.published else -1 for n in names}
             if len(steps) == 1:
                 whole.append((steps.pop(), names))
