@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from clusterd.daemon import logs
 from clusterd.daemon.api import Api
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.datasets import DataSets
+from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.executor import Executor
 from clusterd.daemon.feed import Feed
@@ -37,6 +38,7 @@ from clusterd.daemon.instance import only_instance
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.journal import Journal
 from clusterd.daemon.keeper import Keeper
+from clusterd.daemon.launching import Launches
 from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
@@ -99,9 +101,11 @@ class Daemon:
             key = journal.fact("data_key", secrets.token_hex(16))
             datasets = DataSets(engine, hosts, key)
             keeper = Keeper(engine, hosts, key)
-            hosts.on_snapshot = lambda host, message: tasks.start_soon(keeper.heard, host, message)
+            hosts.on_snapshot = lambda host, message: tasks.start_soon(_guarded, keeper.heard, host, message)
             hosts.on_snapshots = keeper.reported
-            executor = Executor(engine, hosts, archive, timers, tasks, datasets, keeper)
+            launches = Launches(engine, hosts, archive, datasets)
+            describer = Describer(engine, hosts, archive, datasets, launches)
+            executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
             profiler = Profiler(engine, config.state_dir / "measurements.db", trials=config.trials)
             hosts.on_steps = profiler.saw
@@ -112,11 +116,11 @@ class Daemon:
                 profiler.handled(events)
                 for event in events:
                     if isinstance(event, e.HostConnected):
-                        tasks.start_soon(datasets.host_is_up, event.host)
+                        tasks.start_soon(_guarded, datasets.host_is_up, event.host)
 
             api = Api(config, engine, hosts, archive, feed, invite, stop)
             speed = Speed(
-                engine, profiler, config.state_dir / "measurements.db", api.admit, executor.describe_unsubmitted
+                engine, profiler, config.state_dir / "measurements.db", api.admit, describer.describe_unsubmitted
             )
             verbs = {**api.verbs, **speed.verbs}
             server = Server(config.socket, config.socket_group, config.operators, verbs, api.streams)
@@ -184,6 +188,14 @@ class Daemon:
             on_event=lambda message: hosts.on_event(host, message),
             agent_home=self._config.hosts.get(host, HostOptions()).agent_home,
         )
+
+
+async def _guarded(work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    """A bug in what is done beside the jobs must not take the daemon, and them, with it."""
+    try:
+        await work(*arguments)
+    except Exception:
+        log.exception("%s failed", work.__qualname__)
 
 
 async def _ip_address(host: str) -> str:

@@ -332,7 +332,9 @@ class _Move:
         loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
         network = _once_per_host(loaded, self.decision.new_ranks)
         local = sum(said["bytes_local"] for said in loaded.values())
-        await self._advance(f"{network} bytes over the network, {local} within hosts", post=False)
+        copied_s = _copied_s([*self._heard["quiesced"].values(), *loaded.values()])
+        words = f"{network} bytes over the network, {local} within hosts; copied within {copied_s:.4f} s"
+        await self._advance(words, post=False)
         self._phase = "verify"
         wrong = [rank for (_, rank), said in loaded.items() if said["step"] != self._step or not said["verified"]]
         if wrong:
@@ -435,6 +437,12 @@ def _side(generation: int, plan: dict[str, Any], places: Iterable[RankPlace]) ->
         "hosts": [place.host for place in ordered],
         "devices": [place.device for place in ordered],
     }
+
+
+def _copied_s(said: Iterable[dict[str, Any]]) -> float:
+    """From the first copy into a store to the last copy out of one; hosts' clocks differ by little."""
+    times = [at_s for one in said for at_s in one.get("copied", ())]
+    return max(times) - min(times) if times else 0.0
 
 
 def _once_per_host(loaded: dict[tuple[int, int], dict[str, Any]], places: Iterable[RankPlace]) -> int:

@@ -1,0 +1,166 @@
+"""What agents are asked when ranks are to start: everything a host needs to know, and the job's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import anyio
+
+from clusterd.core import decisions as d
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.datasets import DataSets
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.hosts import Hosts
+from clusterd.types import Device, HostId, JobId, JobKind, JobSpec, RankPlace
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+CHUNK_BYTES = 1 << 20
+SNAPSHOT_EVERY = 20
+"""Steps between snapshots in memory, where the job does not say."""
+
+SNAPSHOT_MEMORY_SHARE = 0.25
+"""Of a host's memory that snapshots may take for that."""
+
+
+class Launches:
+    """Makes launch requests, and sends ahead what they name."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, datasets: DataSets) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._datasets = datasets
+        self._sending: dict[tuple[str, str], anyio.Lock] = {}
+
+    async def requests(
+        self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
+    ) -> dict[HostId, dict[str, Any]]:
+        """What to ask of each host's agent."""
+        state = self._engine.scheduler.state
+        address, interface, port = "", "", 0
+        first = decision.hosts[0]
+        if spec.kind is not JobKind.COMMAND:
+            who: dict[str, Any] = {
+                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
+            }  # fmt: skip
+            port = (await self._hosts.request(first, "port", **who))["port"]
+            if len(decision.hosts) == 1:
+                address, interface = "127.0.0.1", "lo"
+            else:
+                known = state.hosts[first].facts
+                address = known.address if known else "127.0.0.1"
+        requests: dict[HostId, dict[str, Any]] = {}
+        restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
+        for host in decision.hosts:
+            here = [place for place in decision.ranks if place.host == host]
+            host_facts = state.hosts[host].facts
+            near = interface or (host_facts.interface if host_facts else "")
+            devices = {device.id: device for device in state.hosts[host].devices}
+            requests[host] = {
+                "restore": restore,
+                "snapshot_every": self._snapshot_every(decision.job, spec),
+                "datasets": await self._datasets.where(decision.job, spec, host),
+                **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
+                "argv": sized(spec.command, decision.plan, len(decision.hosts)),
+                "ranks": [
+                    {
+                        "rank": place.rank,
+                        "world_size": len(decision.ranks),
+                        "local_rank": index,
+                        "local_world_size": len(here),
+                        "master_addr": address,
+                        "master_port": port,
+                        "interface": near,
+                        "plan": decision.plan.to_dict() if decision.plan else None,
+                        "device": _device(place, devices, self._cores_of(spec)),
+                        "hosts": len(decision.hosts),
+                    }
+                    for index, place in enumerate(here)
+                ],
+            }
+            if spec.kind is JobKind.COMMAND:
+                requests[host]["ranks"] = [_one_process(requests[host]["ranks"])]
+        return requests
+
+    def _snapshot_every(self, job: str, spec: JobSpec) -> int:
+        """Steps between snapshots in memory: as asked, or where two copies of two take little of the hosts' memory."""
+        if spec.kind is not JobKind.ELASTIC or spec.snapshot_every is not None:
+            return spec.snapshot_every or 0
+        state = self._engine.scheduler.state
+        up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
+        told = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
+        if len(up) < 2 or told is None:
+            return 0
+        shape = ModelShape.from_dict(told)
+        state_bytes = shape.parameter_bytes * (1.0 + shape.optimizer_state_ratio)
+        return SNAPSHOT_EVERY if 4 * state_bytes <= SNAPSHOT_MEMORY_SHARE * min(up) else 0
+
+    def _cores_of(self, spec: JobSpec) -> int:
+        return max(spec.resources.cpus // max(spec.resources.devices, 1), 1)
+
+    def request_base(
+        self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
+    ) -> dict[str, Any]:
+        """What every launch of the job says."""
+        return {
+            "job": job,
+            "attempt": attempt,
+            "generation": generation,
+            "kind": spec.kind.value,
+            "argv": list(spec.command),
+            "env": {"CLUSTERD_JOB_NAME": spec.name, **spec.env},
+            "secrets": secrets,
+            "snapshot": spec.snapshot,
+            "workdir": None if spec.snapshot else spec.workdir,
+            "python": spec.python,
+            "grace_s": spec.grace_s,
+        }
+
+    async def send_snapshot(self, host: HostId, spec: JobSpec) -> None:
+        """The job's workdir to the host, once per content."""
+        digest = spec.snapshot
+        if digest is None:
+            return
+        # Two launches at a time on one host must not send the same content twice.
+        async with self._sending.setdefault((host, digest), anyio.Lock()):
+            if (await self._hosts.request(host, "snapshot_has", digest=digest))["have"]:
+                return
+            offset = 0
+            async for data, last in self._archive.snapshot_chunks(digest, CHUNK_BYTES):
+                await self._hosts.request(
+                    host, "snapshot_put", timeout_s=120.0, digest=digest, offset=offset, data=data, last=last
+                )
+                offset += len(data)
+
+
+def sized(command: Iterable[str], plan: Plan | None, hosts: int) -> list[str]:
+    """The argv with a plan's sizes filled in: ``--tp {tp}``; braces around anything else stay as they are."""
+    if plan is None:
+        return list(command)
+    values = {
+        "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero, "accumulation": plan.accumulation,
+        "devices": plan.ranks, "hosts": hosts,
+    }  # fmt: skip
+    names = "|".join(values)
+    return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), word) for word in command]
+
+
+def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[str, Any]:
+    if place.device is None:
+        return {"kind": "cpu", "uuid": "", "cores": [], "threads": cores}
+    device = devices[place.device]
+    threads = max(len(device.cores), 1) if device.kind == "cpu" else cores
+    return {"kind": device.kind, "uuid": device.uuid, "cores": list(device.cores), "threads": threads}
+
+
+def _one_process(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """A command is one process, whatever devices it holds."""
+    devices = [r["device"] for r in ranks]
+    cores = sorted({core for device in devices for core in device["cores"]})
+    uuids = [device["uuid"] for device in devices if device["kind"] == "cuda"]
+    merged = {"kind": devices[0]["kind"], "uuid": ",".join(uuids), "cores": cores}
+    merged["threads"] = sum(device["threads"] for device in devices)
+    return {**ranks[0], "world_size": 1, "local_world_size": 1, "device": merged}
