@@ -99,7 +99,10 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
     loopback interface in messages of a tenth of a millisecond.
     """
     if kind != "cpu":
-        return Prior.typical(known=known, known_width=0.4)
+        wide = Prior.typical()
+        for name, value in (known or {}).items():
+            wide = wide.holding(name, value * (0.6 if name == "compute_rate" else 1.0), 0.6)
+        return wide
     cpu = {
         "compute_rate": 40e9,
         "local_rate": 1.5e9,
@@ -116,5 +119,6 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
     }
     wide = Prior.typical(known=cpu, known_width=0.9)
     for name, value in (known or {}).items():
-        wide = wide.holding(name, value, 0.4)
+        # A probe is the best case of one kernel; a model's are smaller and many.
+        wide = wide.holding(name, value * (0.6 if name == "compute_rate" else 1.0), 0.7)
     return wide

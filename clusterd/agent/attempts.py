@@ -212,6 +212,7 @@ class Attempts:
             "datasets": request.get("datasets") or {},
             "data_cache": request.get("data_cache") or str(self._home.root / "data"),
             "snapshot_every": request.get("snapshot_every") or 0,
+            "probe": bool(request.get("probe")),
         }
         directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)

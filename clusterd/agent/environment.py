@@ -154,6 +154,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "datasets": {name: known.get("path") for name, known in (attempt.launch.get("datasets") or {}).items()},
         "data_cache": attempt.launch.get("data_cache"),
         "snapshot_every": attempt.launch.get("snapshot_every"),
+        "probe": attempt.launch.get("probe"),
     }
     write_json(attempt.rank_file(int(rank["rank"])), place)
 

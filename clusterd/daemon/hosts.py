@@ -91,6 +91,7 @@ class Hosts:
         """Called with what ranks tell the daemon, such as how a migration goes."""
         self.on_snapshot: Callable[[HostId, dict[str, Any]], object] = lambda host, message: None
         self.on_snapshots: Callable[[HostId, list[dict[str, Any]]], None] = lambda host, snapshots: None
+        self.on_probe: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_steps: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
         self.on_rank_gone: Callable[[str, int, int, int, str], None] = lambda *_: None
@@ -175,7 +176,9 @@ class Hosts:
             case "progress":
                 await self._on_progress(host, message)
             case "rank_said":
-                if message["said"]["what"] == "orphaned":
+                if message["said"]["what"] == "probe":
+                    self.on_probe(message)
+                elif message["said"]["what"] == "orphaned":
                     await self._on_orphaned(message)
                 elif message["said"]["what"].startswith("checkpoint"):
                     await self._on_checkpoint(message)

@@ -180,6 +180,10 @@ class Journal:
 
         return self._thread.submit(read).result()
 
+    async def keep_fact(self, name: str, value: str) -> None:
+        """Change a lasting value."""
+        await self.execute([("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))])
+
     def close(self) -> None:
         """Finish what was handed over, and close the file."""
         self._thread.submit(self._db.close).result()

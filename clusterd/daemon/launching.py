@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
@@ -34,6 +34,8 @@ class Launches:
         self._archive = archive
         self._datasets = datasets
         self._sending: dict[tuple[str, str], anyio.Lock] = {}
+        self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
+        """Whether devices of these types, and links between so many hosts, are still to be measured."""
 
     async def requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
@@ -54,6 +56,8 @@ class Launches:
                 address = known.address if known else "127.0.0.1"
         requests: dict[HostId, dict[str, Any]] = {}
         restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
+        names = {d.name for host in decision.hosts for d in state.hosts[host].devices}
+        probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
         for host in decision.hosts:
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts
@@ -62,6 +66,7 @@ class Launches:
             requests[host] = {
                 "restore": restore,
                 "snapshot_every": self._snapshot_every(decision.job, spec),
+                "probe": probe,
                 "datasets": await self._datasets.where(decision.job, spec, host),
                 **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
                 "argv": sized(spec.command, decision.plan, len(decision.hosts)),

@@ -108,7 +108,8 @@ class Daemon:
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
             profiler = Profiler(engine, config.state_dir / "measurements.db", trials=config.trials)
-            hosts.on_steps = profiler.saw
+            hosts.on_steps, hosts.on_probe = profiler.saw, profiler.probed
+            launches.wants_probe = profiler.wants_probe
 
             def handled(events: Any, decisions: Any) -> None:
                 feed.add(events, decisions)

@@ -6,9 +6,10 @@ of the same model on the same type of device, and out of beliefs about the hardw
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from clusterd.daemon.engine import Engine
 from clusterd.types import JobId, JobKind
 from plans.model_shape import ModelShape
 from profiling import fleet
+from profiling.coefficients import INDEX
 from profiling.fleet import DeviceType
 from profiling.knowledge import Knowledge, Ranked, workload_of
 from profiling.model import Rows
@@ -41,6 +43,7 @@ WARM_UP_STEPS = 3
 TRIAL_STEPS = 10
 TRIAL_STEPS_MOST = 40
 TRIAL_S = 1.5
+TRIAL_S_MOST = 4.0
 SLOW_TRIAL_STEPS = 4
 SLOW_STEP_S = 2.0
 
@@ -80,7 +83,7 @@ class Profiler:
         self._runs: dict[str, _Run] = {}
         self._told_s: dict[str, float] = {}
         self._spent_s: dict[str, float] = {}
-        self._probes: dict[str, dict[str, float]] = {}
+        self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
         self._inbox: list[Any] = []
         self._bell = anyio.Event()
 
@@ -107,10 +110,14 @@ class Profiler:
         """Steps of a running attempt, as an agent tells them."""
         self._put(partial(self._saw, message))
 
-    def probed(self, device_type: str, figures: dict[str, float]) -> None:
+    def probed(self, message: dict[str, Any]) -> None:
         """What a rank measured of its device and links before it began to train."""
-        known = self._probes.setdefault(device_type, {})
-        known.update({name: value for name, value in figures.items() if value > 0})
+        self._put(partial(self._probed, message))
+
+    def wants_probe(self, device_types: Iterable[str], hosts: int) -> bool:
+        """Whether one of these types, or the links between so many hosts, was never measured on this cluster."""
+        link = "network_rate" if hosts > 1 else "compute_rate"
+        return any(link not in self._probes.get(name, {}) for name in device_types)
 
     def _put(self, work: Any) -> None:
         self._inbox.append(work)
@@ -128,6 +135,24 @@ class Profiler:
                     await work()
                 except Exception:  # learning less must not take the daemon with it
                     log.exception("the performance model could not be brought up to date")
+
+    async def _probed(self, message: dict[str, Any]) -> None:
+        job = self._state.jobs.get(JobId(message["job"]))
+        attempt = job.attempt if job is not None else None
+        names = {d.name for d in trials.held(attempt, self._state)} if attempt is not None else set()
+        if len(names) != 1:
+            return
+        (name,) = names
+        figures = {k: float(v) for k, v in message["said"]["figures"].items() if k in INDEX and v > 0}
+        self._probes[name] = {**self._probes.get(name, {}), **figures}
+        await self._engine.journal.keep_fact("probes", json.dumps(self._probes))
+        log.info("%s does %s", name, ", ".join(f"{k} {v:.3g}" for k, v in sorted(figures.items())))
+        for (model, device_type), known in list(self._known.items()):
+            if device_type == name:  # new beliefs, the same measurements
+                prior = fleet.prior(known.devices.kind, self._probes[name])
+                kept = known.online.observations
+                known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, kept)
+                self._put(partial(self._tell, model, f"{name} was probed"))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -154,7 +179,8 @@ class Profiler:
             return
         trial = job.trial
         if trial is not None and trial.from_step is not None and attempt.plan == trial.plan:
-            if len(run.times_s) >= trial.steps:
+            enough = len(run.times_s) >= SLOW_TRIAL_STEPS and sum(run.times_s) >= TRIAL_S_MOST
+            if len(run.times_s) >= trial.steps or enough:
                 await self._measured(job, attempt, known, run)
         elif len(run.times_s) >= 20:
             await self._went_on(job, attempt, known, run)

@@ -98,7 +98,7 @@ class Arriving:
         self._fetch(move)
         self._control.say("prepared", id=move.id, digest=move.moves.digest)
         self._phase = "transfer"
-        metas, load_s = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
+        metas, copied = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
         self._phase = "verify"
         steps = {int(meta["step"]) for meta in metas}
         if len(steps) != 1:
@@ -113,7 +113,7 @@ class Arriving:
             verified=True,
             bytes_local=sum(read.bytes for read in reads if read.local),
             bytes_network=sum(fetch.bytes for fetch in move.packing.fetches(host)),
-            load_s=load_s,
+            copied=copied,
         )
         training.read_ahead()
         self._phase = "resume"
@@ -147,15 +147,15 @@ class Arriving:
 
     def _load(
         self, move: Move, live: dict[tuple[str, str], Holding], reads: list[Read], threads: int
-    ) -> tuple[list[Message], float]:
-        """Reads every source as it comes; returns what came with each, by source, and the seconds since the first."""
+    ) -> tuple[list[Message], list[float]]:
+        """Reads every source as it comes; returns what came with each, by source, and when it began and ended."""
         waiting: dict[int, list[Read]] = {}
         for read in reads:
             waiting.setdefault(read.source, []).append(read)
         if not waiting:
             raise ValueError(f"rank {self._context.rank} of {move.new.plan} has nothing to read: it holds no state")
         metas: dict[int, Message] = {}
-        began = 0.0
+        began_s = 0.0
         self._ask_what_came(move)
         while waiting:
             message = self._next()
@@ -167,14 +167,14 @@ class Arriving:
             mine = waiting.get(source, [])
             if not mine or mine[0].local != (message["where"] == "outbox"):
                 continue
-            began = began or time.perf_counter()
+            began_s = began_s or time.time()
             self._read(move, live, mine, message, threads)
             metas[source] = message["meta"]
             del waiting[source]
         for holding in live.values():
             if holding.mirror is not None and (local := holding.tensors[0]) is not None:
                 holding.mirror.copy_(local)
-        return [metas[source] for source in sorted(metas)], time.perf_counter() - began
+        return [metas[source] for source in sorted(metas)], [began_s, time.time()]
 
     def _read(
         self,

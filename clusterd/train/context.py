@@ -38,6 +38,8 @@ class Context:
     standby: bool = False  # made for a move, to take over from the ranks that train now
     move: dict[str, Any] | None = None
     snapshot_every: int = 0  # steps between snapshots in memory; 0: none
+    probe: bool = False  # device and links are to be measured first
+    hosts: int = 1  # of the ranks
     restore: str = ""  # directory of the checkpoint to go on from
 
     @property
@@ -96,6 +98,8 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         standby=bool(values.get("standby")),
         move=values.get("move") or None,
         snapshot_every=int(values.get("snapshot_every") or 0),
+        probe=bool(values.get("probe")),
+        hosts=int(values.get("hosts") or 1),
         restore=values.get("restore") or "",
     )
 

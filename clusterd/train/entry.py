@@ -22,6 +22,7 @@ from clusterd.train.exits import PlanRefused
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
 from clusterd.train.loop import Loop, StepSeen
+from clusterd.train.probe import probe
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.step import Stepper
@@ -173,6 +174,10 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
         if context.rank == 0 and context.directory is not None:
             write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
+        if context.probe and arriving is None:
+            figures = probe(device, context.hosts)
+            if context.rank == 0:
+                control.say("probe", figures=figures)
         outcome = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "").run()
         if at_end is not None:
             at_end(training)

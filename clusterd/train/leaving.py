@@ -97,13 +97,13 @@ class Leaving:
         training = self._training
         live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
         outbox = move.packing.outbox(training.context.rank)
-        began = time.perf_counter()
+        began_s = time.time()
         sums: list[int] = []
         if self._segment is not None:
             tensors = move.moves.old.tensors
             pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
             sums = fill(self._segment, pieces, threads=copy_threads(move.old.hosts, training.context.rank))
-        publish_s = time.perf_counter() - began
+        copied = [began_s, time.time()] if sums else []
         if self._segment is not None:
             meta = {
                 "step": training.step,
@@ -111,7 +111,7 @@ class Leaving:
                 "scalars": scalars.collect(training.optimizer, training.scheduler, move.shape),
             }
             self._control.ask("publish", name=move.outbox_name(training.context.rank), meta=meta)
-        self._control.say("quiesced", id=move.id, step=training.step, at_s=at_s, publish_s=publish_s)
+        self._control.say("quiesced", id=move.id, step=training.step, at_s=at_s, copied=copied)
 
     def _wait(self, move: Move) -> str:
         """For the abort of `move`, or for the end."""

@@ -1,0 +1,97 @@
+"""What a device and the links between ranks can do, measured once before a job's first step: priors of the fit.
+
+Each figure takes some hundredths of a second. Collectives are timed at two sizes: the difference gives the bandwidth,
+the rest the delay of a hop, as in the alpha-beta model of a ring.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+TIME_S = 0.04
+SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 22
+
+
+def probe(device: torch.device, hosts: int) -> dict[str, float]:
+    """Figures by the names of the performance model's coefficients, in their units; every rank must call it.
+
+    Args:
+        hosts: that the ranks are on; with more than one, links between hosts are what is measured.
+    """
+    figures = {
+        "compute_rate": _products(device),
+        "update_rate": _updates(device),
+        "copy_rate": _copies(device),
+    }
+    if device.type == "cuda":
+        figures["host_update_rate"] = _updates(torch.device("cpu")) * max(torch.get_num_threads(), 1)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        where = "network" if hosts > 1 else "local"
+        rate, delay_s = _ring(device)
+        figures[f"{where}_rate"] = rate
+        figures[f"{where}_latency_s"] = delay_s
+    return {name: value for name, value in figures.items() if value > 0}
+
+
+def _products(device: torch.device) -> float:
+    """Operations per second of a matrix product."""
+    size = 4096 if device.type == "cuda" else 512
+    a = torch.ones(size, size, device=device)
+    return 2.0 * size**3 / _seconds(lambda: a @ a, device)
+
+
+def _updates(device: torch.device) -> float:
+    """Parameters per second through AdamW."""
+    count = 1 << (24 if device.type == "cuda" else 19)
+    parameter = torch.nn.Parameter(torch.ones(count, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter])
+    return count / _seconds(optimizer.step, device)
+
+
+def _copies(device: torch.device) -> float:
+    """Bytes per second between device and host; of a CPU device, from memory to memory."""
+    count = LARGE_BYTES * (16 if device.type == "cuda" else 1)
+    source = torch.ones(count, dtype=torch.uint8)
+    if device.type == "cuda":
+        source = source.pin_memory()
+    target = torch.empty(count, dtype=torch.uint8, device=device)
+    return count / _seconds(lambda: target.copy_(source), device)
+
+
+def _ring(device: torch.device) -> tuple[float, float]:
+    """Bytes per second of one rank's ring, and seconds of one of its hops."""
+    ranks = dist.get_world_size()
+    times = {}
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        data = torch.ones(size // 4, device=device)
+        # As often on every rank: who repeats by the clock repeats differently.
+        times[size] = _seconds(lambda: dist.all_reduce(data), device, repeats=8)  # noqa: B023 (called at once)
+    share = 2.0 * (ranks - 1) / ranks
+    rate = share * (LARGE_BYTES - SMALL_BYTES) / max(times[LARGE_BYTES] - times[SMALL_BYTES], 1e-9)
+    return rate, times[SMALL_BYTES] / (2.0 * (ranks - 1))
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 0) -> float:
+    """The fastest of some: what a machine can do, not what it was doing beside."""
+    work()
+    best = float("inf")
+    began = time.perf_counter()
+    done = 0
+    while done < repeats if repeats else time.perf_counter() - began < TIME_S:
+        _wait(device)
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+        done += 1
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
