@@ -7,13 +7,13 @@ made only while enough of the job is left to pay for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, place_on
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Free, Move, Refusal, View
-from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobKind
+from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -92,7 +92,7 @@ def room_for(job: Job, view: View, count: int) -> list[Move]:
     victims = [v for v in view.running if _yields(v, job) and _movable(v, view) is not None]
     victims.sort(key=lambda v: (v.priority, -v.submitted_s))
     missing = count - sum(1 for h in view.free.hosts.values() for d in h.devices if kind is None or d.kind == kind)
-    missing -= sum(_leaving(v) for v in view.running)
+    missing -= sum(leaving(v) for v in view.running)
     if missing <= 0:
         return []
     moves: list[Move] = []
@@ -113,12 +113,13 @@ def room_for(job: Job, view: View, count: int) -> list[Move]:
     return moves if missing <= 0 else []
 
 
-def growth(view: View, waiting: Iterable[int]) -> list[Move]:
+def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> list[Move]:
     """Devices that nobody can use go back to jobs that have fewer than they asked for; the oldest first.
 
     Args:
         waiting: devices that each queued job waits for. A job does not grow while one of them could start without what
             the job holds already; one that needs these too waits for its end, which growing only brings nearer.
+        skip: jobs that are somebody else's business.
     """
     moves: list[Move] = []
     total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
@@ -126,7 +127,7 @@ def growth(view: View, waiting: Iterable[int]) -> list[Move]:
     for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
         attempt = _movable(job, view)
         asked = max(job.spec.resources.devices, 1)
-        if attempt is None or len(attempt.ranks) >= asked:
+        if attempt is None or len(attempt.ranks) >= asked or job.id in skip:
             continue
         own = _devices(attempt, view)
         if any(count <= total - len(own) for count in needs):
@@ -220,7 +221,7 @@ def _yields(victim: Job, job: Job) -> bool:
     return not victim.spec.guaranteed and (job.spec.guaranteed or job.priority > victim.priority)
 
 
-def _leaving(job: Job) -> int:
+def leaving(job: Job) -> int:
     """Devices that a move under way will free."""
     attempt = job.attempt
     if attempt is None:

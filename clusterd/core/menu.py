@@ -16,6 +16,10 @@ from clusterd.core.state import Job
 from plans.plan import Plan
 
 
+ENOUGH = 3
+"""Measured plans before a model's outlook is acted upon: fewer are beliefs about the hardware, not about the job."""
+
+
 class Choice(Enum):
     """How free a policy is with a job's plan."""
 
@@ -65,7 +69,7 @@ class Menus:
     def of(self, job: Job, outlooks: Mapping[str, Outlook], choice: Choice) -> Menu | None:
         """What the job could run as; None: it is a black box, or nothing of its wish is known."""
         outlook = outlooks.get(job.model) if job.model else None
-        if outlook is None:
+        if outlook is None or outlook.measured < min(ENOUGH, len(outlook.estimates)):
             return None
         wanted = job.spec.resources
         key = (job.model, wanted.plan, wanted.devices, wanted.kind, choice)

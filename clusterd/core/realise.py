@@ -169,11 +169,12 @@ class _Pass:
         self.room.take(seat_.devices, seat_.attempt.cores, seat_.attempt.memory_bytes)
 
     def _make_place(self, rank: int, want: Want, old: _Seat | None) -> bool:
-        """There are devices enough, but scattered: jobs that come later make way, smallest first, and sit elsewhere.
+        """There are devices enough, but scattered: narrower jobs that come later make way, and sit elsewhere.
 
         Nothing is done where one of them could not sit down again.
         """
-        movable = [s for s in self.kept if s.rank > rank and not s.want.keep]
+        width = want.options[0].devices
+        movable = [s for s in self.kept if s.rank > rank and not s.want.keep and len(s.devices) < width]
         movable.sort(key=lambda s: (len(s.devices), -s.rank))
         gone: list[_Seat] = []
         found: tuple[Estimate, list[Device]] | None = None

@@ -347,9 +347,9 @@ class Simulation:
             )
         ]
 
-    def _when_moved(self, what: tuple[d.StartMigration, float]) -> list[e.Event]:
+    def _when_moved(self, what: tuple[d.ResumeAttempt, float]) -> list[e.Event]:
         start, downtime_s = what
-        attempt = self.scheduler.state.attempt(start.job, start.attempt, start.new_generation)
+        attempt = self.scheduler.state.attempt(start.job, start.attempt, start.generation)
         if attempt is None or not attempt.resuming:
             return []
         return [
@@ -357,7 +357,7 @@ class Simulation:
                 **self._stamp(),
                 job=start.job,
                 attempt=start.attempt,
-                generation=start.new_generation,
+                generation=start.generation,
                 downtime_s=downtime_s,
             )
         ]
@@ -441,11 +441,10 @@ class Simulation:
         run = self.runs[decision.job]
         hosts = len({place.host for place in decision.new_ranks})
         old_hosts = len({place.host for place in decision.ranks})
-        prepare_s, downtime_s = self.costs.of_move(run.model.parameters, hosts, old_hosts)
+        prepare_s, _ = self.costs.of_move(run.model.parameters, hosts, old_hosts)
         run.moves += 1
         run.devices = max(run.devices, len(decision.new_ranks))
         self._at(self.now_s + prepare_s, "verified", decision)
-        self._at(self.now_s + prepare_s + downtime_s, "moved", (decision, downtime_s))
 
     def _do_ResumeAttempt(self, decision: d.ResumeAttempt) -> None:  # noqa: N802
         run = self.runs[decision.job]
@@ -456,6 +455,7 @@ class Simulation:
         old_hosts = len(set(attempt.past[max(attempt.past)].values()))
         _, downtime_s = self.costs.of_move(run.model.parameters, hosts, old_hosts)
         run.devices = len(places)
+        self._at(self.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self.now_s + downtime_s)
 
     def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802

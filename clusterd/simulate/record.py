@@ -32,7 +32,7 @@ class Recording:
         if self._number == 0:
             snapshot = {
                 "status": {"at_s": events[-1].at_s, "epoch": state.epoch, "simulated": True},
-                "jobs": [job_row(job) for job in state.jobs.values()],
+                "jobs": [job_row(job, state) for job in state.jobs.values()],
                 "hosts": [host_row(state, host) for host in state.hosts.values()],
             }
             self._write({"snapshot": snapshot, "number": 0})

@@ -5,32 +5,82 @@ from __future__ import annotations
 from clusterd.core import elastic
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.order import order
+from clusterd.core.prospects import Curves, Prospect, census, prospect
+from clusterd.core.realise import is_settled
+from clusterd.core.room import Room
+from clusterd.core.sizing import by_work, shares
+from clusterd.core.state import Job
+from clusterd.core.steer import DEFAULT_HABITS, Habits, Steering
 from clusterd.core.view import Proposal, Refusal, Start, View
+from clusterd.types import JobId
 
 
 class Default:
-    """Highest priority first, then first come; a job that does not fit lets smaller ones pass (backfill)."""
+    """Jobs whose speed is known get plans and devices by what these do for the sum of completion times.
+
+    Guaranteed jobs run at least as fast as what they asked for. Others are black boxes and get what they ask for, as
+    soon as it is there; who does not fit lets smaller ones pass. Curves are remembered between passes, and nothing
+    else: they follow from the state.
+    """
 
     name = "default"
     interval_s: float | None = None
 
+    def __init__(self, habits: Habits = DEFAULT_HABITS) -> None:
+        self.habits = habits
+        self._curves = Curves()
+
     def propose(self, view: View) -> Proposal:
-        """Starts for what fits now, in order; moves that make room, fill it, or leave drained hosts."""
+        """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for."""
         proposal = Proposal(moves=elastic.drained(view))
-        waiting: list[int] = []
-        for job in order(view):
-            answer = allocate(job, view)
-            if isinstance(answer, Refusal):
-                room = elastic.room_for(job, view, answer.devices) if answer.devices and not proposal.moves else []
-                proposal.moves += room
-                proposal.refusals.append(answer)
-                waiting.append(answer.devices)
-                continue
-            assert isinstance(answer, Grant)
-            where = answer.placement
-            view.free.take(where.ranks, where.cores, where.memory_bytes)
-            proposal.starts.append(
-                Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
-            )
-        proposal.moves += elastic.growth(view, waiting)
+        there = census(view)
+        known: dict[JobId, Prospect] = {}
+        for job in [*view.queued, *view.running]:
+            curve = self._curves.of(job, view, there)
+            if curve is not None:
+                known[job.id] = prospect(job, curve, view)
+        leaving = {move.job for move in proposal.moves}
+        running = [known[j.id] for j in view.running if j.id in known and is_settled(j) and j.id not in leaving]
+        waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
+        room = Room(view.free)
+        total = room.total + sum(len(p.devices) for p in running)
+        ordered = by_work([*running, *waiting])
+        steering = Steering(
+            view=view,
+            room=room,
+            sizes=shares(ordered, total),
+            running=running,
+            proposal=proposal,
+            habits=self.habits,
+            total=max(total, 1),
+            behind={p.job.id: rank for rank, p in enumerate(ordered)},
+            leaving=sum(elastic.leaving(job) for job in view.running),
+        )
+        black: list[int] = []
+        for job in order(view, known):
+            p = known.get(job.id)
+            if p is None or job.not_before_s > view.now_s:
+                black += self._black_box(job, view, room, proposal)
+            else:
+                steering.admit(p)
+        if not any(black):
+            steering.grow()
+        proposal.moves += elastic.growth(view, black, skip=set(known))
         return proposal
+
+    def _black_box(self, job: Job, view: View, room: Room, proposal: Proposal) -> list[int]:
+        """Start it as it asks; the devices that it waits for instead."""
+        answer = allocate(job, view)
+        if isinstance(answer, Refusal):
+            if answer.devices and not proposal.moves:
+                proposal.moves += elastic.room_for(job, view, answer.devices)
+            proposal.refusals.append(answer)
+            return [answer.devices]
+        assert isinstance(answer, Grant)
+        where = answer.placement
+        taken = {place.device for place in where.ranks}
+        devices = [d for host in view.free.hosts.values() for d in host.devices if d.id in taken]
+        view.free.take(where.ranks, where.cores, where.memory_bytes)
+        room.take(devices, where.cores, where.memory_bytes)
+        proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason))
+        return []

@@ -1,0 +1,108 @@
+"""When there will be room, if nobody is moved: by the remaining times of those that run, host by host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from clusterd.core.outlook import Estimate
+from clusterd.core.prospects import Prospect
+from clusterd.core.room import Room
+from clusterd.types import HostId
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """An offer that there will be room for."""
+
+    offer: Estimate
+    at_s: float  # from now
+    hosts: Mapping[HostId, int]  # devices that it will take
+
+
+class Forecast:
+    """Free devices of each host and type over time."""
+
+    def __init__(self, room: Room, running: Sequence[Prospect]) -> None:
+        self._now: dict[str, dict[HostId, int]] = {}
+        for host, types in room.devices.items():
+            for name, free in types.items():
+                self._now.setdefault(name, {})[host] = len(free)
+        ends: list[tuple[float, str, dict[HostId, int]]] = []
+        for p in running:
+            per_host: dict[HostId, int] = {}
+            for device in p.devices:
+                if device.host in room.devices:
+                    per_host[device.host] = per_host.get(device.host, 0) + 1
+            if per_host:
+                ends.append((p.now_s, p.devices[0].name, per_host))
+        ends.sort(key=lambda e: e[0])
+        self._ends = ends
+
+    def take(self, device_type: str, per_host: Mapping[HostId, int]) -> None:
+        """Given away in this pass, for longer than anybody looks ahead."""
+        free = self._now.setdefault(device_type, {})
+        for host, count in per_host.items():
+            free[host] = free.get(host, 0) - count
+
+    def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
+        """Devices free then, by host."""
+        free = dict(self._now.get(device_type, {}))
+        for end_s, name, per_host in self._ends:
+            if end_s > at_s + 1e-6:
+                break
+            if name == device_type:
+                for host, count in per_host.items():
+                    free[host] = free.get(host, 0) + count
+        return free
+
+    def opening(self, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]) -> Opening | None:
+        """The offer with the least burden, waiting included; None: no room will ever be.
+
+        Args:
+            offers: least burden first.
+        """
+        best: Opening | None = None
+        best_s = NEVER
+        for offer in offers:
+            run_s = burden_s(offer)
+            if run_s >= best_s:
+                break  # the others are worse even without waiting
+            found = self._first(offer, best_s - run_s)
+            if found is not None and found.at_s + run_s < best_s:
+                best, best_s = found, found.at_s + run_s
+        return best
+
+    def _first(self, offer: Estimate, within_s: float) -> Opening | None:
+        """Binary search over the ends of running jobs: room only grows."""
+        mine = [i for i, end in enumerate(self._ends) if end[1] == offer.device_type and end[0] < within_s]
+        hosts = _fit(offer.shape, self._now.get(offer.device_type, {}))
+        if hosts is not None:
+            return Opening(offer, 0.0, hosts)
+        low, high = 0, len(mine)
+        answer: Opening | None = None
+        while low < high:
+            middle = (low + high) // 2
+            at_s = self._ends[mine[middle]][0]
+            hosts = _fit(offer.shape, self.free_at(offer.device_type, at_s))
+            if hosts is not None:
+                answer, high = Opening(offer, at_s, hosts), middle
+            else:
+                low = middle + 1
+        return answer
+
+
+def _fit(shape: Sequence[int], free: Mapping[HostId, int]) -> dict[HostId, int] | None:
+    """Hosts for this shape, each with as little to spare as can be; None: it does not fit."""
+    left = sorted(((count, host) for host, count in free.items() if count >= shape[-1]), key=lambda x: (x[0], x[1]))
+    if len(left) < len(shape):
+        return None
+    chosen: dict[HostId, int] = {}
+    for wanted in shape:
+        index = next((i for i, (count, _) in enumerate(left) if count >= wanted), None)
+        if index is None:
+            return None
+        chosen[left.pop(index)[1]] = wanted
+    return chosen

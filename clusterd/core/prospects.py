@@ -1,0 +1,212 @@
+"""What is to be expected of each job whose speed is known: work left, worthwhile sizes, and the least it was promised.
+
+Everything that depends on the model and the wish alone is remembered between passes; a pass only multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clusterd.core.menu import Choice, Menu, Menus, is_alike
+from clusterd.core.outlook import Estimate
+from clusterd.core.room import held, shape_of
+from clusterd.core.service import likely_steps_left
+from clusterd.core.state import Job
+from clusterd.core.view import View
+from clusterd.types import Device, JobKind
+
+EFFICIENT = 0.1
+"""Of the progress per device-second that a job makes where it makes most: less is never offered."""
+
+WORTHWHILE = 0.03
+"""Of the step time: what more devices must save at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Usable devices by type, and the kind of each type."""
+
+    count: Mapping[str, int]
+    kinds: Mapping[str, str]
+
+    @property
+    def total(self) -> int:
+        """Of all types."""
+        return sum(self.count.values())
+
+
+def census(view: View) -> Census:
+    """Of hosts that may be used, busy devices included."""
+    count: dict[str, int] = {}
+    kinds: dict[str, str] = {}
+    for host in view.hosts.values():
+        if host.unusable is None:
+            for device in host.devices:
+                if not device.foreign:
+                    count[device.name] = count.get(device.name, 0) + 1
+                    kinds[device.name] = device.kind
+    return Census(count, kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One job's choices on this cluster."""
+
+    points: Mapping[int, Estimate]  # the fastest for each number of devices where more devices pay
+    effort_s: float  # device-seconds per step where a step takes fewest
+    offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
+    floor_s: float | None  # step time that was promised; None: nothing was
+    _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
+
+    @property
+    def least(self) -> int:
+        """Fewest devices on which it may run."""
+        return min(self.points)
+
+    def upto(self, devices: int) -> tuple[Estimate, ...]:
+        """Offers on at most so many devices, fastest first; none that takes more devices than a faster one."""
+        known = self._upto.get(devices)
+        if known is None:
+            chosen: list[Estimate] = []
+            fewest = devices + 1
+            for offer in self.offers:
+                if offer.devices < fewest:
+                    chosen.append(offer)
+                    fewest = offer.devices
+                elif (
+                    offer.devices <= devices
+                    and chosen
+                    and (offer.step_time_s <= 1.1 * chosen[0].step_time_s or _saves(offer, chosen[0]))
+                ):
+                    chosen.append(offer)
+            self._upto[devices] = known = tuple(chosen)
+        return known
+
+
+def _saves(offer: Estimate, best: Estimate) -> bool:
+    """The same as the best in fewer cores or less host memory."""
+    return (offer.plan, offer.shape) == (best.plan, best.shape)
+
+
+@dataclass(slots=True)
+class Prospect:
+    """A job with what is to be expected of it now."""
+
+    job: Job
+    curve: Curve
+    steps_left: float
+    now: Estimate | None = None  # what it runs as
+    devices: list[Device] = field(default_factory=list)  # that it holds, by rank
+
+    @property
+    def work_s(self) -> float:
+        """Device-seconds left, where it needs fewest."""
+        return self.steps_left * self.curve.effort_s
+
+    def left_s(self, estimate: Estimate) -> float:
+        """Seconds left if it ran so."""
+        return self.steps_left * estimate.step_time_s
+
+    @property
+    def now_s(self) -> float:
+        """Seconds left as it runs; as measured, where that is known."""
+        if self.now is None:
+            return self.left_s(next(iter(self.curve.points.values())))
+        step_s = self.job.step_time_s if self.job.step_time_s else self.now.step_time_s
+        return self.steps_left * step_s
+
+
+class Curves:
+    """Curves of jobs, remembered while outlooks and the cluster stay the same."""
+
+    def __init__(self) -> None:
+        self._menus = Menus()
+        self._known: dict[tuple[int, bool], tuple[Menu, Curve | None]] = {}
+        self._census: Census | None = None
+
+    def of(self, job: Job, view: View, there: Census) -> Curve | None:
+        """The job's curve; None: it is a black box, or nothing it could run as is known to fit this cluster."""
+        if not job.model or job.spec.kind is not JobKind.ELASTIC or job.shape is None:
+            return None
+        if there != self._census:
+            self._known.clear()
+            self._census = there
+        menu = self._menus.of(job, view.outlooks, Choice.ANY)
+        if menu is None:
+            return None
+        key = (id(menu), job.spec.guaranteed)
+        known = self._known.get(key)
+        if known is None or known[0] is not menu:
+            known = (menu, _curve(job, menu, there))
+            self._known[key] = known
+        return known[1]
+
+
+def _curve(job: Job, menu: Menu, there: Census) -> Curve | None:
+    wanted = job.spec.resources
+    possible = [
+        estimate
+        for some in menu.by_speed.values()
+        for estimate in some
+        if estimate.devices <= there.count.get(estimate.device_type, 0)
+        and (wanted.kind is None or there.kinds.get(estimate.device_type) == wanted.kind)
+    ]
+    floor_s = _promised_s(job, possible) if job.spec.guaranteed else None
+    if job.spec.guaranteed:
+        asked = max(wanted.devices, 1)
+        kept = [x for x in possible if _keeps(x, floor_s, job)]
+        possible = kept or [x for x in possible if x.devices >= asked]
+    if not possible:
+        return None
+    effort_s = min(x.step_time_s * x.devices for x in possible)
+    # What was promised is promised, efficient or not.
+    offers = [x for x in possible if job.spec.guaranteed or effort_s / (x.step_time_s * x.devices) >= EFFICIENT]
+    offers.sort(key=lambda x: (x.step_time_s, x.devices, x.cores_per_device))
+    points: dict[int, Estimate] = {}
+    fastest: dict[int, Estimate] = {}
+    for offer in offers:
+        fastest.setdefault(offer.devices, offer)
+    least_s = float("inf")
+    for count, offer in sorted(fastest.items()):
+        if offer.step_time_s < least_s * (1.0 - WORTHWHILE):
+            points[count] = offer
+            least_s = offer.step_time_s
+    return Curve(points, effort_s, tuple(offers), floor_s)
+
+
+def _promised_s(job: Job, possible: list[Estimate]) -> float | None:
+    """Step time of what the job asks for, as believed; None: nothing is known of it."""
+    wanted = job.spec.resources
+    asked = [
+        x
+        for x in possible
+        if x.devices == max(wanted.devices, 1) and (wanted.plan is None or is_alike(x.plan, wanted.plan))
+    ]
+    return min((x.step_time_s for x in asked), default=None)
+
+
+def _keeps(estimate: Estimate, floor_s: float | None, job: Job) -> bool:
+    """As fast as promised even if the prediction is too good; what was asked for itself always is."""
+    if floor_s is None:
+        return False
+    wanted = job.spec.resources
+    is_it = (
+        estimate.devices == max(wanted.devices, 1)
+        and (wanted.plan is None or is_alike(estimate.plan, wanted.plan))
+        and estimate.step_time_s <= floor_s
+    )
+    return is_it or estimate.upper_s <= floor_s
+
+
+def prospect(job: Job, curve: Curve, view: View) -> Prospect:
+    """What is to be expected of this job now."""
+    found = Prospect(job, curve, max(likely_steps_left(job), 1.0))
+    attempt = job.attempt
+    if attempt is not None and attempt.plan is not None:
+        found.devices = held(view.hosts, (attempt.ranks[n].place for n in sorted(attempt.ranks)))
+        kinds = {d.name for d in found.devices}
+        if len(kinds) == 1:
+            outlook = view.outlooks[job.model]
+            found.now = outlook.of(attempt.plan, kinds.pop(), shape_of(found.devices))
+    return found
