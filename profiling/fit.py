@@ -27,7 +27,7 @@ class FitOptions:
 
     noise: float = 0.025  # of a measured step time, as a standard deviation of its logarithm
     misfit: float = 0.025  # of the structure itself on a plan unlike the measured ones, likewise
-    beyond: float = 0.02  # likewise, for each doubling of hosts beyond those measured
+    beyond: float = 0.06  # likewise, for each doubling of hosts beyond those measured
     few: float = 5.0  # measurements below which the misfit counts for much more
     robust: float = 2.0  # residuals of so many noises begin to count less
     overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # likewise, how well traffic hides
