@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from clusterd.core.policies.aiturbo import AITurbo
 from clusterd.core.policies.default import Default
+from clusterd.core.policies.equal import Equal, Sampling
+from clusterd.core.policies.gavel import Gavel
 from clusterd.core.policies.optimus import Optimus
+from clusterd.core.policies.rubick import Rubick
+from clusterd.core.policies.sia import Sia
 from clusterd.core.policies.simple import Fifo, Srtf
 from clusterd.core.policies.tiresias import Tiresias
 from clusterd.core.view import Policy
@@ -15,6 +20,12 @@ _BASELINES: dict[str, Callable[[bool], Policy]] = {
     "srtf": Srtf,
     "tiresias": Tiresias,
     "optimus": Optimus,
+    "gavel": Gavel,
+    "sia": Sia,
+    "aiturbo": AITurbo,
+    "rubick": Rubick,
+    "sampling": Sampling,
+    "equal": Equal,
 }
 
 POLICIES: dict[str, Callable[[], Policy]] = {"default": Default}
@@ -27,4 +38,5 @@ def _with(make: Callable[[bool], Policy], plans: bool) -> Callable[[], Policy]:
 
 for _name, _make in _BASELINES.items():
     POLICIES[_name] = _with(_make, False)
-    POLICIES[f"{_name}+plans"] = _with(_make, True)
+    if _name != "rubick":  # it chooses plans itself
+        POLICIES[f"{_name}+plans"] = _with(_make, True)

@@ -33,7 +33,8 @@ class Rounds(Baseline):
         assert self.interval_s is not None
         number = int((view.now_s + 1e-6) // self.interval_s)
         capacity = Capacity(view, jobs)
-        if number != self._round:
+        # A round begins when the moves of the last are over: half a cluster is no cluster to divide.
+        if number != self._round and not any(is_moving(job) for job in view.running):
             self._round = number
             self._sizes = {}
             for job, options in self.divide(view, jobs, capacity):
@@ -117,6 +118,12 @@ class Optimus(Rounds):
             assert menu is not None
             found.append((job, menu.sizes[kinds[job_id]][sizes[job_id]]))
         return found
+
+
+def is_moving(job: Job) -> bool:
+    """In the middle of a move."""
+    attempt = job.attempt
+    return attempt is not None and bool(attempt.migration or attempt.resuming or attempt.retired)
 
 
 def now_on(job: Job, view: View, menu: Menu) -> Estimate | None:

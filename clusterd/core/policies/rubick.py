@@ -1,0 +1,120 @@
+"""Rubick alone, as its paper describes it: any plan, slopes of sensitivity curves, guarantees, a limit on moves.
+
+Guaranteed jobs have a least allocation that reaches what they asked for; best-effort jobs have none. Jobs are served
+guaranteed first, then by descending slope (relative speed-up per device); who can be served takes devices from whoever
+has the lowest slope above its least. A job is changed only while (T - N delta)/T > 0.97, with its age T, its N changes
+and their cost delta. Devices are the resource (the published artifact allocates nothing else).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from clusterd.core.menu import Choice, Menu
+from clusterd.core.outlook import Estimate
+from clusterd.core.policies.fill import Baseline, Capacity, asked_size
+from clusterd.core.policies.optimus import now_on
+from clusterd.core.realise import Want
+from clusterd.core.service import executed_s
+from clusterd.core.state import Job
+from clusterd.core.view import View
+
+SHARE = 0.97
+DELTA_S = 78.0
+"""The published average cost of a reconfiguration."""
+
+
+class Rubick(Baseline):
+    """Plans and sizes by slopes."""
+
+    name = "rubick"
+    published = Choice.ANY
+    interval_s: float | None = 60.0
+
+    def order(self, view: View, jobs: list[Job]) -> list[Job]:
+        """Guaranteed first, then by the slope of the first device, in order of arrival among equals."""
+        return sorted(
+            jobs,
+            key=lambda j: (not j.spec.guaranteed, j.attempt is None, -self._slope(j, view, 0)[0], j.submitted_s, j.id),
+        )
+
+    def wants(self, view: View, jobs: list[Job]) -> list[Want]:
+        """Least allocations, then further devices by slope; nobody who may not be changed is."""
+        capacity = Capacity(view, jobs)
+        sizes: dict[str, int] = {}
+        kinds: dict[str, str] = {}
+        fixed: set[str] = set()
+        for job in self.order(view, jobs):
+            menu = self.menu(job, view)
+            assert menu is not None
+            now = now_on(job, view, menu)
+            if now is not None and not self._may_change(job, view):
+                sizes[job.id], kinds[job.id] = now.devices, now.device_type
+                capacity.left[now.device_type] = capacity.left.get(now.device_type, 0) - now.devices
+                fixed.add(job.id)
+        for job in self.order(view, jobs):
+            if job.id in fixed:
+                continue
+            menu = self.menu(job, view)
+            assert menu is not None
+            now = now_on(job, view, menu)
+            least = self._least(job, menu)
+            options = capacity.fits(menu.by_speed[least])
+            if options:
+                capacity.take(options[0])
+                sizes[job.id], kinds[job.id] = least, options[0].device_type
+        by_id: dict[str, Job] = {job.id: job for job in jobs}
+        heap: list[tuple[float, str, int]] = []
+
+        def push(job_id: str) -> None:
+            slope, to = self._slope(by_id[job_id], view, sizes[job_id], kinds[job_id])
+            if slope > 0:
+                heapq.heappush(heap, (-slope, job_id, to))
+
+        for job_id in sizes:
+            if job_id not in fixed:
+                push(job_id)
+        while heap:
+            _, job_id, to = heapq.heappop(heap)
+            more = to - sizes[job_id]
+            if capacity.left.get(kinds[job_id], 0) >= more:
+                capacity.left[kinds[job_id]] -= more
+                sizes[job_id] = to
+                push(job_id)
+        wants: list[Want] = []
+        for job in self.order(view, jobs):
+            if job.id not in sizes:
+                continue
+            menu = self.menu(job, view)
+            assert menu is not None
+            chosen: Sequence[Estimate] = menu.sizes[kinds[job.id]][sizes[job.id]]
+            wants.append(Want(job, chosen, self.name, keep=job.id in fixed))
+        return wants
+
+    def _may_change(self, job: Job, view: View) -> bool:
+        age_s = executed_s(job, view.now_s)
+        made = len(job.migrations) + max(len(job.attempts) - 1, 0) + 1
+        return age_s > 0 and (age_s - made * DELTA_S) / age_s > SHARE
+
+    def _least(self, job: Job, menu: Menu) -> int:
+        """Of a guaranteed job the fewest devices whose best plan reaches what it asked for; of others the fewest."""
+        if not job.spec.guaranteed:
+            return menu.counts[0]
+        asked = menu.by_speed[asked_size(job, menu)]
+        wish = job.spec.resources.plan
+        asked_s = min((x.step_time_s for x in asked if wish is None or x.plan == wish), default=asked[0].step_time_s)
+        return next((n for n, x in menu.fastest.items() if x.step_time_s <= asked_s), asked_size(job, menu))
+
+    def _slope(self, job: Job, view: View, size: int, kind: str | None = None) -> tuple[float, int]:
+        """Relative speed-up per device to the next size that is faster, and that size."""
+        menu = self.menu(job, view)
+        assert menu is not None
+        points = menu.fastest if kind is None else {n: some[0] for n, some in menu.sizes[kind].items()}
+        asked_s = menu.by_speed[asked_size(job, menu)][0].step_time_s
+        speed = asked_s / points[size].step_time_s if size else 0.0
+        best = (0.0, size)
+        for n, x in points.items():
+            if n > size:
+                best = max(best, ((asked_s / x.step_time_s - speed) / (n - size), n), key=lambda b: b[0])
+        return best
