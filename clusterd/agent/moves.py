@@ -50,7 +50,7 @@ class Moves:
         datasets: Datasets,
     ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
-        self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments")
+        self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments", home / "store.json")
         self._server: SliceServer | None = None
         self._datasets = datasets
         self._tokens: dict[str, str] = {}

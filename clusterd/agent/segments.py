@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterd.agent.home import read_json
 from clusterd.agent.records import Refused
 
 SPARE_SHARE = 0.1
@@ -51,9 +52,15 @@ class Segment:
 class Store:
     """All segments of one agent. Methods may be called from any thread."""
 
-    def __init__(self, shared: Path, files: Path) -> None:
-        """`shared` is in memory (below /dev/shm), `files` on disk, for what does not fit. Both are emptied."""
+    def __init__(self, shared: Path, files: Path, limits: Path | None = None) -> None:
+        """`shared` is in memory (below /dev/shm), `files` on disk, for what does not fit. Both are emptied.
+
+        Args:
+            limits: a JSON file that may say how much the store may take, ``{"memory_bytes": ..., "disk_bytes": ...}``,
+                on hosts where others need the room; looked at for every new segment.
+        """
         self._places = (shared, files)
+        self._limits = limits
         self._segments: dict[str, Segment] = {}
         self._pool: list[Segment] = []
         self._lock = threading.Lock()
@@ -150,7 +157,7 @@ class Store:
     def _fresh(self, name: str, size: int, move: str) -> Segment:
         last: OSError | None = None
         for place in self._places:
-            if _free_bytes(place) < size * (1 + SPARE_SHARE):
+            if self._room_bytes(place) < size * (1 + SPARE_SHARE):
                 continue
             path = place / name
             try:
@@ -162,8 +169,18 @@ class Store:
             return Segment(name, path, size, move)
         self._empty_pool()
         said = f": {last}" if last else ""
-        free = " nor ".join(f"{place} ({_free_bytes(place) >> 20} MiB free)" for place in self._places)
+        free = " nor ".join(f"{place} ({self._room_bytes(place) >> 20} MiB free)" for place in self._places)
         raise Refused("disk-full", f"no room for a segment of {size >> 20} MiB in {free}{said}")
+
+    def _room_bytes(self, place: Path) -> int:
+        free = _free_bytes(place)
+        said = (read_json(self._limits) or {}) if self._limits is not None else {}
+        limit = said.get("memory_bytes" if place == self._places[0] else "disk_bytes")
+        if limit is None:
+            return free
+        with self._lock:
+            taken = sum(s.size for s in (*self._segments.values(), *self._pool) if s.path.parent == place)
+        return max(min(free, int(limit) - taken), 0)
 
     def _empty_pool(self) -> None:
         with self._lock:

@@ -53,6 +53,20 @@ def test_what_does_not_fit_memory_goes_to_a_file_and_what_fits_nowhere_is_refuse
         store.make("bigger", 8 << 20, "m")
 
 
+def test_a_store_takes_no_more_than_it_may(tmp_path: Path) -> None:
+    """A host whose memory others need too: what is beyond the limit goes to disk, then nowhere; read as it changes."""
+    limits = tmp_path / "store.json"
+    limits.write_text(f'{{"memory_bytes": {3 << 20}}}')
+    store = Store(tmp_path / "shm", tmp_path / "files", limits)
+    try:
+        assert [store.make(f"m.out{n}", 1 << 20, "m").path.parent.name for n in range(3)] == ["shm", "shm", "files"]
+        limits.write_text('{"memory_bytes": 0, "disk_bytes": 0}')
+        with pytest.raises(Refused, match=r"shm \(0 MiB free\) nor .*files \(0 MiB free\)"):
+            store.make("m.out3", 1 << 20, "m")
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize("name", ["../out", "a/b", "", "x" * 300])
 def test_names_stay_inside_the_store(store: Store, name: str) -> None:
     """A rank gone wrong cannot write elsewhere."""

@@ -1,0 +1,28 @@
+"""Ranks of a script as processes on this machine, as torchrun would start them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+
+
+def started(
+    command: Sequence[str], count: int, more: Mapping[str, str], told: int = subprocess.DEVNULL
+) -> list[subprocess.Popen[bytes]]:
+    """All of them; `told` is where rank 0's output goes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {**os.environ, **more, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            list(command),
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.DEVNULL if rank else told,
+            stderr=subprocess.DEVNULL if rank else None,
+        )
+        for rank in range(count)
+    ]
