@@ -134,8 +134,10 @@ class OnAttempts(OnTrials):
 
     def _on_attempt_progressed(self, event: e.AttemptProgressed) -> None:
         job = self.state.jobs.get(event.job)
-        if job is None or self.state.attempt(event.job, event.attempt) is None:
-            return
+        attempt = self.state.attempt(event.job, event.attempt)
+        if job is None or attempt is None or event.step < attempt.step:
+            return  # old news: what was held back on its way
+        attempt.step = event.step
         job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
         if job.first_loss is None:
             job.first_loss = event.first_loss

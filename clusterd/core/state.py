@@ -151,6 +151,7 @@ class Attempt:
     ranks: dict[int, Rank]
     started_s: float
     state: AttemptState = AttemptState.LAUNCHING
+    step: int = 0  # newest that was heard of
     ended_s: float | None = None
     outcome: Outcome | None = None
     why: str = ""  # it is being stopped, or ended

@@ -87,6 +87,7 @@ class Hosts:
         self._make_link = make_link
         self._managed: dict[HostId, _Managed] = {}
         self._progress: dict[tuple[str, int], float] = {}
+        self._held_back: dict[tuple[str, int], dict[str, Any]] = {}
         self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         """Called with what ranks tell the daemon, such as how a migration goes."""
         self.on_snapshot: Callable[[HostId, dict[str, Any]], object] = lambda host, message: None
@@ -245,12 +246,21 @@ class Hosts:
 
     async def _on_progress(self, host: HostId, message: dict[str, Any]) -> None:
         self.on_steps(message)
+        await self._post_progress(host, message)
+
+    async def _post_progress(self, host: HostId, message: dict[str, Any]) -> None:
         key = (message["job"], message["attempt"])
         first_loss = None if key in self._progress else await self._first_loss(host, *key)
         now_s = time.monotonic()
-        if now_s - self._progress.get(key, -PROGRESS_EVERY_S) < PROGRESS_EVERY_S and not message.get("last"):
+        wait_s = self._progress.get(key, -PROGRESS_EVERY_S) + PROGRESS_EVERY_S - now_s
+        if wait_s > 0 and not message.get("last"):
+            # The newest is told when it is time: a job whose next step takes an hour must not look a step behind.
+            if key not in self._held_back:
+                self._tasks.start_soon(self._tell_later, host, key, wait_s)
+            self._held_back[key] = message
             return
         self._progress[key] = now_s
+        self._held_back.pop(key, None)
         await self._engine.post(
             e.AttemptProgressed(
                 at_s=time.time(),
@@ -262,6 +272,13 @@ class Hosts:
                 first_loss=first_loss,
             )
         )
+
+    async def _tell_later(self, host: HostId, key: tuple[str, int], wait_s: float) -> None:
+        await anyio.sleep(wait_s)
+        message = self._held_back.pop(key, None)
+        if message is not None:
+            self._progress[key] = -PROGRESS_EVERY_S
+            await self._post_progress(host, message)
 
     async def _first_loss(self, host: HostId, job: str, attempt: int) -> float | None:
         """Of step 1: progress events carry the newest step alone."""
