@@ -22,9 +22,9 @@ from clusterd.train.exits import PlanRefused
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
 from clusterd.train.loop import Loop, StepSeen
-from clusterd.train.probe import probe
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
+from clusterd.train.probe import probe
 from clusterd.train.step import Stepper
 from clusterd.train.steps_log import StepsLog
 from plans import legality
