@@ -17,7 +17,7 @@ from plans.plan import Plan, PlanError
 
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
-    "secrets", "trials", "datasets", "snapshots", "checkpoints",
+    "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
 _LIMITS = {"time", "grace", "retries"}
@@ -77,6 +77,7 @@ def read_job_file(file: Path) -> Request:
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
         trials=get("trials", bool, True),
+        target_loss=_number(values, "target_loss", where),
         snapshot_every=get("snapshots", int, None),
         checkpoint_directory=saved("directory", str, None),
         checkpoint_every_s=saved.duration_s("every", None),
@@ -165,6 +166,15 @@ def _plan(given: Any, where: str) -> Plan:
         return Plan.parse(given) if isinstance(given, str) else Plan.from_dict(given)
     except (PlanError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def _number(table: Mapping[str, Any], key: str, where: str) -> float | None:
+    value = table.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where}: {key} is {value!r}; it must be a number")
+    return float(value)
 
 
 def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:

@@ -50,6 +50,8 @@ def job_row(job: Job, state: State) -> Row:
         "profiling": job.being_tried,
         "trials": len(job.trials),
         "predictable": is_predictable(job),
+        "foreseen_steps": job.foreseen_steps,
+        "target_loss": job.spec.target_loss,
         "submitted_s": job.submitted_s,
         "started_s": job.started_s,
         "ended_s": job.ended_s,

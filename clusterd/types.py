@@ -116,6 +116,7 @@ class JobSpec:
     snapshot_every: int | None = None  # steps between copies of the state on a second host; 0: none; None: we choose
     checkpoint_directory: str | None = None  # shared by its hosts, for checkpoints by the clock
     checkpoint_every_s: float | None = None
+    target_loss: float | None = None  # at which the job is done
     trials: bool = True  # it may take a few steps under other plans, to learn how fast they are
 
 

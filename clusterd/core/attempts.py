@@ -130,6 +130,8 @@ def judge(job: Job, attempt: Attempt) -> Verdict:
     ends = {r: rank.end for r, rank in attempt.ranks.items()}
     if all(end is not None and end.is_success for end in ends.values()):
         return Verdict(JobState.FINISHED, "finished", exit_code=0)
+    if attempt.outcome is Outcome.TARGET_REACHED:
+        return Verdict(JobState.FINISHED, attempt.why, exit_code=0)
     if attempt.outcome is Outcome.CANCELLED:
         return Verdict(JobState.CANCELLED, attempt.why, exit_code=130)
     if attempt.outcome is Outcome.TIME_LIMIT:

@@ -159,6 +159,16 @@ class SpeedLearned(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EndForeseen(Event):
+    """The loss curve says when the job will be done, or that it cannot be said."""
+
+    job: JobId
+    predictable: bool
+    steps: int | None = None  # in all, until the target; None: no target, or never
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProposed(Event):
     """A short run of a job under this plan would teach most; None: its model is known well enough."""
 
@@ -348,6 +358,7 @@ EVENTS: dict[str, type[Event]] = {
         ModelDescribed,
         ModelNotDescribed,
         SpeedLearned,
+        EndForeseen,
         TrialProposed,
         TrialMeasured,
         AttemptLaunched,

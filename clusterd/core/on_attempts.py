@@ -10,6 +10,9 @@ from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, JobState
 
+TARGET_TIMES = 3
+"""Looks in a row at a loss that is on target."""
+
 
 class OnAttempts(OnTrials):
     """From the launch to the last rank's end, and on from what survives it."""
@@ -27,6 +30,15 @@ class OnAttempts(OnTrials):
             self._hold_as_said(job)
         self._next_checkpoint(job)
         self._settle(attempt)
+
+    def _is_target_reached(self, job: Job, attempt: Attempt) -> None:
+        """A job that is good enough ends; one lucky batch is not enough."""
+        target = job.spec.target_loss
+        if target is None or attempt.state is not AttemptState.RUNNING:
+            return
+        job.at_target = job.at_target + 1 if job.loss is not None and job.loss <= target else 0
+        if job.at_target >= TARGET_TIMES:
+            self._stop(attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {job.step}")
 
     def _next_checkpoint(self, job: Job) -> None:
         every_s, directory = job.spec.checkpoint_every_s, job.spec.checkpoint_directory
@@ -142,5 +154,6 @@ class OnAttempts(OnTrials):
         if job.first_loss is None:
             job.first_loss = event.first_loss
         job.lost_in_a_row = 0
+        self._is_target_reached(job, attempt)
         if job.trial is not None and job.trial.from_step is None:
             self._pass_due = True

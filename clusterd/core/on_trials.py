@@ -20,6 +20,12 @@ class OnTrials(OnMigrations):
         self.state.outlooks[event.model] = event.outlook
         self._pass_due = True
 
+    def _on_end_foreseen(self, event: e.EndForeseen) -> None:
+        job = self.state.jobs.get(event.job)
+        if job is not None:
+            job.predictable, job.foreseen_steps = event.predictable, event.steps
+            self._pass_due = True
+
     def _on_trial_proposed(self, event: e.TrialProposed) -> None:
         job = self.state.jobs.get(event.job)
         if job is None or job.attempt is None:

@@ -33,7 +33,8 @@ def order(view: View, prospects: Mapping[JobId, Prospect] | None = None) -> list
     queued = view.queued
     service = {job.id: attained_s(job, view.now_s) for job in queued}
     by_service = _ranks([job.id for job in queued], service)
-    gains = {job.id: -1.0 / known[job.id].work_s for job in queued if job.id in known}
+    foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
+    gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
     by_gain = _ranks(list(gains), gains)
     tenants = _over_share(view)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clusterd.core.classify import steps_in_all
 from clusterd.core.state import Attempt, Job
 
 
@@ -29,7 +30,7 @@ def executed_s(job: Job, now_s: float) -> float:
 
 def steps_left(job: Job) -> float | None:
     """Steps still to train; None: nobody knows how many there are."""
-    steps = (job.shape or {}).get("steps") or 0
+    steps = steps_in_all(job)
     return max(float(steps - job.step), 0.0) if steps else None
 
 

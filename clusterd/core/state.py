@@ -31,6 +31,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     TIME_LIMIT = "time limit"
     HOST_LOST = "host lost"
+    TARGET_REACHED = "target reached"
     LAUNCH_FAILED = "launch failed"
     PREEMPTED = "preempted"
 
@@ -227,6 +228,9 @@ class Job:
     described_on: HostId | None = None
     shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
     model: str = ""  # signature, by which `State.outlooks` has what is believed of its speed
+    predictable: bool | None = None  # by how its loss goes on; None: not judged
+    at_target: int = 0  # looks in a row at a loss on target
+    foreseen_steps: int | None = None  # in all, until its target loss
     trial: Trial | None = None  # that is wanted or under way
     trials: list[Trial] = field(default_factory=list)  # that are over
     being_tried: bool = False  # between the first trial and the word that there is nothing more to try

@@ -24,6 +24,7 @@ from clusterd.core import events as e
 from clusterd.core import trials
 from clusterd.core.outlook import Estimate, Outlook
 from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.daemon.endings import Ending, at_submission
 from clusterd.daemon.engine import Engine
 from clusterd.types import JobId, JobKind
 from plans.model_shape import ModelShape
@@ -82,6 +83,7 @@ class Profiler:
         self._known: dict[tuple[str, str], Knowledge] = {}
         self._runs: dict[str, _Run] = {}
         self._told_s: dict[str, float] = {}
+        self._endings: dict[str, Ending] = {}
         self._spent_s: dict[str, float] = {}
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
         self._inbox: list[Any] = []
@@ -97,6 +99,9 @@ class Profiler:
         """Events that may change what is to be learned."""
         for event in events:
             match event:
+                case e.AttemptStopped() if self._state.jobs[event.job].state.is_final:
+                    self._endings.pop(event.job, None)
+                    self._runs.pop(event.job, None)
                 case e.ModelDescribed():
                     self._put(partial(self._refresh, event.model, "its model is known"))
                 case e.HostConnected() | e.HostRemoved() | e.HostChanged():
@@ -161,6 +166,7 @@ class Profiler:
         attempt = job.attempt if job is not None else None
         if job is None or attempt is None or not job.model or attempt.generation != message["generation"]:
             return
+        await self._foresee(job, message)
         run = self._runs.get(job.id)
         if run is None or run.generation != attempt.generation:
             run = self._runs[job.id] = _Run(attempt.generation)
@@ -185,6 +191,23 @@ class Profiler:
         elif len(run.times_s) >= 20:
             await self._went_on(job, attempt, known, run)
         await self._look_at(job)
+
+    async def _foresee(self, job: Job, message: dict[str, Any]) -> None:
+        """Losses tell when the job will be done, and whether that can be told."""
+        ending = self._endings.get(job.id)
+        if ending is None:
+            others = [j for j in self._state.jobs.values() if j.id != job.id and j.spec.user == job.spec.user]
+            before = any(j.spec.command == job.spec.command and j.step > 0 for j in others)
+            known = any(model == job.model and k.online.observations for (model, _), k in self._known.items())
+            ending = self._endings[job.id] = Ending(at_submission(job, before, known))
+        ending.saw(int(message["step"]), message.get("loss"))
+        if not ending.is_due:
+            return
+        found = await anyio.to_thread.run_sync(ending.judge, job.spec.target_loss)
+        if found is not None:
+            await self._engine.post(
+                e.EndForeseen(at_s=time.time(), job=job.id, predictable=found[0], steps=found[1], why=ending.why)
+            )
 
     async def _measured(self, job: Job, attempt: Attempt, known: Knowledge, run: _Run) -> None:
         """A trial has its steps."""

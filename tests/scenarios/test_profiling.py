@@ -55,3 +55,13 @@ def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
     assert best["lower_s"] < best["step_time_s"] < best["upper_s"]
     assert "nothing is measured" in answer["known"]
     assert local_cluster.call("jobs", all=True) == []
+
+
+def test_a_job_ends_at_its_target_loss(local_cluster: RunningCluster) -> None:
+    """It is finished, with exit code 0, long before its last step."""
+    text = JOB.replace("1500", "100000").replace("resources", "trials = false\ntarget_loss = 4.5\nresources")
+    job = local_cluster.submit(text, "target")
+    row = local_cluster.wait_for(job, lambda row: row["ended_s"] is not None, timeout_s=90.0)
+    assert (row["state"], row["exit_code"]) == ("finished", 0)
+    assert "its loss reached 4.5" in row["reason"]
+    assert row["step"] < 100000

@@ -1,0 +1,78 @@
+"""When jobs will be done: by their loss curves, and whether those can be believed (AITurbo's predictability)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from clusterd.core.state import Job
+from profiling.progress import LossCurve, Predictability, Submission, fit_loss, held_out_error
+
+POINTS_MOST = 400
+JUDGED_EVERY = 1.5
+"""Times as many points as at the last judgement."""
+
+NEWS = 0.1
+"""Relative change of the foreseen end that is worth telling."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """What one job's losses say."""
+
+    predictability: Predictability
+    points: list[tuple[int, float]] = field(default_factory=list)
+    judged_at: int = 0  # points
+    seen: int = 0
+    told: tuple[bool, int | None] | None = None
+    why: str = ""
+
+    def saw(self, step: int, loss: float | None) -> None:
+        """One more loss; of a long run every other one is kept, then every fourth, and so on."""
+        if loss is None or not math.isfinite(loss) or (self.points and step <= self.points[-1][0]):
+            return
+        self.seen += 1
+        self.points.append((step, loss))
+        if len(self.points) > POINTS_MOST:
+            self.points = self.points[::2]
+
+    @property
+    def is_due(self) -> bool:
+        """Enough is new since the last judgement."""
+        return self.seen >= 12 and self.seen >= JUDGED_EVERY * self.judged_at
+
+    def judge(self, target: float | None) -> tuple[bool, int | None] | None:
+        """Whether the job is predictable, and its steps in all until the target; None: nothing new."""
+        self.judged_at = self.seen
+        steps = [float(step) for step, _ in self.points]
+        losses = [loss for _, loss in self.points]
+        self.predictability = self.predictability.observe(held_out_error(steps, losses))
+        curve: LossCurve | None = fit_loss(steps, losses) if target is not None else None
+        at = curve.step_of(target) if curve is not None and target is not None else None
+        found = (self.predictability.predictable, math.ceil(at) if at is not None and math.isfinite(at) else None)
+        self.why = self.predictability.reason
+        if found[1] is not None:
+            self.why += f"; the loss curve reaches {target:g} at step {found[1]}"
+        if self.told is not None and self.told[0] == found[0] and _alike(self.told[1], found[1]):
+            return None
+        self.told = found
+        return found
+
+
+def at_submission(job: Job, before: bool, known_model: bool) -> Predictability:
+    """By what is known before the first step."""
+    return Predictability.at_submission(
+        Submission(
+            submitted_before=before,
+            steps=int((job.shape or {}).get("steps") or 0),
+            target_loss=job.spec.target_loss,
+            devices=max(job.spec.resources.devices, 1),
+            known_model=known_model,
+        )
+    )
+
+
+def _alike(one: int | None, other: int | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return abs(one - other) <= NEWS * max(one, other)
