@@ -21,11 +21,14 @@ _SHOWN = 12
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @click.option("--html", type=click.Path(path_type=Path), help="Also write a self-contained page there.")
+@click.option(
+    "--over", type=click.Choice(["devices", "cores", "memory", "bandwidth"]), default="devices", help="Of the curve."
+)
 @output_option
-def profile(job: str, html: Path | None, output: str) -> int:
+def profile(job: str, html: Path | None, over: str, output: str) -> int:
     """What was measured of JOB's model (or of a model by its signature), and what was learned from it."""
     with Client() as cluster:
-        answer = cluster.call("profile", job=job, html=html is not None)
+        answer = cluster.call("profile", job=job, html=html is not None, over=over)
     page = answer.pop("html", None)
     if html is not None and page is not None:
         try:
@@ -49,7 +52,7 @@ def profile(job: str, html: Path | None, output: str) -> int:
         if trial["failure"]:
             print(f"not measured: {trial['plan']}: {trial['failure']}")
     print()
-    _show_curve(answer["curve"])
+    _show_curve(answer["curve"], over)
     print()
     show_table(
         ["coefficient", "value", "learned", "meaning"],
@@ -142,10 +145,18 @@ def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:
             print(f"out: {row['plan']}: {row['why']}")
 
 
-def _show_curve(curve: list[dict[str, Any]]) -> None:
-    most = max((p["samples_per_s"] for p in curve), default=0.0)
-    rows = [
-        [p["devices"], p["plan"], f"{p['samples_per_s']:.4g}", "█" * round(24 * p["samples_per_s"] / most)]
-        for p in curve
-    ]
-    show_table(["devices", "best plan", "samples/s", ""], rows, "no curve: nothing can run")
+def _show_curve(curve: list[dict[str, Any]], over: str = "devices") -> None:
+    most = max((point["samples_per_s"] for point in curve), default=0.0)
+    rows = []
+    for point in curve:
+        rate = point["samples_per_s"]
+        rows.append([_amount(point, over), point["plan"], f"{rate:.4g}", "█" * round(24 * rate / most)])
+    show_table([over, "best plan", "samples/s", ""], rows, "no curve: nothing can run")
+
+
+def _amount(point: dict[str, Any], over: str) -> str:
+    if over == "memory":
+        return size(point["amount"])
+    if over == "bandwidth":
+        return f"{point['amount']:g}x"
+    return f"{point.get('amount', point['devices']):g}"

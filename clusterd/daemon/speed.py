@@ -20,7 +20,7 @@ from clusterd.types import JobSpec
 from plans.legality import check
 from plans.model_shape import ModelShape
 from plans.plan import Plan
-from profiling import fleet, report
+from profiling import curves, fleet, report
 from profiling.curves import Curve, Point, envelope
 from profiling.knowledge import USABLE_SHARE, Knowledge, Ranked
 from profiling.store import Store
@@ -28,6 +28,9 @@ from profiling.table import TableError
 
 LISTED = 30
 """Plans of one answer; the slowest are cut."""
+
+RESOURCES = ("devices", "cores", "memory", "bandwidth")
+"""Along which a curve can be drawn: devices, cores per host, bytes of host memory, times the network's bandwidth."""
 
 Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
 """Has a host tell the model of a job that is no job yet; the second argument names the try."""
@@ -85,13 +88,17 @@ class Speed:
             "known": _known_in_words(known),
         }
 
-    async def profile(self, peer: Peer, job: str, html: bool = False) -> dict[str, Any]:
-        """What was measured of a job's model, what was learned from it, and its curve over devices."""
+    async def profile(self, peer: Peer, job: str, html: bool = False, over: str = "devices") -> dict[str, Any]:
+        """What was measured of a job's model, what was learned from it, and its curve over a resource."""
+        if over not in RESOURCES:
+            raise UsageError(f"over is {over!r}; it must be one of {', '.join(RESOURCES)}")
         known, row = await self._of(job)
-        return await anyio.to_thread.run_sync(partial(self._profile, known, row, html))
+        return await anyio.to_thread.run_sync(partial(self._profile, known, row, html, over))
 
-    def _profile(self, known: Knowledge, job: Job, html: bool) -> dict[str, Any]:
-        curve = device_curve(known)
+    def _profile(self, known: Knowledge, job: Job, html: bool, over: str) -> dict[str, Any]:
+        attempt = job.attempt or (job.attempts[-1] if job.attempts else None)
+        count = attempt.plan.ranks if attempt is not None and attempt.plan else max(job.spec.resources.devices, 1)
+        curve = resource_curve(known, over, count)
         observed = list({o.row: None for o in known.online.observations})
         times = [_newest(known, row) for row in observed]
         lines = report.lines(known.online.fit, observed, times)
@@ -131,8 +138,10 @@ class Speed:
                 {"name": n, "value": v, "learned": w, "meaning": m}
                 for n, v, w, m in report.coefficient_rows(known.online.fit)
             ],
+            "over": over,
             "curve": [
-                {"devices": int(p.amount), "plan": str(p.plan), "samples_per_s": p.throughput,
+                {"devices": int(p.amount) if over == "devices" else count, "amount": p.amount, "plan": str(p.plan),
+                 "samples_per_s": p.throughput, "gain": curve.gain(p.amount),
                  "lower": p.throughput * p.step_time_s / p.upper_s, "upper": p.throughput * p.step_time_s / p.lower_s}
                 for p in curve.points
             ],
@@ -287,6 +296,26 @@ def device_curve(known: Knowledge) -> Curve:
         for one in known.ranked(fleet.shapes(known.devices), keep=1)
     ]
     return envelope("devices", points)
+
+
+def resource_curve(known: Knowledge, over: str, count: int) -> Curve:
+    """Samples per second over one resource, the others as they are: `count` devices on as few hosts as can be."""
+    if over == "devices":
+        return device_curve(known)
+    shape = next((s for s in fleet.shapes(known.devices) if sum(s) == count), (count,))
+    allocation = known.devices.allocation(shape)
+    fit, load = known.online.fit, known.workload
+    plans = [
+        plan for plan in known.plans(count) if known.fits(plan) and (over == "memory" or not known.is_needless(plan))
+    ]
+    if over == "cores":
+        most = max(known.devices.cores_per_device, 1) * max(shape)
+        return curves.over_cores(fit, load, plans, allocation, range(1, most + 1))
+    if over == "memory":
+        needs = {plan: known.memory(plan).host_bytes * max(shape) for plan in plans}
+        amounts = sorted(set(needs.values()))[:64]
+        return curves.over_host_memory(fit, load, plans, allocation, amounts, needs.__getitem__)
+    return curves.over_bandwidth(fit, load, plans, allocation, (0.25, 0.5, 1.0, 2.0, 4.0))
 
 
 def _newest(known: Knowledge, row: Any) -> float | None:
