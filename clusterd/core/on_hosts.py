@@ -96,7 +96,7 @@ class OnHosts(OnAttempts):
         found = reconcile(self.state, host, event.attempts)
         for job_id, number, generation in found.orphans:
             host.orphans.add((job_id, number))
-            reason = f"{host.id} still runs attempt {number} of job {job_id}, which is over"
+            reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
             self._stop_on(host.id, job_id, number, generation, 5.0, reason)
         for attempt in found.stopping:
             self._stop_on(host.id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), attempt.why)

@@ -31,14 +31,21 @@ def _generations(attempt: Attempt, host: HostId) -> set[int]:
     return mine | {g for g, retired in attempt.retired.items() if host in retired.pending}
 
 
+def _is_history(attempt: Attempt, report: AttemptReport) -> bool:
+    """Whether these are records, kept until the attempt is over, of a generation that the attempt has left behind."""
+    alive = attempt.state is not AttemptState.ENDED
+    return alive and report.generation != attempt.generation and all(rank.end is not None for rank in report.ranks)
+
+
 def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:
     """Bring our attempts on `host` up to date with its agent's word, and say what remains to be done."""
     found = Found()
     told = {(r.job, r.attempt, r.generation): r for r in reports}
-    for job, number, generation in told:
+    for (job, number, generation), report in told.items():
         attempt = state.attempt(job, number)
-        if attempt is None or generation not in _generations(attempt, host.id):
-            found.orphans.append((job, number, generation))
+        if attempt is not None and (generation in _generations(attempt, host.id) or _is_history(attempt, report)):
+            continue
+        found.orphans.append((job, number, generation))
     for attempt in list(state.attempts_on(host.id)):
         found.retired += [(attempt, g) for g, retired in attempt.retired.items() if host.id in retired.pending]
         if host.id not in attempt.hosts:
