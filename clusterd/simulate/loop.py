@@ -29,6 +29,9 @@ from plans.plan import Plan
 
 OnBatch = Callable[[State, Sequence[e.Event], Sequence[d.Decision]], None]
 
+TURNS_MAX = 2000
+"""Batches of one instant: beyond these a policy undoes what it has just done, again and again."""
+
 _OK = RankEnd(reason=Reason.EXIT, exit_code=0)
 _STOPPED = RankEnd(reason=Reason.STOPPED)
 
@@ -153,8 +156,12 @@ class Simulation:
         for one in self._disturbances:
             self._at(one.at_s, "disturbance", one)
         end_s = start_s
+        turns = 0
         while self._heap and self._unfinished:
             at_s = self._heap[0][0]
+            turns = turns + 1 if at_s == self.now_s else 0
+            if turns > TURNS_MAX:
+                raise ArithmeticError(f"{self.policy.name} changes its mind for ever at {at_s:.3f} s: no time passes")
             if at_s > self.horizon_s:
                 self._advance(self.horizon_s)
                 break

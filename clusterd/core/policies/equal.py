@@ -59,12 +59,13 @@ class Sampling(Rounds):
         """The best of the sampled categories."""
         random_ = random.Random(int(view.now_s))
         ordered = self.order(view, jobs)
+        roots = [self._root_of_work(job, view) for job in ordered]
         best: tuple[float, list[tuple[Job, Sequence[Estimate]]], dict[str, int]] | None = None
         before = dict(capacity.left)
         for sample in range(CATEGORIES):
             capacity.left = dict(before)
             spread = 0.0 if sample == 0 else 0.6
-            score, found = self._category(view, ordered, capacity, random_, spread)
+            score, found = self._category(view, ordered, roots, capacity, random_, spread)
             if best is None or score < best[0]:
                 best = (score, found, dict(capacity.left))
         capacity.left = dict(before)
@@ -93,14 +94,15 @@ class Sampling(Rounds):
         return score, found
 
     def _category(
-        self, view: View, jobs: list[Job], capacity: Capacity, random_: random.Random, spread: float
+        self,
+        view: View,
+        jobs: list[Job],
+        roots: Sequence[float],
+        capacity: Capacity,
+        random_: random.Random,
+        spread: float,
     ) -> tuple[float, list[tuple[Job, Sequence[Estimate]]]]:
-        weights: list[float] = []
-        for job in jobs:
-            menu = self.menu(job, view)
-            assert menu is not None
-            work_s = likely_steps_left(job) * min(n * x.step_time_s for n, x in menu.fastest.items())
-            weights.append(max(work_s, 1e-3) ** 0.5 * random_.lognormvariate(0.0, spread))
+        weights = [root * random_.lognormvariate(0.0, spread) for root in roots]
         scale = capacity.total / sum(weights) if weights else 0.0
         score = 0.0
         found: list[tuple[Job, Sequence[Estimate]]] = []
@@ -116,6 +118,13 @@ class Sampling(Rounds):
             else:
                 score += likely_steps_left(job) * menu.by_speed[menu.counts[0]][0].step_time_s * 2.0
         return score, found
+
+    def _root_of_work(self, job: Job, view: View) -> float:
+        """Devices in proportion to it divide a cluster best between jobs that scale alike."""
+        menu = self.menu(job, view)
+        assert menu is not None
+        work_s = likely_steps_left(job) * min(n * x.step_time_s for n, x in menu.fastest.items())
+        return float(max(work_s, 1e-3) ** 0.5)
 
 
 def largest_within(menu: Menu, share: int, capacity: Capacity) -> list[Estimate]:

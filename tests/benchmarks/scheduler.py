@@ -1,0 +1,147 @@
+"""Time of a scheduling pass by the size of the cluster and of the queue, on one core.
+
+python tests/benchmarks/scheduler.py [--json] [--repeats N] [--quick]
+
+A pass is what follows a submit: the event, the view, the default pipeline and the decisions. The cluster is full of
+running jobs whose speed is known, the rest of the jobs waits. `growth_exponent` is the slope of the logarithm of the
+time over the logarithm of the size, the larger of that over hosts and that over jobs.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import math
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.scheduler import Scheduler
+from clusterd.simulate.cluster import parse_cluster
+from clusterd.types import JobId, JobKind, JobSpec, Resources
+from plans.plan import Plan
+from tests.benchmarks.report import Report, spread
+
+MODELS = 8
+
+
+def outlook(number: int) -> Outlook:
+    """A model that scales as n^0.85, on one host or on two."""
+    base_s = 0.5 + 0.1 * number
+    shapes = [(1,), (2,), (4,), (8,), (4, 4), (8, 8)]
+    times = [base_s / sum(s) ** 0.85 * (1.2 if len(s) > 1 else 1.0) for s in shapes]
+    return Outlook(
+        tuple(
+            Estimate(plan=Plan(dp=sum(s)), device_type="g", shape=s, step_time_s=t, lower_s=t * 0.95, upper_s=t * 1.05)
+            for s, t in zip(shapes, times, strict=True)
+        ),
+        global_batch=64,
+        measured=7,
+    )
+
+
+class Lab:
+    """A scheduler with so many hosts of 8, and so many jobs."""
+
+    def __init__(self, hosts: int, jobs: int) -> None:
+        self.scheduler = Scheduler()
+        self.now_s = 1000.0
+        self.jobs = 0
+        facts = parse_cluster(f"{hosts}x8:g").facts()
+        first: list[e.Event] = [e.HostAdded(at_s=self.now_s, host=h) for h in facts]
+        first += [e.HostConnected(at_s=self.now_s, host=h, facts=f) for h, f in facts.items()]
+        first += [e.SpeedLearned(at_s=self.now_s, model=f"m{i}", outlook=outlook(i)) for i in range(MODELS)]
+        self.scheduler.handle(*first)
+        self.tell([event for _ in range(jobs) for event in self.submission()])
+
+    def submission(self) -> list[e.Event]:
+        """A new job, known at once."""
+        self.jobs += 1
+        job, model = JobId(str(self.jobs)), f"m{self.jobs % MODELS}"
+        steps = 500 + 997 * self.jobs % 20_000
+        spec = JobSpec(
+            name=f"job{job}", kind=JobKind.ELASTIC, command=("x",), resources=Resources(devices=1 << self.jobs % 4)
+        )
+        shape = {"parameters": [], "layers": [], "samples": 64, "global_batch": 64, "steps": steps}
+        return [
+            e.JobSubmitted(at_s=self.now_s, job=job, spec=spec),
+            e.ModelDescribed(at_s=self.now_s, job=job, shape=shape, model=model),
+        ]
+
+    def tell(self, events: list[e.Event]) -> None:
+        """Handle them, and let launches succeed."""
+        decided = self.scheduler.handle(*events)
+        launched: list[e.Event] = [
+            e.AttemptLaunched(at_s=self.now_s, job=x.job, attempt=x.attempt, generation=x.generation)
+            for x in decided
+            if isinstance(x, d.LaunchAttempt)
+        ]
+        if launched:
+            self.scheduler.handle(*launched)
+
+    def pass_s(self, repeats: int) -> list[float]:
+        """Processor time of the passes that follow single submits."""
+        found: list[float] = []
+        for _ in range(repeats):
+            self.now_s += 1.0
+            events = self.submission()
+            began_s = time.process_time()
+            self.scheduler.handle(*events)
+            found.append(time.process_time() - began_s)
+        return found
+
+
+def exponent(sizes: list[int], times: list[float]) -> float:
+    """Slope of the least-squares line through the logarithms."""
+    xs, ys = [math.log(s) for s in sizes], [math.log(t) for t in times]
+    mx, my = statistics.fmean(xs), statistics.fmean(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a sixteenth of the largest sizes")
+    given = parser.parse_args()
+    most_hosts, most_jobs = (64, 640) if given.quick else (1024, 10_000)
+    hosts = [n for n in (8, 32, 128, 512, 1024) if n <= most_hosts]
+    jobs = [n for n in (10, 100, 640, 1000, 3000, 10_000) if n <= most_jobs]
+    report = Report("scheduler")
+    by_hosts = {n: Lab(n, most_jobs // 10).pass_s(given.repeats) for n in hosts}
+    by_jobs = {n: Lab(hosts[-2], n).pass_s(given.repeats) for n in jobs}
+    largest = Lab(most_hosts, most_jobs).pass_s(given.repeats)
+    middle = Lab(min(128, most_hosts), min(1000, most_jobs)).pass_s(given.repeats * 3)
+
+    over_hosts = exponent(hosts[1:], [statistics.median(by_hosts[n]) for n in hosts[1:]])
+    over_jobs = exponent(jobs[1:], [statistics.median(by_jobs[n]) for n in jobs[1:]])
+    report.add(f"pass_s_{most_hosts}_hosts_{most_jobs}_jobs", statistics.median(largest), at_most=1.0)
+    report.add("growth_exponent", max(over_hosts, over_jobs), at_most=1.2)
+    report.add("growth_exponent_hosts", over_hosts, at_most=1.2)
+    report.add("growth_exponent_jobs", over_jobs, at_most=1.2)
+    report.add(
+        f"event_ms_{min(128, most_hosts)}_hosts_{min(1000, most_jobs)}_jobs",
+        statistics.median(middle) * 1e3,
+        at_most=20,
+    )
+    report.add("memory_mib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    report.details["pass_s"] = {
+        "by_hosts": {n: spread(t) for n, t in by_hosts.items()},
+        "by_jobs": {n: spread(t) for n, t in by_jobs.items()},
+    }
+    report.show(given.json)
+
+
+if __name__ == "__main__":
+    main()

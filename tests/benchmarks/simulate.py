@@ -1,0 +1,135 @@
+"""Every policy on several workloads: factors by which the default pipeline is better, paired, losses shown.
+
+python tests/benchmarks/simulate.py [--json] [--load 1.0] [--workloads 8] [--move-cost 78|measured] [--trace base]
+
+Workload 0 is the trace as published; the others are drawn from it with replacement, gaps shuffled, by seed. Jobs and
+step times are found under CLUSTERD_DATA (default ../shared/data).
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from rich.console import Console
+from rich.table import Table
+
+from clusterd.core.policies import POLICIES
+from clusterd.simulate import run, workload
+from clusterd.simulate.cluster import parse_cluster
+from clusterd.simulate.importers import read
+
+DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
+AIMS = {
+    "tiresias": 2.0, "optimus": 2.0, "sia": 1.3, "gavel": 1.3, "rubick": 1.2, "aiturbo": 1.2,
+}  # fmt: skip
+"""Least factor of average completion time, of the published variants; the best ``+plans`` variant: 1.1."""
+
+
+def one(job: tuple[int, float, str, float | None, str, float | None, bool]) -> dict[str, Any]:
+    """One workload under one policy: its figures."""
+    number, load, trace, move_s, policy, predictable, oracle = job
+    cluster = parse_cluster("8x8:a800")
+    truth, jobs = read("a800", DATA / "a800" / f"workload_{trace}.csv", DATA / "a800" / "step_times.csv", cluster)
+    if number:
+        jobs = workload.resampled(jobs, random.Random(f"resample {number}"))
+    if predictable is not None:
+        jobs = workload.partly_predictable(jobs, predictable, random.Random(f"predictable {number}"))
+    jobs = workload.at_load(jobs, truth, cluster, load)
+    outlooks = run.believe(truth, oracle, number, [a.model for a in jobs.arrivals])
+    setting = run.Setting(cluster, jobs, truth, outlooks, move_s=move_s)
+    return run.outcome(setting, policy).figures
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--load", type=float, default=1.0)
+    parser.add_argument("--workloads", type=int, default=8)
+    parser.add_argument("--move-cost", default="78")
+    parser.add_argument("--trace", default="base", choices=("base", "bp", "mt"))
+    parser.add_argument("--predictable", type=float)
+    parser.add_argument("--oracle", action="store_true")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    given = parser.parse_args()
+    if not (DATA / "a800").is_dir():
+        sys.exit(f"{DATA / 'a800'} is not there: set CLUSTERD_DATA to the folder with the data sets")
+    names = given.policies.split(",")
+    move_s = None if given.move_cost == "measured" else float(given.move_cost)
+    tasks = [
+        (number, given.load, given.trace, move_s, name, given.predictable, given.oracle)
+        for name in names
+        for number in range(given.workloads)
+    ]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(one, tasks))
+    by_policy = {name: results[i * given.workloads : (i + 1) * given.workloads] for i, name in enumerate(names)}
+    report = summary(by_policy)
+    if given.json:
+        print(json.dumps({"benchmark": "simulate", "settings": vars(given), **report}, indent=2))
+    else:
+        show(report, vars(given))
+
+
+def summary(by_policy: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Means over workloads, and for each policy the factor to the default, workload by workload."""
+    ours = by_policy["default"]
+    table: dict[str, Any] = {}
+    for name, some in by_policy.items():
+        means = {
+            key: statistics.fmean(f[key] for f in some if f[key] is not None)
+            for key in some[0]
+            if any(f[key] is not None for f in some)
+        }
+        factors: dict[str, Any] = {}
+        for key in ("average_completion_s", "p99_completion_s", "makespan_s"):
+            ratios = [theirs[key] / mine[key] for theirs, mine in zip(some, ours, strict=True)]
+            factors[key] = {
+                "of_means": means[key] / statistics.fmean(f[key] for f in ours),
+                "mean": statistics.fmean(ratios),
+                "stdev": statistics.stdev(ratios) if len(ratios) > 1 else 0.0,
+                "min": min(ratios),
+                "max": max(ratios),
+                "lost": sum(r < 1.0 for r in ratios),
+            }
+        table[name] = {"figures": means, "factor": factors, "aim": AIMS.get(name)}
+    return {"policies": table}
+
+
+def show(report: dict[str, Any], given: dict[str, Any]) -> None:
+    """A table: means, and factors with their spread."""
+    title = (
+        f"{given['workloads']} workloads, load {given['load']}, move {given['move_cost']} s; factor: theirs over ours"
+    )
+    table = Table(title=title, title_justify="left")
+    for column in ("policy", "average", "factor", "spread", "lost", "p99", "makespan", "moves", "kept"):
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for name, row in report["policies"].items():
+        f, x = row["figures"], row["factor"]
+        average = x["average_completion_s"]
+        kept = f.get("guaranteed_met")
+        table.add_row(
+            name, f"{f['average_completion_s']:.0f} s", f"{average['of_means']:.2f}",
+            f"{average['min']:.2f}-{average['max']:.2f}", str(average["lost"]),
+            f"{x['p99_completion_s']['of_means']:.2f}", f"{x['makespan_s']['of_means']:.2f}",
+            f"{f['moves_per_job']:.2f}", "-" if kept is None else f"{kept:.0%}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
