@@ -85,7 +85,7 @@ class Copies:
         segment.complete = False
         host, port = message["address"]
         done: asyncio.Future[Message] = loop.create_future()
-        request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment.path, 0)
+        request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
 
         def settle(result: Message | Exception) -> None:
             if isinstance(result, Exception):

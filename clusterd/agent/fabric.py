@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import mmap
-import os
 import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
@@ -111,14 +108,10 @@ class SliceServer:
 
 
 def _send_ranges(connection: socket.socket, segment: Segment, ranges: Sequence[Range]) -> None:
-    descriptor = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-            for offset, length in ranges:
-                for start in range(offset, offset + length, CHUNK_BYTES):
-                    connection.sendall(view[start : min(start + CHUNK_BYTES, offset + length)])
-    finally:
-        os.close(descriptor)
+    with memoryview(segment.mapped) as view:
+        for offset, length in ranges:
+            for start in range(offset, offset + length, CHUNK_BYTES):
+                connection.sendall(view[start : min(start + CHUNK_BYTES, offset + length)])
 
 
 def ask(address: tuple[str, int], request: dict[str, Any]) -> dict[str, Any]:
@@ -147,11 +140,11 @@ def fetch(
     move: str,
     segment: str,
     ranges: Sequence[Range],
-    target: Path,
+    target: Segment,
     offset: int,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    """Bring ranges of a remote segment into the file `target` at `offset`; returns the segment's meta.
+    """Bring ranges of a remote segment into `target` at `offset`; returns the remote segment's meta.
 
     Blocks until the segment is published there.
 
@@ -210,15 +203,9 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _receive_into(connection: socket.socket, target: Path, offset: int, count: int) -> None:
-    if not count:
-        return
-    descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        with mmap.mmap(descriptor, 0) as mapped, memoryview(mapped) as view:
-            _fill(connection, view[offset : offset + count])
-    finally:
-        os.close(descriptor)
+def _receive_into(connection: socket.socket, target: Segment, offset: int, count: int) -> None:
+    with memoryview(target.mapped) as view:
+        _fill(connection, view[offset : offset + count])
 
 
 def _fill(connection: socket.socket, view: memoryview) -> None:

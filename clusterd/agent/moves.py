@@ -106,6 +106,7 @@ class Moves:
         """Make a segment for a rank to fill."""
         name = str(message["name"])
         made = await self._make(name, int(message["bytes"]), set_of(name) or name.rpartition(".")[0])
+        self._tell_room(attempt, made)
         return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
 
     async def _make(self, name: str, size: int, move: str) -> Segment:
@@ -128,6 +129,7 @@ class Moves:
         """Make this host's inbox of a move and begin to fill it; each source is announced when it is there."""
         move = str(message["move"])
         inbox = await self._make(str(message["name"]), int(message["bytes"]), move)
+        self._tell_room(attempt, inbox)
         for source in message["sources"]:
             task = asyncio.create_task(self._bring(attempt, move, inbox, source))
             self._fetching.add(task)
@@ -136,7 +138,15 @@ class Moves:
 
     def segments(self, message: Message) -> Message:
         """What was announced of a move so far, for a rank that came late."""
-        return {"segments": list(self._arrived.get(str(message["move"]), ()))}
+        move = str(message["move"])
+        rooms = [{"name": s.name, "path": str(s.path)} for s in self._store.of(move)]
+        return {"segments": list(self._arrived.get(move, ())), "rooms": rooms}
+
+    def _tell_room(self, attempt: Attempt, made: Segment) -> None:
+        """Ranks that will read a segment can map it before there is anything in it."""
+        if set_of(made.name) is None:
+            said = {"event": "room", "move": made.move, "name": made.name, "path": str(made.path)}
+            self._tell_all(attempt.job, attempt.attempt, said)
 
     async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: Message) -> None:
         host, port = source["address"]
@@ -145,7 +155,7 @@ class Moves:
         token = self._tokens.get(group, "")
         ranges = [(int(offset), int(length)) for offset, length in source["ranges"]]
         work = (
-            (str(host), int(port)), token, group, str(source["name"]), ranges, inbox.path, int(source["offset"]),
+            (str(host), int(port)), token, group, str(source["name"]), ranges, inbox, int(source["offset"]),
             lambda: move in self._over,
         )  # fmt: skip
         loop = asyncio.get_running_loop()

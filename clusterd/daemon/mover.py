@@ -384,6 +384,7 @@ class _Move:
     async def _advance(self, what: str, post: bool = True) -> None:
         """The phase is over; its time goes to the journal, inside the downtime together with the switch."""
         now_s = time.perf_counter()
+        log.info("%s: %s over after %.3f s: %s", self.id, self._phase, now_s - self._began_s, what)
         event = e.MigrationAdvanced(
             at_s=time.time(),
             job=self.decision.job,

@@ -67,7 +67,8 @@ class Arriving:
         self._phase = "prepare"
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.move_id = str(context.move.get("id", ""))
-        for event in ("segment", "fetch_failed", "resume"):
+        self._mapped: dict[str, Segment] = {}  # by path
+        for event in ("segment", "room", "fetch_failed", "resume"):
             control.on(event, self._messages.put)
         control.on("connected", self._messages.put)
         control.on("stop", self._not_needed)
@@ -96,6 +97,8 @@ class Arriving:
         live = check_boxes(training, move.shape, move.new_layout, rank)
         reads = move.packing.reads(rank)
         self._fetch(move)
+        for room in self._control.ask("segments", move=move.id).get("rooms", ()):
+            self._map(move, reads, room)
         self._control.say("prepared", id=move.id, digest=move.moves.digest)
         self._phase = "transfer"
         metas, copied = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
@@ -161,7 +164,11 @@ class Arriving:
             message = self._next()
             if message["event"] == "connected":
                 self._ask_what_came(move)
-            if message["event"] != "segment" or message.get("move") != move.id:
+            if message.get("move") != move.id:
+                continue
+            if message["event"] == "room":
+                self._map(move, reads, message)
+            if message["event"] != "segment":
                 continue
             source = int(message["source"])
             mine = waiting.get(source, [])
@@ -174,7 +181,27 @@ class Arriving:
         for holding in live.values():
             if holding.mirror is not None and (local := holding.tensors[0]) is not None:
                 holding.mirror.copy_(local)
+        self._unmap()
         return [metas[source] for source in sorted(metas)], [began_s, time.time()]
+
+    def _map(self, move: Move, reads: list[Read], room: Message) -> None:
+        """Maps a segment that this rank will read from, while there is time; its own pages of it only."""
+        name, path = os.path.basename(room["path"]), str(room["path"])
+        local = {move.outbox_name(read.source) for read in reads if read.local}
+        if path in self._mapped or not (name == move.inbox_name or name in local):
+            return
+        mine = [r for r in reads if (move.outbox_name(r.source) == name if r.local else name == move.inbox_name)]
+        try:
+            segment = Segment(path)
+        except FileNotFoundError:
+            return  # dropped meanwhile: somebody says why
+        segment.map_in((read.offset, read.bytes) for read in mine)
+        self._mapped[path] = segment
+
+    def _unmap(self) -> None:
+        for segment in self._mapped.values():
+            segment.close()
+        self._mapped.clear()
 
     def _read(
         self,
@@ -191,10 +218,11 @@ class Arriving:
         """
         source = int(message["source"])
         tensors = move.moves.new.tensors
-        segment = Segment(message["path"])
+        segment = self._mapped.get(message["path"])
+        if segment is None or not segment.is_at(message["path"]):
+            segment = Segment(message["path"])
         pieces = [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads]
         sums = load(segment, pieces, threads=threads)
-        segment.close()
         sent = sums_from_bytes(message["meta"]["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
         for read, found in zip(reads, sums, strict=True):

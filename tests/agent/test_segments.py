@@ -90,7 +90,7 @@ def test_ranges_arrive_as_they_were_published(tmp_path: Path) -> None:
     metas: list[dict[str, object]] = []
 
     def bring() -> None:
-        got = fetch(("127.0.0.1", server.port), "secret", "m", "out0", ranges, inbox.path, 7, lambda: False)
+        got = fetch(("127.0.0.1", server.port), "secret", "m", "out0", ranges, inbox, 7, lambda: False)
         metas.append(got)
 
     thread = threading.Thread(target=bring)
@@ -111,7 +111,7 @@ def test_without_the_token_there_is_no_answer(tmp_path: Path, token: str, move: 
     there.publish("out0", {})
     inbox = here.make("in", 100, "m")
     with pytest.raises(FetchFailed):
-        fetch(("127.0.0.1", server.port), token, move, segment, [(0, 10)], inbox.path, 0, lambda: False)
+        fetch(("127.0.0.1", server.port), token, move, segment, [(0, 10)], inbox, 0, lambda: False)
     server.close()
 
 
@@ -123,10 +123,10 @@ def test_ranges_outside_the_segment_and_dropped_segments_are_errors(tmp_path: Pa
     inbox = here.make("in", 4096, "m")
     at = ("127.0.0.1", server.port)
     with pytest.raises(FetchFailed, match="no such range"):
-        fetch(at, "secret", "m", "out0", [(0, 1 << 30)], inbox.path, 0, lambda: False)
+        fetch(at, "secret", "m", "out0", [(0, 1 << 30)], inbox, 0, lambda: False)
     there.make("out1", 4096, "m")
     waiting = threading.Timer(0.1, there.drop, ("m",))
     waiting.start()
     with pytest.raises(FetchFailed, match="was dropped"):
-        fetch(at, "secret", "m", "out1", [(0, 10)], inbox.path, 0, lambda: False)
+        fetch(at, "secret", "m", "out1", [(0, 10)], inbox, 0, lambda: False)
     server.close()
