@@ -21,6 +21,9 @@ CHUNK_BYTES = 1 << 20
 SNAPSHOT_EVERY = 20
 """Steps between snapshots in memory, where the job does not say."""
 
+SNAPSHOT_EVERY_S = 2.0
+"""Less often where steps are short: of two seconds' work little is lost."""
+
 SNAPSHOT_MEMORY_SHARE = 0.25
 """Of a host's memory that snapshots may take for that."""
 
@@ -65,7 +68,7 @@ class Launches:
             devices = {device.id: device for device in state.hosts[host].devices}
             requests[host] = {
                 "restore": restore,
-                "snapshot_every": self._snapshot_every(decision.job, spec),
+                "snapshot_every": self._snapshot_every(decision.job, spec, decision.plan),
                 "probe": probe,
                 "datasets": await self._datasets.where(decision.job, spec, host),
                 **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
@@ -90,7 +93,7 @@ class Launches:
                 requests[host]["ranks"] = [_one_process(requests[host]["ranks"])]
         return requests
 
-    def _snapshot_every(self, job: str, spec: JobSpec) -> int:
+    def _snapshot_every(self, job: str, spec: JobSpec, plan: Plan | None) -> int:
         """Steps between snapshots in memory: as asked, or where two copies of two take little of the hosts' memory."""
         if spec.kind is not JobKind.ELASTIC or spec.snapshot_every is not None:
             return spec.snapshot_every or 0
@@ -101,7 +104,13 @@ class Launches:
             return 0
         shape = ModelShape.from_dict(told)
         state_bytes = shape.parameter_bytes * (1.0 + shape.optimizer_state_ratio)
-        return SNAPSHOT_EVERY if 4 * state_bytes <= SNAPSHOT_MEMORY_SHARE * min(up) else 0
+        if 4 * state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
+            return 0
+        known = state.jobs[JobId(job)]
+        outlook = state.outlooks.get(known.model)
+        predicted = [x.step_time_s for x in outlook.estimates if x.plan == plan] if outlook is not None else []
+        step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
+        return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
     def _cores_of(self, spec: JobSpec) -> int:
         return max(spec.resources.cpus // max(spec.resources.devices, 1), 1)
