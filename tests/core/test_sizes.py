@@ -1,0 +1,109 @@
+"""Jobs that restart at other sizes, end at a target, and what comes late on its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.types import JobId, JobKind, JobSpec, RankEnd, RankReport, Reason, Resources
+from plans.plan import Plan
+from tests.core.conftest import Lab
+
+ASKED_TO_STOP = RankEnd(reason=Reason.STOPPED, exit_code=0)
+
+
+def submit(lab: Lab, **what: Any) -> tuple[JobId, list[d.Decision]]:
+    lab.jobs += 1
+    job = JobId(str(lab.jobs))
+    plans = what.pop("plans", (Plan(dp=4), Plan(dp=2)))
+    resources = Resources(devices=max(p.ranks for p in plans), plans=plans)
+    spec = JobSpec(name="own", kind=JobKind.CHECKPOINTABLE, command=("train",), resources=resources, **what)
+    return job, lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
+
+
+def stopped_in_good_order(lab: Lab, job: JobId) -> list[d.Decision]:
+    """Every rank saved and exited with 0, as it was asked to."""
+    ranks = lab.attempt(job).ranks
+    return lab.stopped(job, *(RankReport(rank=r, end=ASKED_TO_STOP) for r in ranks))
+
+
+def test_the_best_size_that_there_is_room_for(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    other, _ = lab.submit(devices=2)
+    lab.run(other)
+    job, decided = submit(lab)
+    launch = d.LaunchAttempt.match(decided, job=job)
+    assert launch is not None and launch.plan == Plan(dp=2)
+
+
+def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
+    """It exits with 0 because it was asked to: that is not the end of the job, and not a failure of its own."""
+    lab.host("a", gpus=4)
+    job, _ = submit(lab)
+    lab.run(job)
+    decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
+    assert d.StopAttempt.match(decided, job=job)
+    decided = stopped_in_good_order(lab, job)
+    launch = d.LaunchAttempt.match(decided, job=job)
+    assert launch is not None and (launch.plan, launch.attempt) == (Plan(dp=2), 2)
+    assert lab.scheduler.state.jobs[job].own_failures == 0
+    requeued = d.RequeueJob.match(decided, job=job)
+    assert requeued is not None and "what it saved" in requeued.reason
+
+
+def test_a_cancelled_job_that_exits_in_good_order_is_cancelled(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job, _ = submit(lab)
+    lab.run(job)
+    lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    stopped_in_good_order(lab, job)
+    assert lab.state(job) == "cancelled"
+
+
+def test_a_target_is_reached_when_the_loss_stays_there(lab: Lab) -> None:
+    """Three looks in a row; a lucky one does not count. The job is finished."""
+    lab.host("a", gpus=4)
+    job, _ = submit(lab, target_loss=2.0)
+    lab.run(job)
+
+    def loss(step: int, value: float) -> list[d.Decision]:
+        attempt = lab.attempt(job).number
+        return lab.tell(
+            e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=step, loss=value, step_time_s=0.1)
+        )
+
+    for step, value in enumerate((1.9, 2.4, 1.9, 1.8), start=1):
+        assert not d.StopAttempt.match(loss(step, value), job=job)
+    assert d.StopAttempt.match(loss(5, 1.7), job=job)
+    stopped_in_good_order(lab, job)
+    assert lab.state(job) == "finished"
+    assert "reached 2 by step 5" in lab.why(job)
+
+
+def test_old_news_does_not_set_a_job_back(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job, _ = submit(lab)
+    lab.run(job)
+    attempt = lab.attempt(job).number
+    for step in (7, 5):
+        lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=step, loss=1.0, step_time_s=0.1))
+    assert lab.scheduler.state.jobs[job].step == 7
+
+
+def test_checkpoints_by_the_clock_take_turns_and_wait_for_progress(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job, decided = submit(lab, checkpoint_directory="/shared", checkpoint_every_s=60.0)
+    decided = lab.run(job)
+    assert d.SetTimer.match(decided, timer=f"checkpoint:{job}")
+    timer = e.TimerFired(**lab.at(), timer=f"checkpoint:{job}")
+    assert not d.TakeCheckpoint.match(lab.tell(timer), job=job)  # nothing was trained yet
+    paths = []
+    for step in (10, 20):
+        attempt = lab.attempt(job).number
+        lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=step, loss=1.0, step_time_s=0.1))
+        taken = d.TakeCheckpoint.match(lab.tell(e.TimerFired(**lab.at(), timer=f"checkpoint:{job}")), job=job)
+        assert taken is not None
+        paths.append(taken.path)
+        lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=attempt, step=step, path=taken.path))
+    assert sorted(path[-2:] for path in paths) == ["/0", "/1"]
