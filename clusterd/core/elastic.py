@@ -125,9 +125,11 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
     total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
     needs = [count for count in waiting if count > 0]
     for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
+        if job.id in skip:
+            continue
         attempt = _movable(job, view)
         asked = max(job.spec.resources.devices, 1)
-        if attempt is None or len(attempt.ranks) >= asked or job.id in skip:
+        if attempt is None or len(attempt.ranks) >= asked:
             continue
         own = _devices(attempt, view)
         if any(count <= total - len(own) for count in needs):

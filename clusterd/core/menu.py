@@ -15,7 +15,6 @@ from clusterd.core.outlook import Estimate, Outlook
 from clusterd.core.state import Job
 from plans.plan import Plan
 
-
 ENOUGH = 3
 """Measured plans before a model's outlook is acted upon: fewer are beliefs about the hardware, not about the job."""
 

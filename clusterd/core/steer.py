@@ -71,6 +71,8 @@ class Steering:
     reservation: Reservation | None = None
     considered: int = 0
     moved: set[JobId] = field(default_factory=set)
+    _may: list[Prospect] = field(default_factory=list)
+    _asked: int = -1
 
     def __post_init__(self) -> None:
         self.forecast = Forecast(self.room, self.running)
@@ -175,7 +177,7 @@ class Steering:
             return True
         claims = {v.job.id for v in self.running if _yields(v.job, p.job)}
         best: tuple[float, Making] | None = None
-        clearing = Clearing(self.room, p, [v for v in self.running if self._may_move(v)])
+        clearing = Clearing(self.room, p, self._movable())
         for offer in offers[:3]:
             run_s = self._burden_s(p, offer)
             if run_s >= ends_s and not claims:
@@ -277,6 +279,13 @@ class Steering:
         if job.model in known:
             return known[job.model]
         return max(known.values(), default=MOVE_S)
+
+    def _movable(self) -> list[Prospect]:
+        """Those that may be moved now; asked for each who waits, so it is kept until somebody is moved."""
+        if self._asked != len(self.moved):
+            self._asked = len(self.moved)
+            self._may = [v for v in self.running if self._may_move(v)]
+        return self._may
 
     def _may_move(self, p: Prospect) -> bool:
         """Not pinned, not moved a moment ago, and its hosts are there."""
