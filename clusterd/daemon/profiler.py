@@ -84,6 +84,7 @@ class Profiler:
         self._runs: dict[str, _Run] = {}
         self._told_s: dict[str, float] = {}
         self._endings: dict[str, Ending] = {}
+        self._nothing_to_try: dict[str, tuple[int, int, int]] = {}
         self._spent_s: dict[str, float] = {}
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
         self._inbox: list[Any] = []
@@ -102,8 +103,9 @@ class Profiler:
                 case e.AttemptStopped() if self._state.jobs[event.job].state.is_final:
                     self._endings.pop(event.job, None)
                     self._runs.pop(event.job, None)
+                    self._nothing_to_try.pop(event.job, None)
                 case e.ModelDescribed():
-                    self._put(partial(self._refresh, event.model, "its model is known"))
+                    self._put(partial(self._described, event.model))
                 case e.HostConnected() | e.HostRemoved() | e.HostChanged():
                     self._put(self._fleet_changed)
                 case e.MigrationFinished() | e.MigrationFailed() | e.TimerFired() | e.TrialMeasured():
@@ -285,12 +287,16 @@ class Profiler:
             return
         self._note_refused(job, known)
         answer = None
+        held = trials.held(attempt, self._state)
+        known_so_far = (len(known.online.observations), len(known.refused), len(held))
+        if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
+            return  # asked before, and nothing was learned since
         if self._is_worth_it(job):
-            held = trials.held(attempt, self._state)
             shapes = [trials.shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
             tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
             answer = await anyio.to_thread.run_sync(known.next_trial, shapes, tried)
         if answer is None:
+            self._nothing_to_try[job.id] = known_so_far
             if job.being_tried:
                 said = "nothing more is worth a trial"
                 await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=said))
@@ -337,6 +343,15 @@ class Profiler:
         models = {job.model for job in self._state.jobs.values() if job.model and not job.state.is_final}
         for model in sorted(models):
             await self._refresh(model, "the cluster's devices changed")
+
+    async def _described(self, model: str) -> None:
+        """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
+        outlook = self._state.outlooks.get(model)
+        jobs = [j for j in self._state.jobs.values() if j.model == model and not j.state.is_final]
+        wishes = {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
+        if outlook is None or model not in self._told_s or not wishes <= {x.plan for x in outlook.estimates}:
+            await self._tell(model, "its model is known")
+        await self._look()
 
     async def _refresh(self, model: str, why: str) -> None:
         await self._tell(model, why)
