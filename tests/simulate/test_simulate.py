@@ -1,0 +1,210 @@
+"""Traces under a virtual clock: what comes out is what arithmetic says, and what policies promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from clusterd.cli.simulate import simulate as command
+from clusterd.core.invariants import violations
+from clusterd.core.policies import POLICIES
+from clusterd.simulate import run, workload
+from clusterd.simulate.cluster import parse_cluster
+from clusterd.simulate.errors import InputError
+from clusterd.simulate.importers import a800, read
+from clusterd.simulate.loop import Disturbance, Simulation
+from clusterd.simulate.metrics import figures
+from clusterd.simulate.truth import Truth, read_truth
+
+DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
+HEADER = (
+    "model,parameters,layers,hidden,seq_len,global_batch,family,dp,tp,pp,zero_stage,offload,act_ckpt,"
+    "gpus_per_node,step_time_s\n"
+)
+TIMES = {1: 8.0, 2: 4.2, 4: 2.2, 8: 1.2}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A model that scales well, and four jobs of it on one host of eight."""
+    truth = tmp_path / "truth.csv"
+    rows = [
+        f"net,1000000,4,64,64,16,{family},{n},1,1,{zero},0,0,{n},{time * slow}"
+        for n, time in TIMES.items()
+        for family, zero, slow in (("ga", 0, 1.0), ("zero-dp", 2, 1.3))
+    ]
+    truth.write_text(HEADER + "\n".join(rows) + "\n")
+    jobs = tmp_path / "jobs.csv"
+    jobs.write_text(
+        "name,submission_time,duration,application,num_gpus,num_cpus,exec_plan,steps,is_sla\n"
+        "a,0,0,net,8,64,zero-dp,1000,0\nb,10,0,net,4,32,ga,100,1\nc,20,0,net,2,16,ga,50,0\nd,30,0,other,1,8,ga,50,0\n"
+    )
+    return truth, jobs
+
+
+def setting(files: tuple[Path, Path], **changes: object) -> run.Setting:
+    cluster = parse_cluster("1x8:g")
+    truth, jobs = read("a800", files[1], files[0], cluster)
+    outlooks = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
+    return run.over(run.Setting(cluster, jobs, truth, outlooks), **changes)
+
+
+def test_a_job_alone_takes_as_long_as_its_steps(files: tuple[Path, Path]) -> None:
+    """First come first served on a free host: the truth's step time, and nothing else."""
+    result = run.simulate(setting(files), "fifo")
+    first = result.runs[0]
+    assert first.end_s == pytest.approx(1000 * TIMES[8] * 1.3)
+    second = result.runs[1]
+    assert second.end_s == pytest.approx(first.end_s + 100 * TIMES[4]), "b waits for a's devices"
+    assert result.runs[2].end_s == pytest.approx(first.end_s + 50 * TIMES[2]), "c fits beside b"
+
+
+def test_jobs_of_unknown_models_are_left_out_and_counted(files: tuple[Path, Path]) -> None:
+    """The truth holds one model of two."""
+    jobs = setting(files).workload
+    assert jobs.left_out == {"other": 1}
+    assert len(jobs.arrivals) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_finishes_every_job_and_breaks_no_invariant(files: tuple[Path, Path], policy: str) -> None:
+    """Whatever the order, all steps are trained, and no device is given twice."""
+    given = setting(files)
+    wrong: list[str] = []
+    simulation = Simulation(
+        given.cluster,
+        given.workload,
+        given.truth,
+        given.outlooks,
+        POLICIES[policy](),
+        given.costs(policy),
+        on_batch=lambda state, events, decisions: wrong.extend(violations(state)),
+    )
+    result = simulation.run()
+    found = figures(result)
+    assert wrong == []
+    assert (found["finished"], found["jobs"]) == (3, 3)
+    work_s = sum(r.arrival.steps * min(n * t for n, t in TIMES.items()) for r in result.runs)
+    assert result.device_s >= work_s * (1 - 1e-9), "nobody is faster than the truth"
+
+
+def test_a_move_costs_what_it_is_said_to_cost(files: tuple[Path, Path]) -> None:
+    """The default's jobs are moved; with dearer moves the same trace takes longer, never shorter than without."""
+    free = run.simulate(setting(files, move_s=0.0), "default")
+    dear = run.simulate(setting(files, move_s=500.0), "default")
+    assert sum(r.moves for r in free.runs) > 0
+    assert figures(dear)["average_completion_s"] >= figures(free)["average_completion_s"]
+
+
+def test_runs_are_reproducible(files: tuple[Path, Path]) -> None:
+    """The same input gives the same figures, processor time apart."""
+    once, again = (figures(run.simulate(setting(files), "default")) for _ in range(2))
+    for told in (once, again):
+        for key in ("pass_s", "pass_s_max"):
+            told.pop(key)
+    assert once == again
+
+
+def test_a_host_that_fails_costs_the_steps_since_the_last_snapshot(files: tuple[Path, Path]) -> None:
+    """Down after 1,000 s, back 600 s later: the job goes on from its snapshot, not from nothing."""
+    given = setting(files, disturbances=(Disturbance(1000.0, 0, "down"), Disturbance(1600.0, 0, "up")))
+    undisturbed = run.simulate(setting(files), "fifo").runs[0]
+    result = run.simulate(given, "fifo")
+    first = result.runs[0]
+    assert undisturbed.end_s is not None
+    assert first.end_s is not None
+    lost_s = first.end_s - undisturbed.end_s
+    assert 600.0 <= lost_s <= 600.0 + 600.0 + 78.0 + 200.0
+    assert figures(result)["finished"] == 3
+
+
+def test_load_is_what_is_asked_for(files: tuple[Path, Path]) -> None:
+    """Arrivals are squeezed until the jobs ask for as much as the cluster offers."""
+    given = setting(files)
+    squeezed = workload.at_load(given.workload, given.truth, given.cluster, 1.5)
+    assert workload.load_of(squeezed, given.truth, given.cluster) == pytest.approx(1.5)
+
+
+def test_a_truth_that_the_cluster_cannot_hold_is_offered_to_nobody(files: tuple[Path, Path]) -> None:
+    """Hosts of four devices: the plan on eight of one host is not among what can be chosen."""
+    truth = read_truth(files[0], "g").on({"g": [4, 4]})
+    assert {shape for _, _, shape in truth.models["net"].step_times_s} == {(1,), (2,), (4,)}
+
+
+def test_a_wrong_line_is_told_with_its_number(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Steps of nothing."""
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text(files[1].read_text().replace("b,10,0,net,4,32,ga,100,1", "b,10,0,net,4,32,ga,0,1"))
+    truth = Truth(read_truth(files[0], "g").models, "truth")
+    with pytest.raises(InputError, match="line 3"):
+        a800.read(wrong, truth)
+
+
+def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """One JSON object; a picture; a recording that begins with a snapshot."""
+    plot, record = tmp_path / "p.svg", tmp_path / "r.jsonl"
+    answer = CliRunner().invoke(
+        command,
+        [
+            "--cluster",
+            "1x8:g",
+            "--workload",
+            str(files[1]),
+            "--truth",
+            str(files[0]),
+            "--policy",
+            "default",
+            "--policy",
+            "tiresias",
+            "--oracle",
+            "--processes",
+            "1",
+            "--json",
+            "--plot",
+            str(plot),
+            "--record",
+            str(record),
+        ],
+        catch_exceptions=False,
+    )
+    told = json.loads(answer.output)
+    names = (
+        "average_completion_s median_completion_s p99_completion_s makespan_s queueing_s utilisation guaranteed_met "
+        "rho_p95 rho_over_1_1 jain moves_per_job pass_s finished jobs"
+    )
+    for policy in ("default", "tiresias"):
+        assert set(names.split()) <= set(told["policies"][policy])
+    assert told["left_out"] == {"other": 1}
+    assert plot.read_text().startswith("<svg")
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert lines[0]["number"] == 0 and {"status", "jobs", "hosts"} <= set(lines[0]["snapshot"])
+    assert [line["number"] for line in lines] == list(range(len(lines)))
+    assert any(row["state"] == "finished" for line in lines[1:] for row in line["jobs"])
+
+
+@pytest.mark.skipif(not (DATA / "a800").is_dir(), reason="the a800 data set is not there (CLUSTERD_DATA)")
+def test_on_the_published_trace_ours_is_ahead_of_those_that_restart() -> None:
+    """Load 1, seven trial runs per model, 78 s per move for everybody."""
+    cluster = parse_cluster("8x8:a800")
+    truth, jobs = read("a800", DATA / "a800" / "workload_mt.csv", DATA / "a800" / "step_times.csv", cluster)
+    jobs = workload.at_load(jobs, truth, cluster, 1.0)
+    given = run.Setting(cluster, jobs, truth, run.believe(truth, False, 0, [a.model for a in jobs.arrivals]))
+    found = {name: figures(run.simulate(given, name)) for name in ("default", "tiresias", "gavel", "rubick")}
+    ours = found.pop("default")
+    assert ours["finished"] == ours["jobs"] == 245
+    assert ours["guaranteed_met"] is not None
+    for name, theirs in found.items():
+        assert theirs["average_completion_s"] > 1.05 * ours["average_completion_s"], name
+
+
+def test_other_traces_of_a_kind_differ_by_their_seed(files: tuple[Path, Path]) -> None:
+    """Drawn with replacement, in as many jobs."""
+    jobs = setting(files).workload
+    one, other = (workload.resampled(jobs, random.Random(seed)) for seed in (1, 2))
+    assert len(one.arrivals) == len(jobs.arrivals)
+    assert one.arrivals != other.arrivals
