@@ -1,0 +1,132 @@
+"""Who keeps a copy of which snapshot, and what a lost job can go on from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from clusterd.core.state import Attempt, Host, Job, Rank, State
+from clusterd.daemon.keeper import Keeper
+from clusterd.errors import HostError
+from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
+from plans.plan import Plan
+
+JOB = JobId("7")
+
+
+class Agents:
+    """What hosts are asked; one that is named in `full` keeps nothing more."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, dict[str, Any]]] = []
+        self.full: set[str] = set()
+
+    async def request(self, host: str, verb: str, **what: Any) -> dict[str, Any]:
+        self.asked.append((host, verb, what))
+        if verb == "snapshot_keep" and host in self.full:
+            raise HostError("no room for a segment")
+        return {"port": 1234}
+
+
+@pytest.fixture
+def state() -> State:
+    """Job 7 under dp=2, zero=3: a rank on a, and one on b; c is free."""
+    state = State()
+    for name in "abc":
+        state.hosts[HostId(name)] = Host(HostId(name), state=HostState.UP)
+    ranks = {i: Rank(RankPlace(rank=i, host=HostId(h), device=DeviceId(f"{h}:gpu0"))) for i, h in enumerate("ab")}
+    spec = JobSpec(name="j", kind=JobKind.ELASTIC, command=("x",))
+    job = Job(JOB, spec, priority=0, submitted_s=0.0, queued_s=0.0)
+    job.attempts.append(Attempt(JOB, 1, 1, Plan(dp=2, zero=3), ranks, 0.0, state=AttemptState.RUNNING))
+    state.jobs[JOB] = job
+    return state
+
+
+@pytest.fixture
+def agents() -> Agents:
+    return Agents()
+
+
+@pytest.fixture
+def keeper(state: State, agents: Agents) -> Keeper:
+    engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
+    hosts: Any = agents
+    return Keeper(engine, hosts, "secret")
+
+
+def told(keeper: Keeper, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
+    host = HostId("ab"[rank])
+    name = f"7.1.g{generation}.snap{rank}.{slot}"
+    message = {"job": "7", "attempt": 1, "generation": generation, "rank": rank, "name": name, "step": step, "bytes": 9}
+    anyio.run(keeper.heard, host, message)
+
+
+def lost(state: State, *hosts: str) -> None:
+    for host in hosts:
+        state.hosts[HostId(host)].state = HostState.LOST
+
+
+def test_each_rank_is_kept_by_the_other_host(keeper: Keeper, agents: Agents, state: State) -> None:
+    """Either host may die: the other has both parts. The rank is answered last."""
+    told(keeper, 0, 20)
+    told(keeper, 1, 20)
+    kept = [(host, what["name"]) for host, verb, what in agents.asked if verb == "snapshot_keep"]
+    assert kept == [("b", "7.1.g1.snap0.0"), ("a", "7.1.g1.snap1.0")]
+    assert [verb for host, verb, _ in agents.asked if host == "a"][:2] == ["snapshot_admit", "snapshot_kept"]
+    lost(state, "b")
+    whole = keeper.newest(state.jobs[JOB])
+    assert whole is not None and (whole.step, whole.hosts, whole.plan) == (20, ("a", "a"), Plan(dp=2, zero=3))
+
+
+def test_a_step_counts_when_every_rank_has_it(keeper: Keeper, state: State) -> None:
+    """A newer snapshot of one rank alone is worth nothing; the older whole one is in the other slot."""
+    told(keeper, 0, 20)
+    told(keeper, 1, 20)
+    told(keeper, 0, 40, slot=1)
+    whole = keeper.newest(state.jobs[JOB])
+    assert whole is not None and whole.step == 20
+    told(keeper, 1, 40, slot=1)
+    newer = keeper.newest(state.jobs[JOB])
+    assert newer is not None and newer.step == 40
+
+
+def test_without_room_elsewhere_the_rank_goes_on_and_a_lost_host_takes_it_with_it(
+    keeper: Keeper, agents: Agents, state: State
+) -> None:
+    agents.full = {"a", "b", "c"}
+    told(keeper, 0, 20)
+    told(keeper, 1, 20)
+    assert sum(verb == "snapshot_kept" for _, verb, _ in agents.asked) == 2
+    assert keeper.newest(state.jobs[JOB]) is not None
+    lost(state, "b")
+    assert keeper.newest(state.jobs[JOB]) is None
+
+
+def test_a_daemon_that_starts_learns_from_agents(keeper: Keeper, state: State) -> None:
+    keeper.reported(HostId("a"), [{"name": "7.1.g1.snap0.0", "step": 20, "bytes": 9}])
+    keeper.reported(HostId("b"), [{"name": "7.1.g1.snap1.0", "step": 20, "bytes": 9}, {"name": "x.out0", "step": 1}])
+    whole = keeper.newest(state.jobs[JOB])
+    assert whole is not None and whole.step == 20
+    keeper.reported(HostId("b"), [])  # its agent was started anew
+    assert keeper.newest(state.jobs[JOB]) is None
+
+
+def test_older_generations_are_dropped_and_all_when_the_job_is_over(
+    keeper: Keeper, agents: Agents, state: State
+) -> None:
+    told(keeper, 0, 20)
+    told(keeper, 1, 20)
+    attempt = state.jobs[JOB].attempts[0]
+    assert attempt.plan is not None
+    attempt.past_plans[1] = attempt.plan
+    attempt.generation = 2
+    told(keeper, 0, 40, generation=2)
+    assert not any(verb == "drop" for _, verb, _ in agents.asked)
+    told(keeper, 1, 40, generation=2)
+    assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps"}
+    anyio.run(keeper.forget, "7")
+    assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps", "7.1.g2.snaps"}
+    assert keeper.newest(state.jobs[JOB]) is None
