@@ -26,7 +26,8 @@ from clusterd.core.outlook import Estimate, Outlook
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.endings import Ending, at_submission
 from clusterd.daemon.engine import Engine
-from clusterd.types import JobId, JobKind
+from clusterd.daemon.trying import SLOW_TRIAL_STEPS, WARM_UP_STEPS, Trying
+from clusterd.types import JobId
 from plans.model_shape import ModelShape
 from profiling import fleet
 from profiling.coefficients import INDEX
@@ -38,21 +39,8 @@ from profiling.store import Key, Measurement, Store
 
 log = logging.getLogger(__name__)
 
-WARM_UP_STEPS = 3
-"""Of each generation of ranks: caches, connections and allocators settle."""
-
-TRIAL_STEPS = 10
-TRIAL_STEPS_MOST = 40
-TRIAL_S = 1.5
 TRIAL_S_MOST = 4.0
-SLOW_TRIAL_STEPS = 4
-SLOW_STEP_S = 2.0
-
-MOVE_S = 0.5
-"""What the moves of a trial cost a job beside slower steps, until it was moved once."""
-
-SHARE = 0.05
-"""Of a job's remaining time that may go into learning from it."""
+"""A trial of slow steps is over after so long, with fewer of them."""
 
 KEPT_PER_SHAPE = 4
 SHAPES_MOST = 256
@@ -78,14 +66,12 @@ class Profiler:
     def __init__(self, engine: Engine, store: Path, *, trials: bool = True) -> None:
         """`trials`: whether jobs may be asked to run under other plans; what they run under is measured anyway."""
         self._engine = engine
-        self._trials = trials
+        self._trying = Trying(engine, self._knowledge_of, trials=trials)
         self._path = store
         self._known: dict[tuple[str, str], Knowledge] = {}
         self._runs: dict[str, _Run] = {}
         self._told_s: dict[str, float] = {}
         self._endings: dict[str, Ending] = {}
-        self._nothing_to_try: dict[str, tuple[int, int, int]] = {}
-        self._spent_s: dict[str, float] = {}
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
         self._inbox: list[Any] = []
         self._bell = anyio.Event()
@@ -103,13 +89,13 @@ class Profiler:
                 case e.AttemptStopped() if self._state.jobs[event.job].state.is_final:
                     self._endings.pop(event.job, None)
                     self._runs.pop(event.job, None)
-                    self._nothing_to_try.pop(event.job, None)
+                    self._trying.forget(event.job)
                 case e.ModelDescribed():
                     self._put(partial(self._described, event.model))
                 case e.HostConnected() | e.HostRemoved() | e.HostChanged():
                     self._put(self._fleet_changed)
                 case e.MigrationFinished() | e.MigrationFailed() | e.TimerFired() | e.TrialMeasured():
-                    self._put(self._look)
+                    self._put(self._trying.look)
                 case _:
                     pass
 
@@ -192,7 +178,7 @@ class Profiler:
                 await self._measured(job, attempt, known, run)
         elif len(run.times_s) >= 20:
             await self._went_on(job, attempt, known, run)
-        await self._look_at(job)
+        await self._trying.look_at(job)
 
     async def _foresee(self, job: Job, message: dict[str, Any]) -> None:
         """Losses tell when the job will be done, and whether that can be told."""
@@ -269,70 +255,6 @@ class Profiler:
 
         await anyio.to_thread.run_sync(write)
 
-    # --- trials -------------------------------------------------------------------------------------------------------
-
-    async def _look(self) -> None:
-        """Every running job: is there something to try?"""
-        for job_id in list(self._state.active):
-            await self._look_at(self._state.jobs[job_id])
-
-    async def _look_at(self, job: Job) -> None:
-        attempt = trials.ready(job)
-        if attempt is None or job.trial is not None or not job.model or job.spec.kind is not JobKind.ELASTIC:
-            return
-        if not job.step_time_s or (not job.being_tried and not self._may_begin(job)):
-            return
-        known = self._knowledge_of(job, attempt)
-        if known is None:
-            return
-        self._note_refused(job, known)
-        answer = None
-        held = trials.held(attempt, self._state)
-        known_so_far = (len(known.online.observations), len(known.refused), len(held))
-        if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
-            return  # asked before, and nothing was learned since
-        if self._is_worth_it(job):
-            shapes = [trials.shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
-            tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
-            answer = await anyio.to_thread.run_sync(known.next_trial, shapes, tried)
-        if answer is None:
-            self._nothing_to_try[job.id] = known_so_far
-            if job.being_tried:
-                said = "nothing more is worth a trial"
-                await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=said))
-            return
-        choice, why = answer
-        steps = SLOW_TRIAL_STEPS if choice.step_time_s > SLOW_STEP_S else TRIAL_STEPS
-        # Short steps are tried for a while: what disturbs a host for a moment must not be taken for the plan's speed.
-        steps = max(steps, min(round(TRIAL_S / choice.step_time_s), TRIAL_STEPS_MOST))
-        extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.step_time_s, 0.0)
-        self._spent_s[job.id] = self._spent_s.get(job.id, 0.0) + extra_s + self._move_s(job)
-        await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=choice.plan, steps=steps, why=why))
-
-    def _may_begin(self, job: Job) -> bool:
-        """One job of a model is tried at a time: others learn from it."""
-        if job.pinned or not self._trials or not job.spec.trials:
-            return False
-        others = [self._state.jobs[other] for other in self._state.active]
-        return all(not other.being_tried or other.model != job.model for other in others)
-
-    def _is_worth_it(self, job: Job) -> bool:
-        left = (job.shape or {}).get("steps", 0) - job.step
-        left_s = left * (job.step_time_s or 0.0)
-        spent_s = self._spent_s.get(job.id, 0.0)
-        expected_s = (TRIAL_STEPS + WARM_UP_STEPS) * (job.step_time_s or 0.0) * 0.5 + self._move_s(job)
-        return bool(spent_s + expected_s <= SHARE * (left_s + spent_s))
-
-    def _move_s(self, job: Job) -> float:
-        took = [m.downtime_s for m in job.migrations if m.downtime_s is not None]
-        return median(took) if took else MOVE_S
-
-    def _note_refused(self, job: Job, known: Knowledge) -> None:
-        """Plans that were tried in vain are not tried again; one that found no memory is known not to fit."""
-        for trial in job.trials:
-            if trial.failure and "moves it" not in trial.failure and "drained" not in trial.failure:
-                known.refused.add(trial.plan)
-
     # --- tables -------------------------------------------------------------------------------------------------------
 
     async def _fleet_changed(self) -> None:
@@ -351,11 +273,11 @@ class Profiler:
         wishes = {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
         if outlook is None or model not in self._told_s or not wishes <= {x.plan for x in outlook.estimates}:
             await self._tell(model, "its model is known")
-        await self._look()
+        await self._trying.look()
 
     async def _refresh(self, model: str, why: str) -> None:
         await self._tell(model, why)
-        await self._look()
+        await self._trying.look()
 
     async def _tell(self, model: str, why: str) -> None:
         """A new table of the model for the core."""
