@@ -38,6 +38,11 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
             else:
                 show_json(answer, output)
             return 0
+        if answer.get("stays"):
+            note(
+                f"{answer['name']} is pinned to {answer['plan']} where it is: clusterd unpin {answer['job']} undoes it"
+            )
+            return 0
         done = _watch(cluster, answer)
     if output != "table":
         show_json({**answer, "migration": done}, output)

@@ -41,9 +41,16 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         if lease is not None and place.device not in own:
             return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"
         seen.add(place.device)
-    if not after_loss and tuple(p.device for p in move.ranks) == attempt.devices and move.plan == attempt.plan:
+    if not after_loss and is_there(job, move):
         return f"{job.spec.name} runs under {move.plan} on these devices already"
     return None
+
+
+def is_there(job: Job, move: Move) -> bool:
+    """Whether the job runs so already."""
+    attempt = job.attempt
+    devices = tuple(place.device for place in move.ranks)
+    return attempt is not None and (attempt.plan, attempt.devices) == (move.plan, devices)
 
 
 def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] = ()) -> Migration:

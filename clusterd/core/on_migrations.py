@@ -30,6 +30,9 @@ class OnMigrations(Stopping):
         if event.pin:
             job.pinned = True
         self._give_up_trial(job, f"{event.by or 'its user'} moves it")
+        if event.pin and migrations.is_there(job, answer):
+            self._hold(job, f"pinned to {answer.plan} where it is, by {event.by or 'its user'}")
+            return
         self._move(answer)
 
     def _restart_as(self, job: Job, event: e.MigrationRequested) -> None:

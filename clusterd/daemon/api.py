@@ -318,7 +318,8 @@ class Api:
         answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
-        objection = migrations.objection(self._state, known, answer)
+        stays = pin and migrations.is_there(known, answer)
+        objection = None if stays else migrations.objection(self._state, known, answer)
         if objection:
             raise ClusterError(objection)
         preview = await self._preview(known, answer)
@@ -327,7 +328,8 @@ class Api:
                 at_s=time.time(), job=known.id, plan=wish, devices=chosen, pin=pin, by=peer.user
             )
             await self._engine.post(event)
-        return {"job": known.id, "name": known.spec.name, "migrations": len(known.migrations), **preview}
+        moves = {"migrations": len(known.migrations), "stays": stays}
+        return {"job": known.id, "name": known.spec.name, **moves, **preview}
 
     async def _restart(self, peer: Peer, job: Job, wish: Plan | None, dry_run: bool) -> dict[str, Any]:
         """A checkpointable job at another size: it saves, stops and starts again."""

@@ -9,6 +9,7 @@ from clusterd.core import events as e
 from clusterd.types import JobId, JobKind, JobSpec, RankEnd, RankReport, Reason, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
+from tests.plans.test_reshard import gpt
 
 ASKED_TO_STOP = RankEnd(reason=Reason.STOPPED, exit_code=0)
 
@@ -107,3 +108,18 @@ def test_checkpoints_by_the_clock_take_turns_and_wait_for_progress(lab: Lab) -> 
         paths.append(taken.path)
         lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=attempt, step=step, path=taken.path))
     assert sorted(path[-2:] for path in paths) == ["/0", "/1"]
+
+
+def test_a_job_can_be_pinned_where_it_is(lab_with_two_hosts: Lab) -> None:
+    """Nothing moves, and nobody else moves it."""
+    lab = lab_with_two_hosts
+    job, _ = lab.submit(kind=JobKind.ELASTIC, devices=2)
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape={**gpt().to_dict(), "steps": 1000}, model="m"))
+    lab.run(job)
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=5, loss=1.0, step_time_s=1.0))
+    attempt = lab.attempt(job)
+    decided = lab.tell(
+        e.MigrationRequested(**lab.at(), job=job, plan=attempt.plan, devices=attempt.devices, pin=True, by="ann")
+    )
+    assert not d.StartMigration.match(decided, job=job)
+    assert lab.scheduler.state.jobs[job].pinned and "ann" in lab.why(job)
