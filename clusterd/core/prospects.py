@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterd.core.menu import Choice, Menu, Menus, is_alike
-from clusterd.core.outlook import Estimate
+from clusterd.core.outlook import Estimate, Outlook
 from clusterd.core.room import held, shape_of
 from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
@@ -56,7 +56,6 @@ class Curve:
     points: Mapping[int, Estimate]  # the fastest for each number of devices where more devices pay
     effort_s: float  # device-seconds per step where a step takes fewest
     offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
-    floor_s: float | None  # step time that was promised; None: nothing was
     _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
 
     @property
@@ -138,12 +137,12 @@ class Curves:
         key = (id(menu), job.spec.guaranteed)
         known = self._known.get(key)
         if known is None or known[0] is not menu:
-            known = (menu, _curve(job, menu, there))
+            known = (menu, _curve(job, menu, there, view.outlooks[job.model]))
             self._known[key] = known
         return known[1]
 
 
-def _curve(job: Job, menu: Menu, there: Census) -> Curve | None:
+def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | None:
     wanted = job.spec.resources
     possible = [
         estimate
@@ -152,10 +151,11 @@ def _curve(job: Job, menu: Menu, there: Census) -> Curve | None:
         if estimate.devices <= there.count.get(estimate.device_type, 0)
         and (wanted.kind is None or there.kinds.get(estimate.device_type) == wanted.kind)
     ]
-    floor_s = _promised_s(job, possible) if job.spec.guaranteed else None
+    promised = _promised(job, outlook, there) if job.spec.guaranteed else None
     if job.spec.guaranteed:
         asked = max(wanted.devices, 1)
-        kept = [x for x in possible if _keeps(x, floor_s, job)]
+        kept = [promised] if promised is not None else []
+        kept += [x for x in possible if promised is not None and x != promised and _keeps(x, promised)]
         possible = kept or [x for x in possible if x.devices >= asked]
     if not possible:
         return None
@@ -172,31 +172,25 @@ def _curve(job: Job, menu: Menu, there: Census) -> Curve | None:
         if offer.step_time_s < least_s * (1.0 - WORTHWHILE):
             points[count] = offer
             least_s = offer.step_time_s
-    return Curve(points, effort_s, tuple(offers), floor_s)
+    return Curve(points, effort_s, tuple(offers))
 
 
-def _promised_s(job: Job, possible: list[Estimate]) -> float | None:
-    """Step time of what the job asks for, as believed; None: nothing is known of it."""
+def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:
+    """What the job asks for, on as few hosts as possible; None: nothing is known of it."""
     wanted = job.spec.resources
     asked = [
         x
-        for x in possible
-        if x.devices == max(wanted.devices, 1) and (wanted.plan is None or is_alike(x.plan, wanted.plan))
+        for x in outlook.estimates
+        if x.devices == max(wanted.devices, 1)
+        and x.devices <= there.count.get(x.device_type, 0)
+        and (wanted.plan is None or is_alike(x.plan, wanted.plan))
     ]
-    return min((x.step_time_s for x in asked), default=None)
+    return min(asked, key=lambda x: (len(x.shape), x.step_time_s), default=None)
 
 
-def _keeps(estimate: Estimate, floor_s: float | None, job: Job) -> bool:
-    """As fast as promised even if the prediction is too good; what was asked for itself always is."""
-    if floor_s is None:
-        return False
-    wanted = job.spec.resources
-    is_it = (
-        estimate.devices == max(wanted.devices, 1)
-        and (wanted.plan is None or is_alike(estimate.plan, wanted.plan))
-        and estimate.step_time_s <= floor_s
-    )
-    return is_it or estimate.upper_s <= floor_s
+def _keeps(estimate: Estimate, promised: Estimate) -> bool:
+    """As fast as what was asked for even if it is slower than believed, and the other faster."""
+    return estimate.upper_s <= promised.lower_s
 
 
 def prospect(job: Job, curve: Curve, view: View) -> Prospect:
