@@ -35,6 +35,7 @@ _COMMANDS = {
     "why": ("jobs", "why", "Why a job is where it is."),
     "top": ("top", "top", "Watch and steer the cluster in this terminal."),
     "simulate": ("simulate", "simulate", "Run a workload under policies, without machines, and compare."),
+    "advise": ("advise", "advise", "Answer others' scheduling situations, one JSON object a line."),
     "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),
     "config": ("settings", "config", "Check a configuration or job file."),
 }

@@ -1,0 +1,234 @@
+"""One situation in, one answer out: the scheduling policy for others' simulators and schedulers (docs/advise.md).
+
+Nothing is remembered between situations but what curves were computed from; a situation says all there is to know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.state import Attempt, Description, Host, Job, Lease, Rank, State
+from clusterd.core.view import Policy, View
+from clusterd.errors import UsageError
+from clusterd.types import (
+    AttemptState,
+    Device,
+    DeviceId,
+    HostFacts,
+    HostId,
+    HostState,
+    JobId,
+    JobKind,
+    JobSpec,
+    JobState,
+    RankPlace,
+    Resources,
+)
+from plans.plan import Plan, PlanError
+
+VERSION = 1
+
+
+class DeviceIn(msgspec.Struct, forbid_unknown_fields=True):
+    """One accelerator."""
+
+    id: str
+    type: str
+
+
+class HostIn(msgspec.Struct, forbid_unknown_fields=True):
+    """A machine."""
+
+    name: str
+    devices: list[DeviceIn]
+    cores: int = 1 << 20
+    memory_bytes: int = 1 << 60
+
+
+class ConfigurationIn(msgspec.Struct, forbid_unknown_fields=True):
+    """A way to run a job, and how fast it is."""
+
+    plan: str
+    type: str
+    shape: list[int]  # devices on each host
+    step_time_s: float
+    lower_s: float | None = None
+    upper_s: float | None = None
+
+
+class CurrentIn(msgspec.Struct, forbid_unknown_fields=True):
+    """How a job runs now."""
+
+    plan: str
+    devices: list[str]  # by rank
+    since_s: float
+
+
+class JobIn(msgspec.Struct, forbid_unknown_fields=True):
+    """A job that waits or runs."""
+
+    id: str
+    submitted_s: float
+    steps_left: int
+    configurations: list[ConfigurationIn]
+    steps_done: int = 0
+    asked_devices: int = 1
+    asked_plan: str | None = None
+    guaranteed: bool = False
+    priority: int = 0
+    tenant: str = "default"
+    current: CurrentIn | None = None
+
+
+class Situation(msgspec.Struct, forbid_unknown_fields=True):
+    """All there is to know."""
+
+    version: int
+    time_s: float
+    hosts: list[HostIn]
+    jobs: list[JobIn]
+    move_cost_s: float | None = None
+
+
+_decoder = msgspec.json.Decoder(Situation)
+
+
+def read(line: str | bytes) -> Situation:
+    """The situation of one line.
+
+    Raises:
+        UsageError: it is none, with the place of what is wrong.
+    """
+    try:
+        situation = _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"no situation: {error} (docs/advise.md has the schema)") from None
+    if situation.version != VERSION:
+        raise UsageError(f"version {situation.version} is not known: this is version {VERSION}")
+    return situation
+
+
+def advise(situation: Situation, policy: Policy) -> dict[str, Any]:
+    """What the policy would have done.
+
+    Raises:
+        UsageError: the situation contradicts itself.
+    """
+    state = _state(situation)
+    proposal = policy.propose(View(state, situation.time_s))
+    answers: dict[str, dict[str, Any]] = {}
+    for start in proposal.starts:
+        answers[start.job] = _answer("start", start.plan, start.ranks, start.reason)
+    for move in proposal.moves:
+        answers[move.job] = _answer("move", move.plan, move.ranks, move.reason)
+    for preempt in proposal.preempts:
+        answers[preempt.job] = {"action": "stop", "plan": None, "devices": [], "reason": preempt.reason}
+    for refusal in proposal.refusals:
+        answers.setdefault(refusal.job, {"action": "wait", "plan": None, "devices": [], "reason": refusal.reason})
+    for job in situation.jobs:
+        if job.current is not None and job.id not in answers:
+            answers[job.id] = {
+                "action": "keep",
+                "plan": job.current.plan,
+                "devices": job.current.devices,
+                "reason": "nothing is worth a move",
+            }
+    jobs = [{"job": job.id, **answers.get(job.id, _NOTHING)} for job in situation.jobs]
+    return {"version": VERSION, "time_s": situation.time_s, "policy": policy.name, "jobs": jobs}
+
+
+_NOTHING = {"action": "wait", "plan": None, "devices": [], "reason": "not considered"}
+
+
+def _answer(action: str, plan: Plan | None, ranks: tuple[RankPlace, ...], reason: str) -> dict[str, Any]:
+    return {"action": action, "plan": str(plan), "devices": [place.device for place in ranks], "reason": reason}
+
+
+def _state(situation: Situation) -> State:
+    state = State()
+    where: dict[str, HostId] = {}
+    for given in situation.hosts:
+        name = HostId(given.name)
+        devices = tuple(
+            Device(id=DeviceId(d.id), host=name, kind="cuda", uuid=d.id, name=d.type, memory_bytes=1 << 50)
+            for d in given.devices
+        )
+        for device in devices:
+            if device.id in where:
+                raise UsageError(f"device {device.id} is on two hosts: give each its own id")
+            where[device.id] = name
+        facts = HostFacts(
+            boot_id="", cpu_cores=given.cores, memory_bytes=given.memory_bytes, address="", devices=devices
+        )
+        state.hosts[name] = Host(name, state=HostState.UP, facts=facts)
+    for one in situation.jobs:
+        _add(state, situation, one, where)
+    return state
+
+
+def _add(state: State, situation: Situation, given: JobIn, where: dict[str, HostId]) -> None:
+    job_id, model = JobId(given.id), f"job {given.id}"
+    resources = Resources(
+        devices=given.asked_devices, kind="cuda", plan=_plan(given.asked_plan, given.id) if given.asked_plan else None
+    )
+    spec = JobSpec(
+        name=given.id,
+        kind=JobKind.ELASTIC,
+        command=("advise",),
+        resources=resources,
+        priority=given.priority,
+        guaranteed=given.guaranteed,
+        tenant=given.tenant,
+    )
+    job = Job(job_id, spec, priority=given.priority, submitted_s=given.submitted_s, queued_s=given.submitted_s)
+    done = max(given.steps_done, 1)
+    job.description, job.model, job.step = Description.DONE, model, done
+    job.shape = {"steps": done + given.steps_left, "global_batch": 1, "samples": 1, "parameters": [], "layers": []}
+    estimates = tuple(
+        Estimate(
+            plan=_plan(c.plan, given.id),
+            device_type=c.type,
+            shape=tuple(sorted(c.shape, reverse=True)),
+            step_time_s=c.step_time_s,
+            lower_s=c.lower_s if c.lower_s is not None else c.step_time_s,
+            upper_s=c.upper_s if c.upper_s is not None else c.step_time_s,
+        )
+        for c in given.configurations
+    )
+    if not estimates:
+        raise UsageError(f"job {given.id} has no configurations: give at least one that can run")
+    state.jobs[job_id] = job
+    state.outlooks[model] = Outlook(estimates, 1, measured=len(estimates))
+    if situation.move_cost_s is not None:
+        state.move_costs_s[model] = situation.move_cost_s
+    if given.current is None:
+        state.queue[job_id] = None
+        return
+    ranks: dict[int, Rank] = {}
+    for number, device in enumerate(given.current.devices):
+        if device not in where:
+            raise UsageError(f"job {given.id} runs on {device}, which no host has")
+        if DeviceId(device) in state.leases:
+            raise UsageError(f"{device} is used by job {state.leases[DeviceId(device)].job} and by job {given.id}")
+        host = where[device]
+        ranks[number] = Rank(RankPlace(rank=number, host=host, device=DeviceId(device)))
+        state.leases[DeviceId(device)] = Lease(DeviceId(device), host, job_id, 1, 1, None)
+    plan = _plan(given.current.plan, given.id)
+    attempt = Attempt(job_id, 1, 1, plan, ranks, started_s=given.current.since_s, state=AttemptState.RUNNING)
+    for rank in ranks.values():
+        attempt.cores[rank.place.host] = attempt.cores.get(rank.place.host, 0) + 1
+    for host, count in attempt.cores.items():
+        state.hosts[host].cores_used += count
+    job.state, job.started_s = JobState.RUNNING, given.current.since_s
+    job.attempts.append(attempt)
+    state.active[job_id] = None
+
+
+def _plan(text: str, job: str) -> Plan:
+    try:
+        return Plan.parse(text)
+    except PlanError as error:
+        raise UsageError(f"job {job}: {error}") from None

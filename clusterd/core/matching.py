@@ -1,0 +1,116 @@
+"""Several jobs on mixed workers at once: who gets which, work being shared in proportion to speed.
+
+After sampling-based placement (TPDS 35(6), 2024): a *category* says how many workers each job has; within one, workers
+are matched to jobs as on a market. Its auction is an assignment problem, solved as one; categories are drawn around
+what each job's work would give it, a few instead of all; the best are improved by moving and swapping single workers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+Array = NDArray[np.float64]
+Whose = NDArray[np.int64]
+
+SAMPLES = 10
+DESCENTS = 3
+ROUNDS = 6
+SPREAD = 0.6
+
+
+def total_s(work: Array, rates: Array, whose: Whose) -> float:
+    """Sum of completion times when each job's workers share its work in proportion to their speed."""
+    speed = np.zeros(len(work))
+    np.add.at(speed, whose, rates[whose, np.arange(rates.shape[1])])
+    if np.any(speed <= 0):
+        return float("inf")
+    return float((work / speed).sum())
+
+
+def match(work: Array, rates: Array, *, samples: int = SAMPLES, seed: int = 0) -> Whose:
+    """The job of each worker, for a small sum of completion times; every job gets at least one worker.
+
+    Args:
+        work: samples of each job left, (jobs,).
+        rates: samples per second of each job on each worker, (jobs, workers); 0 where it cannot run.
+    Raises:
+        ValueError: fewer workers than jobs, or a job that can run on no worker.
+    """
+    jobs, workers = rates.shape
+    if workers < jobs or work.shape != (jobs,):
+        raise ValueError(f"{jobs} jobs cannot each have one of {workers} workers: choose who is to run first")
+    if np.any(rates.max(axis=1) <= 0):
+        raise ValueError(f"job {int(np.argmin(rates.max(axis=1)))} can run on none of the workers")
+    random = np.random.default_rng(seed)
+    root = np.sqrt(work / rates.mean(axis=1))
+    found: dict[bytes, tuple[float, Whose]] = {}
+    for sample in range(samples):
+        weights = root * (random.lognormal(0.0, SPREAD, jobs) if sample else 1.0)
+        whose = _market(work, rates, _category(weights, workers))
+        found[whose.tobytes()] = (total_s(work, rates, whose), whose)
+    best = sorted(found.values(), key=lambda item: item[0])[:DESCENTS]
+    improved = [_descend(work, rates, whose) for _, whose in best]
+    return min(improved, key=lambda whose: total_s(work, rates, whose))
+
+
+def _category(weights: Array, workers: int) -> Whose:
+    """Whole numbers of workers in these proportions, at least one each."""
+    jobs = len(weights)
+    exact = weights / weights.sum() * (workers - jobs)
+    counts = np.floor(exact).astype(np.int64)
+    rest = workers - jobs - int(counts.sum())
+    counts[np.argsort(-(exact - counts), kind="stable")[:rest]] += 1
+    return np.asarray(counts + 1, dtype=np.int64)
+
+
+def _market(work: Array, rates: Array, counts: Whose) -> Whose:
+    """Matching of greatest value, where a worker's value is what it takes off the job's completion time."""
+    seats = np.repeat(np.arange(len(work)), counts)
+    columns = np.arange(rates.shape[1])
+    speed = rates.mean(axis=1) * counts
+    best: tuple[float, Whose] | None = None
+    for _ in range(ROUNDS):
+        value = (work / speed**2)[:, None] * rates
+        seat, worker = linear_sum_assignment(value[seats], maximize=True)
+        whose = np.empty(rates.shape[1], dtype=np.int64)
+        whose[worker] = seats[seat]
+        now = total_s(work, rates, whose)
+        if best is not None and now >= best[0] - 1e-12:
+            break
+        best = (now, whose)
+        speed = np.maximum(np.bincount(whose, rates[whose, columns], len(work)), 1e-12)
+    assert best is not None
+    return best[1]
+
+
+def _descend(work: Array, rates: Array, whose: Whose) -> Whose:
+    """Single workers to other jobs, and pairs exchanged, while that makes the sum smaller."""
+    jobs, workers = rates.shape
+    whose = whose.copy()
+    columns = np.arange(workers)
+    while True:
+        own = rates[whose, columns]
+        speed = np.bincount(whose, own, jobs)
+        counts = np.bincount(whose, minlength=jobs)
+        time = work / np.maximum(speed, 1e-12)
+        # Moves: worker k from its job to job j.
+        without = speed[whose] - own
+        lost = np.where(counts[whose] > 1, work[whose] / np.maximum(without, 1e-12) - time[whose], np.inf)
+        won = work[:, None] / (speed[:, None] + rates) - time[:, None]
+        move = lost[None, :] + won
+        move[whose, columns] = np.inf
+        j, k = np.unravel_index(int(np.argmin(move)), move.shape)
+        # Swaps: workers a and b of different jobs.
+        theirs = rates[whose]  # (a, b): worker b's speed for worker a's job
+        after = work[whose][:, None] / np.maximum(without[:, None] + theirs, 1e-12) - time[whose][:, None]
+        swap = after + after.T
+        swap[whose[:, None] == whose[None, :]] = np.inf
+        a, b = np.unravel_index(int(np.argmin(swap)), swap.shape)
+        if min(move[j, k], swap[a, b]) > -1e-9 * max(float(time.sum()), 1e-12):
+            return whose
+        if move[j, k] <= swap[a, b]:
+            whose[k] = j
+        else:
+            whose[a], whose[b] = whose[b], whose[a]

@@ -1,0 +1,67 @@
+"""The policy as a filter: a situation a line in, an answer a line out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from click.testing import CliRunner
+
+from clusterd.cli.advise import advise
+from clusterd.errors import UsageError
+
+
+def situation(**changes: Any) -> dict[str, Any]:
+    """One host of four; one job runs on two, one waits that would use two."""
+    ways = [
+        {"plan": f"dp={n}" if n > 1 else "dp=1", "type": "g", "shape": [n], "step_time_s": 4.0 / n**0.9}
+        for n in (1, 2, 4)
+    ]
+    return {
+        "version": 1,
+        "time_s": 100.0,
+        "move_cost_s": 5.0,
+        "hosts": [{"name": "h", "devices": [{"id": f"h{i}", "type": "g"} for i in range(4)]}],
+        "jobs": [
+            {
+                "id": "a", "submitted_s": 0.0, "steps_left": 5000, "steps_done": 10, "configurations": ways,
+                "current": {"plan": "dp=2", "devices": ["h0", "h1"], "since_s": 0.0},
+            },
+            {"id": "b", "submitted_s": 90.0, "steps_left": 100, "configurations": ways},
+        ],
+        **changes,
+    }  # fmt: skip
+
+
+def ask(*lines: str) -> Any:
+    return CliRunner().invoke(advise, ["--stdio"], input="\n".join(lines) + "\n")
+
+
+def test_a_waiting_job_is_given_what_is_free_and_the_other_is_left_alone() -> None:
+    """Two devices are free, and the short job wants them."""
+    answer = json.loads(ask(json.dumps(situation())).output)
+    a, b = answer["jobs"]
+    assert answer["version"] == 1
+    assert (b["action"], sorted(b["devices"])) == ("start", ["h2", "h3"])
+    assert b["plan"] == "dp=2"
+    assert "to go" in b["reason"]
+    assert a["action"] == "keep"
+
+
+def test_a_job_that_is_alone_grows() -> None:
+    """Nobody waits: 5,000 steps on two devices are worth a move of five seconds."""
+    given = situation()
+    given["jobs"] = given["jobs"][:1]
+    (a,) = json.loads(ask(json.dumps(given)).output)["jobs"]
+    assert (a["action"], a["plan"], len(a["devices"])) == ("move", "dp=4", 4)
+
+
+def test_what_is_wrong_is_told_with_its_line() -> None:
+    """Another version; a device that two jobs use."""
+    answer = ask(json.dumps(situation()), json.dumps(situation(version=2)))
+    assert isinstance(answer.exception, UsageError)
+    assert "line 2: version 2 is not known" in str(answer.exception)
+    given = situation()
+    given["jobs"][1]["current"] = {"plan": "dp=1", "devices": ["h0"], "since_s": 0.0}
+    answer = ask(json.dumps(given))
+    assert "h0 is used by job a and by job b" in str(answer.exception)
