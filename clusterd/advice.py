@@ -140,7 +140,7 @@ def advise(situation: Situation, policy: Policy) -> dict[str, Any]:
     return {"version": VERSION, "time_s": situation.time_s, "policy": policy.name, "jobs": jobs}
 
 
-_NOTHING = {"action": "wait", "plan": None, "devices": [], "reason": "not considered"}
+_NOTHING: dict[str, Any] = {"action": "wait", "plan": None, "devices": [], "reason": "not considered"}
 
 
 def _answer(action: str, plan: Plan | None, ranks: tuple[RankPlace, ...], reason: str) -> dict[str, Any]:
