@@ -24,7 +24,7 @@ TRIAL_S = 1.5
 SLOW_TRIAL_STEPS = 4
 SLOW_STEP_S = 2.0
 
-MOVE_S = 0.5
+MOVE_S = 0.2
 """What the moves of a trial cost a job beside slower steps, until it was moved once."""
 
 SHARE = 0.05
