@@ -115,9 +115,11 @@ class OnAttempts(OnTrials):
         if recovery.undecided(attempt, self.state.hosts):
             return
         lost = recovery.dead(attempt, self.state.hosts)
-        if not lost:
-            return
+        if not lost or attempt.retired:
+            return  # looked at again when the ranks of the last move are gone: their devices are not free before
         self.state.timers.pop(f"recover:{job.id}", None)
+        if attempt.resuming:  # what is left came by a move that nobody will report the end of
+            attempt.resuming, job.migrations[-1].ended_s = False, self._now_s
         self._give_up_trial(job, "ranks died")
         answer = recovery.way_on(job, attempt, View(self.state, self._now_s))
         if isinstance(answer, Refusal):
@@ -137,6 +139,8 @@ class OnAttempts(OnTrials):
             self._gone_from(attempt, event.host)
         elif attempt is not None:
             self._retired_gone(attempt, event.generation, event.host)
+            if f"recover:{event.job}" in self.state.timers:
+                self._recover(attempt)
         self._pass_due = True
 
     def _on_checkpoint_taken(self, event: e.CheckpointTaken) -> None:

@@ -32,9 +32,9 @@ def _generations(attempt: Attempt, host: HostId) -> set[int]:
 
 
 def _is_history(attempt: Attempt, report: AttemptReport) -> bool:
-    """Whether these are records, kept until the attempt is over, of a generation that the attempt has left behind."""
-    alive = attempt.state is not AttemptState.ENDED
-    return alive and report.generation != attempt.generation and all(rank.end is not None for rank in report.ranks)
+    """Whether these are records, kept until the attempt is over, of a generation that trained, and left in good order."""
+    left = attempt.state is not AttemptState.ENDED and report.generation in attempt.past
+    return left and all(rank.end is not None for rank in report.ranks)
 
 
 def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:

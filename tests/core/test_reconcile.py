@@ -14,7 +14,7 @@ from tests.core.conftest import OK, Lab
     ("generation", "ended", "orphans"),
     [
         (1, True, 0),  # left behind by a move: records that the agent keeps until the attempt is over
-        (3, True, 0),  # of a move that failed
+        (3, True, 1),  # of a move that failed: its launch may have come after the word to end it
         (1, False, 1),  # it must not run any more
     ],
 )
@@ -27,6 +27,7 @@ def test_records_of_old_generations_are_no_orphans(generation: int, ended: bool,
     host = state.hosts[HostId("a")]
     place = RankPlace(rank=0, host=HostId("a"), device=DeviceId("a:gpu0"))
     attempt = Attempt(job, 1, 2, None, {0: Rank(place)}, 0.0, state=AttemptState.RUNNING, last_generation=3)
+    attempt.past[1] = {0: host.id}
     state.jobs[job].attempts = [attempt]
     reports = [
         AttemptReport(job=job, attempt=1, generation=2, ranks=(RankReport(rank=0, end=None),)),
