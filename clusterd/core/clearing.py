@@ -13,7 +13,7 @@ from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
 from clusterd.core.room import Room
 from clusterd.core.state import Job
-from clusterd.types import Device, HostId
+from clusterd.types import Device, HostId, JobId
 
 SizesOf = Callable[[Prospect], Sequence[Estimate]]
 CostOf = Callable[[Job], float]
@@ -87,7 +87,8 @@ class Clearing:
         try:
             for host in sorted(missing, key=lambda h: (missing[h], h)):
                 while missing[host] > 0:
-                    change = self._cheapest(host, missing, {c.v.job.id for c in changes}, sizes_of, cost_of)
+                    changed = {c.v.job.id for c in changes}
+                    change = self._cheapest(host, missing, changed, self.p.left_s(offer), sizes_of, cost_of)
                     if change is None:
                         return None
                     changes.append(change)
@@ -104,7 +105,13 @@ class Clearing:
             room.put(taken, {}, {})
 
     def _cheapest(
-        self, host: HostId, missing: dict[HostId, int], changed: set[str], sizes_of: SizesOf, cost_of: CostOf
+        self,
+        host: HostId,
+        missing: dict[HostId, int],
+        changed: set[JobId],
+        for_s: float,
+        sizes_of: SizesOf,
+        cost_of: CostOf,
     ) -> Change | None:
         """Of those on this host, who loses least for each device that is missing here."""
         best: tuple[float, int, str, Change] | None = None
@@ -119,7 +126,10 @@ class Clearing:
             gives = sum(d.host == host and d.id not in stays for d in v.devices)
             if gives == 0:
                 continue
-            lost_s = max(v.left_s(offer) - v.now_s, 0.0) + cost_of(v.job)
+            # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
+            slower_s = max(v.left_s(offer) - v.now_s, 0.0)
+            back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v.job)
+            lost_s = min(slower_s, back_s) + cost_of(v.job)
             key = (lost_s / min(gives, missing[host]), gives, v.job.id)
             if best is None or key < best[:3]:
                 best = (*key, Change(v, offer, devices, lost_s))

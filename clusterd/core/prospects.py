@@ -23,6 +23,10 @@ WORTHWHILE = 0.03
 """Of the step time: what more devices must save at least."""
 
 
+STALE = 1.5
+"""A measured step time that is so many times off what is predicted is taken for that of another plan."""
+
+
 @dataclass(frozen=True, slots=True)
 class Census:
     """Usable devices by type, and the kind of each type."""
@@ -112,8 +116,10 @@ class Prospect:
         """Seconds left as it runs; as measured, where that is known."""
         if self.now is None:
             return self.left_s(next(iter(self.curve.points.values())))
-        step_s = self.job.step_time_s if self.job.step_time_s else self.now.step_time_s
-        return self.steps_left * step_s
+        measured_s, believed_s = self.job.step_time_s, self.now.step_time_s
+        # Far off the prediction it is news from before the last move.
+        fits = measured_s is not None and STALE > measured_s / believed_s > 1.0 / STALE
+        return self.steps_left * (measured_s if measured_s is not None and fits else believed_s)
 
 
 class Curves:

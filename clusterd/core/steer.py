@@ -162,7 +162,7 @@ class Steering:
                     spare[host] = spare.get(host, 0) - count
                 self.reservation = Reservation(opening.at_s, offer.device_type, spare)
             self.forecast.take(offer.device_type, opening.hosts)
-        said = f"waits for {offer.devices} free devices, on which {offer.plan} is worth it"
+        said = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
         self.proposal.refusals.append(Refusal(p.job.id, said, devices=offer.devices))
         return False
 
