@@ -87,6 +87,8 @@ class Arriving:
             self._control.say("failed", id=self.move_id, phase=self._phase, why=why)
             raise MoveFailed(f"move {self.move_id} failed in phase {self._phase}: {why}") from error
         self._control.on("stop", lambda _: None)  # from now on between two steps
+        # A daemon that says it once more did not hear that this rank trains.
+        self._control.on("resume", lambda _: self._control.say_again())
         return training
 
     def _arrive(self, make: Callable[[], Arrived]) -> Arrived:

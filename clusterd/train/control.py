@@ -113,6 +113,11 @@ class Control:
         self._said = {"event": "said", "said": {"what": what, **more}}
         self._send(self._said)
 
+    def say_again(self) -> None:
+        """The last thing said, for a daemon that may not have been there to hear it."""
+        if self._said is not None:
+            self._send(self._said)
+
     def ask(self, verb: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Message:
         """A request of the agent, and its answer; asked again of the next agent if this one goes. Any thread may ask.
 
