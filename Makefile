@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+BENCHMARKS := cli model migration overhead placement scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo test test-slow test-all bench check binary clean
@@ -26,7 +27,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest -m 'not gpu'
 
 bench: $(STAMP)
-	for b in tests/benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
+	for b in $(BENCHMARKS); do $(BIN)/python tests/benchmarks/$$b.py || exit 1; done
 
 check: $(STAMP)
 	$(BIN)/ruff check .
