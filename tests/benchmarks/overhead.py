@@ -99,6 +99,7 @@ def compared(first: tuple[list[int], Times], second: tuple[list[int], Times], tu
     resume(second[0])
     # Of neighbours, so that what changes in the course of minutes is in both.
     ratios = [a / b - 1 for a, b in zip(*means, strict=True)]
+    print(f"windows of ten steps, s: {means}", file=sys.stderr, flush=True)
     return {
         "first_s": statistics.median(means[0]),
         "second_s": statistics.median(means[1]),
@@ -115,11 +116,10 @@ def plain_times(file: Path) -> list[float]:
 
 def logged_times(cluster: RunningCluster, job: str) -> list[float]:
     """Of a job's log, as its host has it: asking the daemon for it would take processor time from the steps."""
-    for file in (cluster.directory / "local").glob("*/home/**/steps.jsonl"):
-        if f"/{job}." in str(file):
-            lines = file.read_text().splitlines(keepends=True)
-            found = [json.loads(line) for line in lines if line.endswith("\n")]
-            return [one["time_s"] for one in found if "time_s" in one]
+    for file in (cluster.directory / "local").glob(f"*/agent/attempts/{job}.1/steps.jsonl"):
+        lines = file.read_text().splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [one["time_s"] for one in found if "time_s" in one]
     return []
 
 
