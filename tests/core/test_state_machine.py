@@ -13,8 +13,10 @@ from clusterd.core import events as e
 from clusterd.core.invariants import violations
 from clusterd.core.migrations import held_on
 from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import Attempt
 from clusterd.types import (
     AttemptReport,
+    DeviceId,
     HostId,
     HostState,
     JobId,
@@ -305,7 +307,7 @@ class Cluster(RuleBasedStateMachine):
             agent.owners = {dev: who for dev, who in agent.owners.items() if who != (stop.job, stop.attempt)}
         else:  # another generation is still there: what it does not hold is free
             attempt = self.scheduler.state.attempt(stop.job, stop.attempt)
-            still = held_on(attempt, stop.host, without=stop.generation) if attempt is not None else set()
+            still = self._in_use(attempt, stop) if attempt is not None else set()
             agent.owners = {
                 dev: who for dev, who in agent.owners.items() if who != (stop.job, stop.attempt) or dev in still
             }
@@ -319,6 +321,14 @@ class Cluster(RuleBasedStateMachine):
                 ranks=tuple(RankReport(rank=r, end=end or STOPPED) for r, end in ranks.items()),
             )
         )
+
+    @staticmethod
+    def _in_use(attempt: Attempt, stop: d.StopAttempt) -> set[DeviceId]:
+        """By ranks: what is leased for trials has none."""
+        kept, attempt.kept = attempt.kept, {}
+        still = held_on(attempt, stop.host, without=stop.generation)
+        attempt.kept = kept
+        return still
 
     def running(self) -> list[tuple[HostId, tuple[JobId, int, int], int]]:
         return [
