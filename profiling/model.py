@@ -229,8 +229,8 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     delay = np.where(dp > 1, (dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay
     gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
-    # Sharded gradients (ZeRO-2, 3) are scattered after each micro-batch, whole ones summed after the last; ZeRO-3 gathers
-    # for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
+    # Sharded gradients (ZeRO-2, 3) are scattered after each micro-batch, whole ones summed after the last; ZeRO-3
+    # gathers for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
     hidden = np.where(zero > 1, micro * one_way, 2.0 * one_way) + np.where(zero > 2, 2.0 * micro * gather, 0.0)
     gather = np.where(zero > 2, 0.0, gather)
     norm = 1.0 + c("overlap")

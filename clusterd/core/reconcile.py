@@ -32,7 +32,7 @@ def _generations(attempt: Attempt, host: HostId) -> set[int]:
 
 
 def _is_history(attempt: Attempt, report: AttemptReport) -> bool:
-    """Whether these are records, kept until the attempt is over, of a generation that trained, and left in good order."""
+    """Whether these are records, kept until the attempt is over, of a generation that trained and left in order."""
     left = attempt.state is not AttemptState.ENDED and report.generation in attempt.past
     return left and all(rank.end is not None for rank in report.ranks)
 
