@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -131,10 +132,12 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that was free a moment ago, below those that the kernel gives to outgoing connections."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("0.0.0.0", port))
+            return port
 
 
 def _write_rank_files(
