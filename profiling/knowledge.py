@@ -121,7 +121,7 @@ class Knowledge:
         return [*legal, *(p for p in wanted if p.ranks == count and p not in legal)]
 
     def next_trial(
-        self, shapes: Sequence[tuple[int, ...]], tried: int, *, least: int = 3, budget: int = BUDGET
+        self, shapes: Sequence[tuple[int, ...]], tried: int, *, least: int = 5, budget: int = BUDGET
     ) -> tuple[Ranked, str] | None:
         """The plan whose measurement on one of these shapes would teach most, and why; None: nothing is worth a trial.
 

@@ -144,7 +144,9 @@ class Profiler:
             if device_type == name:  # new beliefs, the same measurements
                 prior = fleet.prior(known.devices.kind, self._probes[name])
                 kept = known.online.observations
-                known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, kept)
+                known.online = await anyio.to_thread.run_sync(
+                    OnlineFit.start, prior, kept, fleet.beliefs(known.devices.kind)
+                )
                 self._put(partial(self._tell, model, f"{name} was probed"))
 
     # --- steps --------------------------------------------------------------------------------------------------------
@@ -311,7 +313,9 @@ class Profiler:
         with Store(self._path) as store:
             found = store.find(Key(model, devices.name))
         observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
-        online = OnlineFit.start(fleet.prior(devices.kind, self._probes.get(devices.name)), observations)
+        online = OnlineFit.start(
+            fleet.prior(devices.kind, self._probes.get(devices.name)), observations, fleet.beliefs(devices.kind)
+        )
         refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
         return Knowledge(shape, workload_of(shape), devices, online, refused)
 
