@@ -106,6 +106,9 @@ def take_reports(attempt: Attempt, reports: Iterable[RankReport]) -> None:
         rank = attempt.ranks.get(report.rank)
         if rank is not None and rank.end is None and report.end is not None:
             rank.end = report.end
+            if attempt.plan is None and report.end.is_success:  # a command is one process, whatever it holds
+                for other in attempt.ranks.values():
+                    other.end = other.end or report.end
 
 
 # What explains the other ends comes first: when a host is lost, the ranks elsewhere fail for lack of it.

@@ -8,7 +8,7 @@ from clusterd.core import events as e
 from clusterd.core.on_trials import OnTrials
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.view import Refusal, View
-from clusterd.types import AttemptState, JobState
+from clusterd.types import AttemptState, JobState, RankReport
 
 TARGET_TIMES = 3
 """Looks in a row at a loss that is on target."""
@@ -78,7 +78,7 @@ class OnAttempts(OnTrials):
         attempt = self.state.attempt(event.job, event.attempt, event.generation)
         if attempt is None or attempt.ranks[event.rank].end is not None:
             return
-        attempt.ranks[event.rank].end = event.end
+        attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)])
         self._after_end(attempt)
 
     def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:

@@ -123,3 +123,12 @@ def test_a_job_can_be_pinned_where_it_is(lab_with_two_hosts: Lab) -> None:
     )
     assert not d.StartMigration.match(decided, job=job)
     assert lab.scheduler.state.jobs[job].pinned and "ann" in lab.why(job)
+
+
+def test_a_command_on_several_devices_is_over_when_its_one_process_is(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job, _ = lab.submit(devices=2)
+    lab.run(job)
+    lab.exit(job, rank=0)
+    lab.stopped(job)
+    assert lab.state(job) == "finished"
