@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from clusterd.agent.datasets import in_thread
 from clusterd.agent.fabric import FetchFailed, fetch
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.segments import Segment, Store
+from clusterd.agent.threads import in_thread
 
 Message = dict[str, Any]
 
@@ -84,21 +84,9 @@ class Copies:
         segment = await loop.run_in_executor(None, self._store.make, name, int(message["bytes"]), group)
         segment.complete = False
         host, port = message["address"]
-        done: asyncio.Future[Message] = loop.create_future()
         request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
-
-        def settle(result: Message | Exception) -> None:
-            if isinstance(result, Exception):
-                done.set_exception(result)
-            else:
-                done.set_result(result)
-
-        in_thread(
-            lambda: fetch(*request, lambda: segment.dropped),
-            lambda result: loop.call_soon_threadsafe(settle, result),
-        )
         try:
-            result = await done
+            result = await in_thread(lambda: fetch(*request, lambda: segment.dropped), "snapshot")
         except FetchFailed as failed:
             raise Refused("snapshot", str(failed)) from failed
         self._store.publish(name, result)

@@ -6,10 +6,8 @@ token, over the port that slices of tensors go through; a rank asks its own agen
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +117,3 @@ class Datasets:
             except FetchFailed as failed:
                 why = str(failed)
         return None, why
-
-
-def in_thread(work: Callable[[], Message], done: Callable[[Message | Exception], object]) -> None:
-    """Run what blocks on a thread of its own: a slow host must not take up the pool that others need."""
-
-    def run() -> None:
-        try:
-            result: Message | Exception = work()
-        except Exception as error:
-            result = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the agent has ended
-            done(result)
-
-    threading.Thread(target=run, name="data", daemon=True).start()

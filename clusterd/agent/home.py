@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import stat
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ class Home:
             raise ValueError(f"{job!r} is no job id: letters, digits, '.', '_' and '-' only")
         return self.attempts / (f"{job}.{attempt:d}" if generation <= 1 else f"{job}.{attempt:d}.{generation:d}")
 
+    def identity(self) -> str:
+        """Of the agent of this home, made once and kept."""
+        path = self.root / "identity.json"
+        known = read_json(path)
+        if known is None:
+            known = {"agent": uuid.uuid4().hex}
+            write_json(path, known)
+        return str(known["agent"])
+
     def make(self) -> None:
         """Create what is missing, for this user alone.
 
@@ -92,6 +102,15 @@ class Home:
                 raise UnsafeDirectory(f"{directory} is not a directory of this user's; remove it")
             if status.st_mode & 0o077:
                 directory.chmod(0o700)
+
+
+def listen(home: Home) -> socket.socket:
+    """The agent's socket, for this user alone."""
+    home.socket.unlink(missing_ok=True)  # of an agent that was killed: the lock says that none lives
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(os.fspath(home.socket))
+    home.socket.chmod(0o600)
+    return listener
 
 
 def default_home() -> Home:

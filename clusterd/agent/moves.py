@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from clusterd.agent.datasets import Datasets
 from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.segments import Segment, Store
+from clusterd.agent.threads import in_thread
 
 Message = dict[str, Any]
 Tell = Callable[[Attempt, Message], int]
@@ -158,20 +158,8 @@ class Moves:
             (str(host), int(port)), token, group, str(source["name"]), ranges, inbox, int(source["offset"]),
             lambda: move in self._over,
         )  # fmt: skip
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Message] = loop.create_future()
-
-        def bring() -> None:
-            # A thread of its own: waiting for a publication must not take up the pool that others need.
-            try:
-                result: Message | FetchFailed = fetch(*work)
-            except FetchFailed as failed:
-                result = failed
-            loop.call_soon_threadsafe(_settle, future, result)
-
-        _start_thread(bring)
         try:
-            meta = await future
+            meta = await in_thread(lambda: fetch(*work), "fetch")
         except FetchFailed as failed:
             if move not in self._over:
                 print(f"agent: {attempt.name}: {failed}", file=sys.stderr, flush=True)
@@ -199,16 +187,3 @@ class Moves:
         if self._server is not None:
             self._server.close()
         self._store.close()
-
-
-def _settle(future: asyncio.Future[Message], result: Message | FetchFailed) -> None:
-    if future.done():
-        return
-    if isinstance(result, FetchFailed):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
-
-
-def _start_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, name="fetch", daemon=True).start()

@@ -6,11 +6,9 @@ import asyncio
 import fcntl
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -18,8 +16,8 @@ from clusterd import protocol
 from clusterd.agent import facts, logs, processes, programs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Connection, Message
-from clusterd.agent.datasets import Datasets, in_thread
-from clusterd.agent.home import Home, default_home, read_json, write_json
+from clusterd.agent.datasets import Datasets
+from clusterd.agent.home import Home, default_home, listen, read_json, write_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.nvml import Probe
 from clusterd.agent.ports import UNUSED_S as PORT_UNUSED_S
@@ -27,6 +25,7 @@ from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.snapshots import Snapshots
+from clusterd.agent.threads import in_thread
 
 PRELOAD = "clusterd.train.preload"
 """What the fork server of an elastic job imports before it forks."""
@@ -43,7 +42,7 @@ class Agent:
 
     def __init__(self, home: Home) -> None:
         self._home = home
-        self._id = _identity(home)
+        self._id = home.identity()
         self._connections: set[Connection] = set()
         self._epochs: dict[str, int] = dict((read_json(home.root / "epochs.json") or {}).items())
         self._progress = Progress(self._tell_daemons)
@@ -110,7 +109,7 @@ class Agent:
                 "socket": str(self._home.socket),
             },
         )
-        server = await asyncio.start_unix_server(self._connected, sock=_listener(self._home))
+        server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
         chores = [
             asyncio.create_task(work)
             for work in (self._progress.follow(self._attempts), self._every_second(), self._watch_facts())
@@ -203,7 +202,7 @@ class Agent:
             )
 
     def _tell_daemons(self, event: Message) -> bool:
-        """To how many is not said; false: none is there."""
+        """Every daemon that leads this host; false: none is there."""
         there = False
         for connection in self._connections:
             if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0):
@@ -243,22 +242,7 @@ class Agent:
         """A rank reads a data set of another host."""
         if verb not in ("data_files", "data_read"):
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Message] = loop.create_future()
-
-        def settle(result: Message | Exception) -> None:
-            if answer.done():
-                return
-            if isinstance(result, Exception):
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
-
-        def arrived(result: Message | Exception) -> None:
-            loop.call_soon_threadsafe(settle, result)
-
-        in_thread(lambda: self._datasets.ask(attempt, verb, message), arrived)
-        return await answer
+        return await in_thread(lambda: self._datasets.ask(attempt, verb, message), "data")
 
     def _rank_hello(self, connection: Connection, message: Message) -> Message:
         rank = int(message["rank"])
@@ -478,14 +462,6 @@ class Agent:
             told = seen
 
 
-def _listener(home: Home) -> socket.socket:
-    home.socket.unlink(missing_ok=True)  # of an agent that was killed: the lock says that none lives
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(os.fspath(home.socket))
-    home.socket.chmod(0o600)
-    return listener
-
-
 def _worth_telling(found: Message) -> object:
     """Devices, and what others hold of them; our own ranks' memory changes all the time and is no news."""
     devices = [
@@ -493,16 +469,6 @@ def _worth_telling(found: Message) -> object:
         for gpu in found["gpus"]
     ]
     return (found["gpu_error"], devices, found["cpu_ids"])
-
-
-def _identity(home: Home) -> str:
-    """Of this agent, made once per home and kept."""
-    path = home.root / "identity.json"
-    known = read_json(path)
-    if known is None:
-        known = {"agent": uuid.uuid4().hex}
-        write_json(path, known)
-    return str(known["agent"])
 
 
 def main() -> int:
