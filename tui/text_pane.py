@@ -43,6 +43,8 @@ class TextPane(ScrollView, can_focus=True):
         self._wrap()
 
     def _wrap(self) -> None:
+        if not self.size.width:  # not laid out yet: a line for each letter would be seen for a moment
+            return
         cells = max(self.size.width - 1, 1)
         fresh = [piece for runs in self._source for piece in wrap(runs, cells, self._hang)]
         before, self._lines = self._lines, fresh
