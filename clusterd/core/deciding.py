@@ -105,10 +105,6 @@ class Deciding:
             job.reason = reason
             self._decide(d.HoldJob(cause=self._cause, reason=reason, job=job.id))
 
-    def _hold_as_said(self, job: Job) -> None:
-        """Keep the job's reason for those who ask later why it is where it is."""
-        self._decide(d.HoldJob(cause=self._cause, reason=job.reason, job=job.id))
-
     def _set_timer(self, timer: str, at_s: float, reason: str) -> None:
         self.state.timers[timer] = at_s
         self._decide(d.SetTimer(cause=self._cause, reason=reason, timer=timer, at_s=at_s))

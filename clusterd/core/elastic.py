@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable
 
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, place_on
+from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Free, Move, Refusal, View
 from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind
@@ -34,7 +35,7 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
         return Refusal(job.id, f"{job.spec.name} is a {job.spec.kind.value} job and {job.state.value}: {what}")
     wish = plan or attempt.plan
     count = wish.ranks
-    own = _devices(attempt, view)
+    own = of_ranks(view.hosts, attempt)
     if devices:
         known = {d.id: d for h in view.hosts.values() for d in h.devices}
         missing = [d for d in devices if d not in known]
@@ -61,7 +62,7 @@ def drained(view: View) -> list[Move]:
         attempt = _movable(job, view, forced=True)
         if attempt is None or not any(view.hosts[h].drained is not None for h in attempt.hosts if h in view.hosts):
             continue
-        own = _devices(attempt, view)
+        own = of_ranks(view.hosts, attempt)
         here = [d for d in own if _may_stay(d, view)]
         free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == own[0].kind]
         leaving = sorted(h for h in attempt.hosts if view.hosts[h].drained is not None)
@@ -76,7 +77,7 @@ def drained(view: View) -> list[Move]:
 
 def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
     """Where a job goes whose ranks died: as many devices as it had, of its own and of free ones, or fewer."""
-    own = _devices(attempt, view)
+    own = of_ranks(view.hosts, attempt)
     here = [d for d in own if _may_stay(d, view)]
     kind = own[0].kind if own else None
     free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == kind]
@@ -101,7 +102,7 @@ def room_for(job: Job, view: View, count: int) -> list[Move]:
             break
         attempt = victim.attempt
         assert attempt is not None and attempt.plan is not None
-        own = _devices(attempt, view)
+        own = of_ranks(view.hosts, attempt)
         if kind is not None and own[0].kind != kind:
             continue
         keep = max(len(own) - missing, 1)
@@ -131,7 +132,7 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
         asked = max(job.spec.resources.devices, 1)
         if attempt is None or len(attempt.ranks) >= asked:
             continue
-        own = _devices(attempt, view)
+        own = of_ranks(view.hosts, attempt)
         if any(count <= total - len(own) for count in needs):
             continue
         free = [
@@ -236,11 +237,6 @@ def leaving(job: Job) -> int:
 
 def _claim(job: Job) -> str:
     return "is guaranteed" if job.spec.guaranteed else f"has priority {job.priority}"
-
-
-def _devices(attempt: Attempt, view: View) -> list[Device]:
-    known = {d.id: d for h in attempt.hosts if h in view.hosts for d in view.hosts[h].devices}
-    return [known[d] for d in attempt.devices if d in known]
 
 
 def _may_stay(device: Device, view: View) -> bool:

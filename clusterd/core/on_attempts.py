@@ -26,8 +26,7 @@ class OnAttempts(OnTrials):
         job.go(JobState.RUNNING)
         if event.restored_step is not None:
             lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
-            job.reason = f"goes on from the snapshot of step {event.restored_step} in memory{lost}"
-            self._hold_as_said(job)
+            self._hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
         self._next_checkpoint(job)
         self._settle(attempt)
 

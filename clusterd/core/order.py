@@ -9,7 +9,7 @@ rank and puts the least gain first). An unpredictable job's service counts twice
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from clusterd.core.prospects import Prospect
 from clusterd.core.service import attained_s
@@ -32,10 +32,10 @@ def order(view: View, prospects: Mapping[JobId, Prospect] | None = None) -> list
     known = prospects or {}
     queued = view.queued
     service = {job.id: attained_s(job, view.now_s) for job in queued}
-    by_service = _ranks([job.id for job in queued], service)
+    by_service = ranks(service)
     foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
     gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
-    by_gain = _ranks(list(gains), gains)
+    by_gain = ranks(gains)
     tenants = _over_share(view)
 
     def key(job: Job) -> tuple[object, ...]:
@@ -64,9 +64,9 @@ def is_starved(job: Job, p: Prospect | None, now_s: float) -> bool:
     return waited_s > max(STARVED_S, STARVED_TIMES * expected_s)
 
 
-def _ranks(ids: Sequence[JobId], values: Mapping[JobId, float]) -> dict[JobId, float]:
+def ranks(values: Mapping[JobId, float]) -> dict[JobId, float]:
     """Places from 0 to 1, least value first; equals share the first place among them."""
-    ordered = sorted(ids, key=lambda i: values[i])
+    ordered = sorted(values, key=lambda i: values[i])
     places: dict[JobId, float] = {}
     place = 0
     for index, job in enumerate(ordered):

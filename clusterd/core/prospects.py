@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from clusterd.core.menu import Choice, Menu, Menus, is_alike
 from clusterd.core.outlook import Estimate, Outlook
-from clusterd.core.room import held, shape_of
+from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
@@ -204,7 +204,7 @@ def prospect(job: Job, curve: Curve, view: View) -> Prospect:
     found = Prospect(job, curve, max(likely_steps_left(job), 1.0))
     attempt = job.attempt
     if attempt is not None and attempt.plan is not None:
-        found.devices = held(view.hosts, (attempt.ranks[n].place for n in sorted(attempt.ranks)))
+        found.devices = of_ranks(view.hosts, attempt)
         kinds = {d.name for d in found.devices}
         if len(kinds) == 1:
             outlook = view.outlooks[job.model]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterd.core.outlook import Estimate
-from clusterd.core.room import Room, held, seat, shape_of
+from clusterd.core.room import Room, of_ranks, seat, shape_of
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Preempt, Proposal, Refusal, Start, View
 from clusterd.types import AttemptState, Device, HostId
@@ -60,7 +60,7 @@ def current(job: Job, view: View) -> tuple[str, tuple[int, ...]]:
     """Device type and shape of what a running job holds."""
     attempt = job.attempt
     assert attempt is not None
-    devices = held(view.hosts, (rank.place for rank in attempt.ranks.values()))
+    devices = of_ranks(view.hosts, attempt)
     return (devices[0].name if devices else "", shape_of(devices))
 
 
@@ -91,7 +91,7 @@ class _Pass:
             attempt = job.attempt
             if attempt is None or not is_settled(job) or attempt.plan is None or job.pinned:
                 continue
-            devices = held(self.view.hosts, (attempt.ranks[n].place for n in sorted(attempt.ranks)))
+            devices = of_ranks(self.view.hosts, attempt)
             found = wanted.get(job.id)
             if found is None:
                 self.proposal.preempts.append(Preempt(job.id, self.others))

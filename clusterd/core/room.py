@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from clusterd.core.outlook import Estimate
 from clusterd.core.place import Placement
-from clusterd.core.state import Host, Job
+from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Free
 from clusterd.types import Device, DeviceId, HostId, RankPlace
 
@@ -120,15 +120,20 @@ def shape_of(devices: Iterable[Device]) -> tuple[int, ...]:
     return tuple(sorted(counts.values(), reverse=True))
 
 
-def held(hosts: Mapping[HostId, Host], places: Iterable[RankPlace]) -> list[Device]:
-    """The devices of these places, as far as their hosts still report them."""
+def held(hosts: Mapping[HostId, Host], places: Iterable[tuple[HostId, DeviceId | None]]) -> list[Device]:
+    """The devices of these places, in their order, as far as their hosts still report them."""
     found: list[Device] = []
     known: dict[HostId, dict[DeviceId, Device]] = {}
-    for place in places:
-        if place.device is None or place.host not in hosts:
+    for host, device in places:
+        if device is None or host not in hosts:
             continue
-        if place.host not in known:
-            known[place.host] = {d.id: d for d in hosts[place.host].devices}
-        if place.device in known[place.host]:
-            found.append(known[place.host][place.device])
+        if host not in known:
+            known[host] = {d.id: d for d in hosts[host].devices}
+        if device in known[host]:
+            found.append(known[host][device])
     return found
+
+
+def of_ranks(hosts: Mapping[HostId, Host], attempt: Attempt) -> list[Device]:
+    """The devices that an attempt's ranks run on, by rank."""
+    return held(hosts, ((rank.place.host, rank.place.device) for rank in attempt.ranks.values()))

@@ -6,7 +6,7 @@ not use stay the job's, idle for those steps, and are used again, or given back,
 
 from __future__ import annotations
 
-from clusterd.core import migrations
+from clusterd.core import migrations, room
 from clusterd.core.choose import Choice, choose
 from clusterd.core.place import place_on
 from clusterd.core.state import Attempt, Job, State
@@ -48,7 +48,7 @@ def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
     outlook = state.outlooks.get(job.model)
     if outlook is None or not mine or attempt.plan is None:
         return None
-    shape = shape_of(mine)
+    shape = room.shape_of(mine)
     best = outlook.best(mine[0].name, shape)
     if best is None or best.plan == attempt.plan:
         return None
@@ -58,16 +58,9 @@ def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
 
 def held(attempt: Attempt, state: State) -> list[Device]:
     """Devices of the job's ranks, in their order, and those it keeps."""
-    known = {d.id: d for h in state.hosts.values() for d in h.devices}
-    return [known[d] for d in dict.fromkeys((*attempt.devices, *attempt.kept)) if d in known]
-
-
-def shape_of(devices: list[Device]) -> tuple[int, ...]:
-    """Devices on each host, most first."""
-    counts: dict[str, int] = {}
-    for device in devices:
-        counts[device.host] = counts.get(device.host, 0) + 1
-    return tuple(sorted(counts.values(), reverse=True))
+    mine = [(rank.place.host, rank.place.device) for rank in attempt.ranks.values()]
+    kept = [(host, device) for device, host in attempt.kept.items()]
+    return room.held(state.hosts, dict.fromkeys((*mine, *kept)))
 
 
 def let_go(state: State, attempt: Attempt) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from clusterd.core.state import State
@@ -32,26 +33,24 @@ class DataSets:
     def _state(self) -> State:
         return self._engine.scheduler.state
 
-    async def where(self, job: str, spec: JobSpec, host: HostId) -> Where:
-        """What the ranks of a job on `host` are told of its data sets; the hosts that have them serve them from now on.
+    async def where(self, job: str, spec: JobSpec, hosts: Iterable[HostId]) -> dict[HostId, Where]:
+        """What ranks of a job on each host are told of its data sets; hosts that have them serve them from now on.
 
         Raises:
             ClusterError: a host that is named has no such folder, or is not part of the cluster.
         """
-        found: Where = {}
+        found: dict[HostId, Where] = {host: {} for host in hosts}
         for name, text in spec.datasets.items():
             token = self._token(job, name)
             places = places_of(text)
-            mine = next((path for at, path in places if at is None or at == host), None)
+            paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
             serving: list[list[Any]] = []
-            if mine is None:
-                for at, path in places:
-                    address = await self._serve(name, HostId(str(at)), path, token)
-                    if address is not None:
-                        serving.append(address)
+            if None in paths.values():
+                serving = await self._serve_all(name, places, token)
                 if not serving:
                     raise ClusterError(f"no host that has the data set {name!r} is connected ({text})")
-            found[name] = {"path": mine, "from": serving, "token": token}
+            for host, mine in paths.items():
+                found[host][name] = {"path": mine, "from": serving if mine is None else [], "token": token}
         return found
 
     async def host_is_up(self, host: HostId) -> None:
@@ -60,13 +59,21 @@ class DataSets:
             job = self._state.jobs[job_id]
             if job.attempt is None or not any(at == host for t in job.spec.datasets.values() for at, _ in places_of(t)):
                 continue
-            for reader in job.attempt.all_hosts:
+            try:
+                told = await self.where(job_id, job.spec, job.attempt.all_hosts)
+            except ClusterError as error:
+                log.info("the ranks of %s are not told where their data is: %s", job_id, error)
+                continue
+            which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
+            for reader, known in told.items():
                 try:
-                    known = await self.where(job_id, job.spec, reader)
-                    which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
                     await self._hosts.request(reader, "data_from", datasets=known, **which)
                 except ClusterError as error:
                     log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
+
+    async def _serve_all(self, name: str, places: Iterable[tuple[str | None, str]], token: str) -> list[list[Any]]:
+        answers = [await self._serve(name, HostId(str(at)), path, token) for at, path in places]
+        return [address for address in answers if address is not None]
 
     async def _serve(self, name: str, host: HostId, path: str, token: str) -> list[Any] | None:
         if host not in self._state.hosts:

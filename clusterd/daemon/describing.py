@@ -75,7 +75,7 @@ class Describer:
         base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)
         who: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
         base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
-        base["datasets"] = await self._datasets.where(decision.job, spec, decision.host)
+        base["datasets"] = (await self._datasets.where(decision.job, spec, [decision.host]))[decision.host]
         rank = {
             "rank": 0,
             "world_size": 1,

@@ -22,7 +22,7 @@ from clusterd.daemon.launching import Launches
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.timers import Timers
 from clusterd.errors import AgentLost, ClusterError
-from clusterd.types import HostId, JobKind
+from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,10 @@ class Executor:
             )
 
         async def on(host: HostId, request: dict[str, Any]) -> None:
+            attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
+            if attempt is None or attempt.state is not AttemptState.LAUNCHING:
+                # The host went and came back meanwhile, and its devices may be somebody else's by now.
+                raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
                 await self._hosts.request(host, "launch", timeout_s=180.0, **request)
             except AgentLost:

@@ -61,6 +61,8 @@ class Launches:
         restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
         names = {d.name for host in decision.hosts for d in state.hosts[host].devices}
         probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
+        snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
+        datasets = await self._datasets.where(decision.job, spec, decision.hosts)
         for host in decision.hosts:
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts
@@ -68,9 +70,9 @@ class Launches:
             devices = {device.id: device for device in state.hosts[host].devices}
             requests[host] = {
                 "restore": restore,
-                "snapshot_every": self._snapshot_every(decision.job, spec, decision.plan),
+                "snapshot_every": snapshot_every,
                 "probe": probe,
-                "datasets": await self._datasets.where(decision.job, spec, host),
+                "datasets": datasets[host],
                 **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
                 "argv": sized(spec.command, decision.plan, len(decision.hosts)),
                 "ranks": [

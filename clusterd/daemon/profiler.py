@@ -23,6 +23,7 @@ import anyio.to_thread
 from clusterd.core import events as e
 from clusterd.core import trials
 from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.endings import Ending, at_submission
 from clusterd.daemon.engine import Engine
@@ -203,7 +204,7 @@ class Profiler:
         """A trial has its steps."""
         assert attempt.plan is not None
         seconds, steps = median(run.times_s), len(run.times_s)
-        row = known.row(attempt.plan, _shape(attempt))
+        row = known.row(attempt.plan, shape_of(of_ranks(self._state.hosts, attempt)))
         before = known.online
         (predicted,) = before.fit.predict(Rows.of([row])).median_s
         known.online = await anyio.to_thread.run_sync(before.observe, Observation(row, seconds))
@@ -226,7 +227,7 @@ class Profiler:
     async def _went_on(self, job: Job, attempt: Attempt, known: Knowledge, run: _Run) -> None:
         """A job that just runs is measured too."""
         assert attempt.plan is not None
-        row = known.row(attempt.plan, _shape(attempt))
+        row = known.row(attempt.plan, shape_of(of_ranks(self._state.hosts, attempt)))
         times, run.times_s = run.times_s, []
         before = known.online
         known.online = await anyio.to_thread.run_sync(before.update, row, times)
@@ -339,14 +340,6 @@ class Profiler:
 def _is_quiet(attempt: Attempt) -> bool:
     """No rank of it comes or goes."""
     return attempt.migration is None and not attempt.resuming and not attempt.retired
-
-
-def _shape(attempt: Attempt) -> tuple[int, ...]:
-    """Devices on each host, most first."""
-    counts: dict[str, int] = {}
-    for rank in attempt.ranks.values():
-        counts[rank.place.host] = counts.get(rank.place.host, 0) + 1
-    return tuple(sorted(counts.values(), reverse=True))
 
 
 def _types(state: State) -> dict[str, DeviceType]:

@@ -11,6 +11,7 @@ from typing import Any
 import anyio.to_thread
 
 from clusterd.core import admission, trials
+from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.state import Job, State
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.profiler import Profiler
@@ -77,7 +78,7 @@ class Speed:
         count = devices or (current.ranks if current else max(job_row.spec.resources.devices, 1))
         shape = None
         if current is not None and current.ranks == count and attempt is not None:
-            shape = trials.shape_of(trials.held(attempt, self._state)[:count])
+            shape = shape_of(of_ranks(self._state.hosts, attempt))
         rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, shape, current))
         return {
             "job": job_row.id,

@@ -10,6 +10,7 @@ import anyio.to_thread
 
 from clusterd.core import events as e
 from clusterd.core import trials
+from clusterd.core.room import shape_of
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.engine import Engine
 from clusterd.types import JobKind
@@ -73,7 +74,7 @@ class Trying:
         if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
             return  # asked before, and nothing was learned since
         if self._is_worth_it(job):
-            shapes = [trials.shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
+            shapes = [shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
             tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
             answer = await anyio.to_thread.run_sync(known.next_trial, shapes, tried)
         if answer is None:

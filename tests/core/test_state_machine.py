@@ -16,6 +16,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import Attempt
 from clusterd.types import (
     AttemptReport,
+    AttemptState,
     DeviceId,
     HostId,
     HostState,
@@ -281,6 +282,9 @@ class Cluster(RuleBasedStateMachine):
 
     def _launch(self, launch: d.LaunchAttempt, refuses: bool) -> None:
         who = {"job": launch.job, "attempt": launch.attempt, "generation": launch.generation}
+        attempt = self.scheduler.state.attempt(*who.values())
+        if attempt is None or attempt.state is not AttemptState.LAUNCHING:
+            return  # as the executor does: a launch that was held up is looked at again before it is asked for
         for host in launch.hosts:
             if not self._is_reachable(host):
                 return

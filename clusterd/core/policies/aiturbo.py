@@ -9,10 +9,10 @@ a challenger whose score is better by a tenth.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from clusterd.core.menu import Choice, Menu
-from clusterd.core.order import QUEUES_DEVICE_S
+from clusterd.core.order import QUEUES_DEVICE_S, ranks
 from clusterd.core.outlook import Estimate
 from clusterd.core.policies.fill import Capacity, asked_size
 from clusterd.core.policies.optimus import Rounds, now_on
@@ -34,13 +34,13 @@ class AITurbo(Rounds):
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
         """By queue, then by score, running jobs a tenth ahead."""
         service = {job.id: attained_s(job, view.now_s) for job in jobs}
-        by_service = _places(service)
+        by_service = ranks(service)
         gains: dict[JobId, float] = {}
         for job in jobs:
             menu = self.menu(job, view)
             if menu is not None and steps_left(job) is not None:
                 gains[job.id] = -self._step(job, view, menu)[0]
-        by_gain = _places(gains)
+        by_gain = ranks(gains)
 
         def key(job: Job) -> tuple[float, float, float, str]:
             score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
@@ -89,14 +89,3 @@ class AITurbo(Rounds):
             saved_s = here_s - left * menu.by_speed[larger][0].step_time_s
             best = max(best, (saved_s / (larger - size), larger))
         return best
-
-
-def _places(values: Mapping[JobId, float]) -> dict[JobId, float]:
-    ordered = sorted(values, key=lambda i: values[i])
-    found: dict[JobId, float] = {}
-    place = 0
-    for index, job in enumerate(ordered):
-        if index and values[job] > values[ordered[index - 1]]:
-            place = index
-        found[job] = place / max(len(ordered) - 1, 1)
-    return found

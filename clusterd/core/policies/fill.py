@@ -9,7 +9,7 @@ from clusterd.core.allocate import Grant, allocate
 from clusterd.core.menu import Choice, Menu, Menus
 from clusterd.core.outlook import Estimate
 from clusterd.core.realise import Want, is_settled, realise
-from clusterd.core.room import held
+from clusterd.core.room import of_ranks
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
 
@@ -26,7 +26,7 @@ class Capacity:
         for job in jobs:
             if job.attempt is None:
                 continue
-            for device in held(view.hosts, (rank.place for rank in job.attempt.ranks.values())):
+            for device in of_ranks(view.hosts, job.attempt):
                 if view.hosts[device.host].unusable is None:
                     self.left[device.name] = self.left.get(device.name, 0) + 1
 

@@ -18,7 +18,7 @@ from clusterd.core.menu import Choice, Menu
 from clusterd.core.outlook import Estimate
 from clusterd.core.policies.fill import Capacity, asked_size
 from clusterd.core.policies.optimus import Rounds
-from clusterd.core.room import held
+from clusterd.core.room import of_ranks
 from clusterd.core.state import Job
 from clusterd.core.view import View
 
@@ -87,7 +87,7 @@ class Gavel(Rounds):
         for job in jobs:
             if job.attempt is None:
                 continue
-            devices = held(view.hosts, (rank.place for rank in job.attempt.ranks.values()))
+            devices = of_ranks(view.hosts, job.attempt)
             if devices:
                 some = self._received.setdefault(job.id, {})
                 some[devices[0].name] = some.get(devices[0].name, 0.0) + passed_s
