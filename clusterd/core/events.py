@@ -180,15 +180,14 @@ class TrialProposed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialMeasured(Event):
-    """A plan was run for some steps on some allocation, or did not fit."""
+    """A plan was run for some steps on some allocation."""
 
     job: JobId
     plan: Plan
     shape: tuple[int, ...]  # devices on each host, most first
     device_type: str
-    step_time_s: float  # median; 0: it ran out of memory
+    step_time_s: float  # median
     steps: int
-    out_of_memory: bool = False
     predicted_s: float | None = None  # before it was measured
 
 
@@ -231,13 +230,14 @@ class RankExited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrphaned(Event):
-    """A rank's peers are gone; it holds its state of the end of `step`, and waits."""
+    """A rank cannot go on, for lack of peers or of memory; it holds its state of the end of `step`, and waits."""
 
     job: JobId
     attempt: int
     generation: int
     rank: int
     step: int
+    out_of_memory: bool = False  # its own plan does not fit its device; peers that it cuts off say no such thing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

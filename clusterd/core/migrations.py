@@ -100,6 +100,7 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
             state.leases[device] = _lease(state, attempt, rank.place, attempt.generation)
     attempt.migration, attempt.resuming = None, True
     attempt.orphaned.clear()
+    attempt.is_too_large = False
     job.migrations.append(migration)
     return old
 

@@ -85,6 +85,7 @@ class OnAttempts(OnTrials):
         if attempt is None or attempt.state is not AttemptState.RUNNING:
             return
         attempt.orphaned[event.rank] = event.step
+        attempt.is_too_large |= event.out_of_memory
         if f"recover:{event.job}" not in self.state.timers:
             until_s = event.at_s + recovery.WAIT_FOR_SURVIVORS_S
             self._set_timer(f"recover:{event.job}", until_s, f"rank {event.rank} lost its peers")
@@ -114,13 +115,14 @@ class OnAttempts(OnTrials):
         if recovery.undecided(attempt, self.state.hosts):
             return
         lost = recovery.dead(attempt, self.state.hosts)
-        if not lost or attempt.retired:
+        if not (lost or attempt.is_too_large) or attempt.retired:
             return  # looked at again when the ranks of the last move are gone: their devices are not free before
         self.state.timers.pop(f"recover:{job.id}", None)
         if attempt.resuming:  # what is left came by a move that nobody will report the end of
             attempt.resuming, job.migrations[-1].ended_s = False, self._now_s
-        self._give_up_trial(job, "ranks died")
-        answer = recovery.way_on(job, attempt, View(self.state, self._now_s))
+        self._give_up_trial(job, "out of memory" if attempt.is_too_large else "ranks died", attempt.is_too_large)
+        way = recovery.way_on if lost else recovery.way_back
+        answer = way(job, attempt, View(self.state, self._now_s))
         if isinstance(answer, Refusal):
             self._stop(attempt, Outcome.HOST_LOST, answer.reason)
         elif stale := migrations.objection(self.state, job, answer, after_loss=True):

@@ -45,10 +45,10 @@ class OnMigrations(Stopping):
         self._stop(attempt, Outcome.PREEMPTED, f"{event.by or 'its user'} wants it under {event.plan}: it saves, stops")
         self._pass_due = True
 
-    def _give_up_trial(self, job: Job, why: str) -> None:
-        """Something matters more than learning."""
+    def _give_up_trial(self, job: Job, why: str, is_refused: bool = False) -> None:
+        """Something matters more than learning, or there is no more to learn from this plan."""
         if job.trial is not None:
-            job.trial.failure = why
+            job.trial.failure, job.trial.is_refused = why, is_refused
             job.trials.append(job.trial)
             job.trial = None
         job.being_tried = False
@@ -142,8 +142,7 @@ class OnMigrations(Stopping):
             return
         lost = attempt.migration.lost if attempt.migration is not None else ()
         self._give_up_migration(attempt, f"{event.phase}: {event.why}")
-        if lost:  # there is nothing to go back to
-            self._stop(
-                attempt, Outcome.HOST_LOST, f"ranks {list(lost)} died, and going on without them failed: {event.why}"
-            )
+        if attempt.orphaned:  # there is nothing to go back to
+            who = f"ranks {list(lost)} died" if lost else f"{attempt.plan} ran out of memory"
+            self._stop(attempt, Outcome.HOST_LOST, f"{who}, and going on failed: {event.why}")
         self._pass_due = True

@@ -70,7 +70,7 @@ class OnTrials(OnMigrations):
         if asked is not None and len(job.migrations) >= asked and job.migrations[asked - 1].failure:
             self._fail_trial(job, trial, job.migrations[asked - 1].failure)
             return
-        answer = trials.move_for(job, attempt, trial.plan, self.state, f"trial of {trial.plan}: {trial.why}")
+        answer = trials.move_for(job, attempt, trial.plan, self.state.hosts, f"trial of {trial.plan}: {trial.why}")
         if isinstance(answer, str):
             self._fail_trial(job, trial, answer)
             return
@@ -83,7 +83,7 @@ class OnTrials(OnMigrations):
         job.tried = False
         plan = trials.way_back(job, attempt, self.state)
         if plan is not None:
-            answer = trials.move_for(job, attempt, plan, self.state, f"{plan}: the fastest known for its devices")
+            answer = trials.move_for(job, attempt, plan, self.state.hosts, f"{plan}: the fastest known for its devices")
             if isinstance(answer, Move):
                 self._move(answer)
                 if attempt.migration is not None:
@@ -93,15 +93,15 @@ class OnTrials(OnMigrations):
     def _keeps(self, job: Job) -> bool:
         return job.attempt is not None and bool(job.attempt.kept)
 
-    def _fail_trial(self, job: Job, trial: Trial, why: str) -> None:
-        trial.failure = why
+    def _fail_trial(self, job: Job, trial: Trial, why: str, is_refused: bool = True) -> None:
+        trial.failure, trial.is_refused = why, is_refused
         job.trials.append(trial)
         job.trial = None
 
     def _trial_is_late(self, job_id: JobId) -> None:
         job = self.state.jobs.get(job_id)
         if job is not None and job.trial is not None:
-            self._fail_trial(job, job.trial, f"not measured within {TRIAL_S:.0f} s")
+            self._fail_trial(job, job.trial, f"not measured within {TRIAL_S:.0f} s", is_refused=False)
         elif job is not None:
             job.being_tried = False  # nobody said what to try next: the job must not wait for that for ever
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from clusterd.core import elastic
+from clusterd.core import elastic, trials
 from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
@@ -48,6 +48,18 @@ def dead(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
 def undecided(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
     """Ranks that are not known to be dead, and have not said that they wait."""
     return set(attempt.ranks) - dead(attempt, hosts) - set(attempt.orphaned)
+
+
+def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
+    """The move back to the plan that ran before one that ran out of memory; every rank holds its state and waits."""
+    before = attempt.past_plans.get(max(attempt.past_plans, default=0))
+    if before is None:
+        return Refusal(job.id, f"{attempt.plan} ran out of memory, and no other plan ran before it")
+    steps = set(attempt.orphaned.values())
+    if len(steps) != 1:
+        return Refusal(job.id, f"{attempt.plan} ran out of memory with ranks at different steps: {sorted(steps)}")
+    answer = trials.move_for(job, attempt, before, view.hosts, f"{attempt.plan} ran out of memory: back to {before}")
+    return answer if isinstance(answer, Move) else Refusal(job.id, f"{attempt.plan} ran out of memory, and {answer}")
 
 
 def way_on(job: Job, attempt: Attempt, view: View) -> Move | Refusal:

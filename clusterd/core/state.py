@@ -164,6 +164,7 @@ class Attempt:
     resuming: bool = False  # switched, and not known to train yet
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
+    is_too_large: bool = False  # a rank ran out of memory under the plan that it was moved to
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
     past_plans: dict[int, Plan] = field(default_factory=dict)  # of each generation that trained
     kept: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, and idle while a smaller plan is tried
@@ -202,9 +203,10 @@ class Trial:
     why: str
     migration: int | None = None  # number of the move to it, once that was begun
     from_step: int | None = None  # at which the job began to run so
-    step_time_s: float | None = None  # median; 0: it ran out of memory
+    step_time_s: float | None = None  # median
     predicted_s: float | None = None
     failure: str = ""  # why it was not to be
+    is_refused: bool = False  # the plan cannot run there: no use to try it again
 
 
 @dataclass(slots=True)

@@ -6,12 +6,14 @@ not use stay the job's, idle for those steps, and are used again, or given back,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from clusterd.core import migrations, room
 from clusterd.core.choose import Choice, choose
 from clusterd.core.place import place_on
-from clusterd.core.state import Attempt, Job, State
+from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.core.view import Move
-from clusterd.types import AttemptState, Device, DeviceId
+from clusterd.types import AttemptState, Device, DeviceId, HostId
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -28,9 +30,9 @@ def ready(job: Job) -> Attempt | None:
     return None if busy or job.step < 1 else attempt
 
 
-def move_for(job: Job, attempt: Attempt, plan: Plan, state: State, reason: str) -> Move | str:
+def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host], reason: str) -> Move | str:
     """The job under `plan` on devices it holds, or why that cannot be."""
-    mine = held(attempt, state)
+    mine = held(attempt, hosts)
     if plan.ranks > len(mine):
         return f"{plan} needs {plan.ranks} devices, the job holds {len(mine)}"
     chosen = together(mine, plan.ranks)
@@ -44,7 +46,7 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, state: State, reason: str) 
 
 def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
     """When nothing is left to try: the fastest known plan on all devices that the job holds; None: the one it has."""
-    mine = held(attempt, state)
+    mine = held(attempt, state.hosts)
     outlook = state.outlooks.get(job.model)
     if outlook is None or not mine or attempt.plan is None:
         return None
@@ -56,11 +58,11 @@ def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
     return best.plan if now is None or best.step_time_s < (1.0 - WORTH_CHANGING) * now.step_time_s else None
 
 
-def held(attempt: Attempt, state: State) -> list[Device]:
+def held(attempt: Attempt, hosts: Mapping[HostId, Host]) -> list[Device]:
     """Devices of the job's ranks, in their order, and those it keeps."""
     mine = [(rank.place.host, rank.place.device) for rank in attempt.ranks.values()]
     kept = [(host, device) for device, host in attempt.kept.items()]
-    return room.held(state.hosts, dict.fromkeys((*mine, *kept)))
+    return room.held(hosts, dict.fromkeys((*mine, *kept)))
 
 
 def let_go(state: State, attempt: Attempt) -> None:

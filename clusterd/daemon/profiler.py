@@ -28,8 +28,9 @@ from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.endings import Ending, at_submission
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.trying import SLOW_TRIAL_STEPS, WARM_UP_STEPS, Trying
-from clusterd.types import JobId
+from clusterd.types import JobId, RankEnd, Reason
 from plans.model_shape import ModelShape
+from plans.plan import Plan
 from profiling import fleet
 from profiling.coefficients import INDEX
 from profiling.fleet import DeviceType
@@ -91,6 +92,10 @@ class Profiler:
                     self._endings.pop(event.job, None)
                     self._runs.pop(event.job, None)
                     self._trying.forget(event.job)
+                case e.RankOrphaned(out_of_memory=True) | e.RankExited(end=RankEnd(reason=Reason.DEVICE_OOM)):
+                    attempt = self._state.attempt(event.job, event.attempt, event.generation)
+                    if attempt is not None and attempt.plan is not None:
+                        self._put(partial(self._ran_out_of_memory, attempt, attempt.plan))
                 case e.ModelDescribed():
                     self._put(partial(self._described, event.model))
                 case e.HostConnected() | e.HostRemoved() | e.HostChanged():
@@ -133,7 +138,7 @@ class Profiler:
     async def _probed(self, message: dict[str, Any]) -> None:
         job = self._state.jobs.get(JobId(message["job"]))
         attempt = job.attempt if job is not None else None
-        names = {d.name for d in trials.held(attempt, self._state)} if attempt is not None else set()
+        names = {d.name for d in trials.held(attempt, self._state.hosts)} if attempt is not None else set()
         if len(names) != 1:
             return
         (name,) = names
@@ -224,6 +229,18 @@ class Profiler:
         )
         await self._tell(job.model, f"{attempt.plan} was tried: {seconds:.3g} s a step")
 
+    async def _ran_out_of_memory(self, attempt: Attempt, plan: Plan) -> None:
+        """That is a measurement too: nobody need try the plan there again."""
+        job = self._state.jobs[attempt.job]
+        known = self._knowledge_of(job, attempt)
+        if known is None or plan in known.refused:
+            return
+        known.refused.add(plan)
+        row = known.row(plan, shape_of(of_ranks(self._state.hosts, attempt)))
+        key = Key(job.model, known.devices.name)
+        await self._write(Measurement(key, row, 0.0, kind="out-of-memory", at_s=time.time()))
+        await self._tell(job.model, f"{plan} ran out of memory")
+
     async def _went_on(self, job: Job, attempt: Attempt, known: Knowledge, run: _Run) -> None:
         """A job that just runs is measured too."""
         assert attempt.plan is not None
@@ -251,7 +268,9 @@ class Profiler:
             host_peak_bytes=run.host_bytes,
             at_s=time.time(),
         )
+        await self._write(measurement)
 
+    async def _write(self, measurement: Measurement) -> None:
         def write() -> None:
             with Store(self._path) as store:
                 store.add(measurement)
@@ -321,7 +340,7 @@ class Profiler:
         return Knowledge(shape, workload_of(shape), devices, online, refused)
 
     def _knowledge_of(self, job: Job, attempt: Attempt) -> Knowledge | None:
-        names = {d.name for d in trials.held(attempt, self._state)}
+        names = {d.name for d in trials.held(attempt, self._state.hosts)}
         return self._known.get((job.model, names.pop())) if len(names) == 1 else None
 
     def forget(self) -> None:

@@ -220,7 +220,7 @@ class Speed:
         if not found:
             raise ClusterError("no host with devices is connected (clusterd host ls)")
         if job.attempt is not None:
-            names = {d.name for d in trials.held(job.attempt, self._state)}
+            names = {d.name for d in trials.held(job.attempt, self._state.hosts)}
             found.sort(key=lambda k: k.devices.name not in names)
         return found[0], job
 
@@ -262,9 +262,11 @@ def _row(known: Knowledge, one: Ranked, current: Plan | None) -> dict[str, Any]:
 
 
 def _out(known: Knowledge, count: int, current: Plan | None) -> list[dict[str, Any]]:
-    """One plan of each family that cannot run, and the reason."""
+    """One plan of each family that cannot run, and those that were tried in vain, with the reason."""
     rows: list[dict[str, Any]] = []
-    for plan in (Plan(dp=count), Plan(tp=count), Plan(pp=count), Plan(dp=count, zero=1), Plan(dp=count, zero=3)):
+    families = (Plan(dp=count), Plan(tp=count), Plan(pp=count), Plan(dp=count, zero=1), Plan(dp=count, zero=3))
+    tried = sorted((plan for plan in known.refused if plan.ranks == count), key=str)
+    for plan in dict.fromkeys((*families, *tried)):
         reasons = check(plan, known.model, kinds=[known.devices.kind])
         if not reasons and plan in known.refused:
             reasons = ["it was tried, and ran out of memory or failed"]

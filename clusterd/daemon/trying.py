@@ -69,7 +69,7 @@ class Trying:
             return
         self._note_refused(job, known)
         answer = None
-        held = trials.held(attempt, self._state)
+        held = trials.held(attempt, self._state.hosts)
         known_so_far = (len(known.online.observations), len(known.refused), len(held))
         if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
             return  # asked before, and nothing was learned since
@@ -110,7 +110,5 @@ class Trying:
         return median(took) if took else MOVE_S
 
     def _note_refused(self, job: Job, known: Knowledge) -> None:
-        """Plans that were tried in vain are not tried again; one that found no memory is known not to fit."""
-        for trial in job.trials:
-            if trial.failure and "moves it" not in trial.failure and "drained" not in trial.failure:
-                known.refused.add(trial.plan)
+        """Plans that cannot run are not tried again; those that something came in between of may be."""
+        known.refused.update(trial.plan for trial in job.trials if trial.is_refused)

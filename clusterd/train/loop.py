@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from clusterd.train import build, peers
+from clusterd.train import build, exits, peers
 from clusterd.train.agree import Agreement
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
-from clusterd.train.exits import first_line
 from clusterd.train.job import Job, Outcome
 from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
@@ -83,9 +82,10 @@ class Loop:
         try:
             stopped = self._steps()
         except Exception as error:
-            if not self._is_orphaned(error):
+            no_memory = self._ran_out_of_memory(error)
+            if not (no_memory or self._is_orphaned(error)):
                 raise
-            self._wait_as_orphan(error)
+            self._wait_as_orphan(error, no_memory)
             raise SystemExit(0) from error
         self._checkpoints.finish()
         if stopped:
@@ -171,19 +171,34 @@ class Loop:
             return False
         return self._cut_off or peers.are_lost(error)
 
-    def _wait_as_orphan(self, error: Exception) -> None:
+    def _ran_out_of_memory(self, error: Exception) -> bool:
+        """Whether a plan that the job was moved to does not fit: what it had before does, and can have it back.
+
+        The first plan of an attempt has nothing to go back to, and ends it.
+        """
+        training = self._training
+        if training.context.move is None or not self._control.connected or training.stepper.updating:
+            return False
+        return isinstance(exits.of(error, where=""), exits.DeviceOutOfMemory)
+
+    def _wait_as_orphan(self, error: Exception, no_memory: bool) -> None:
         """Keeps the state of the last full step until somebody takes it, or nobody wants it.
 
         Raises:
             Exception: `error`, when nobody came.
         """
         training = self._training
-        print(f"clusterd: peers are gone after step {training.step}: {first_line(error)}", flush=True)
+        what = "out of memory" if no_memory else "peers are gone"
+        print(f"clusterd: {what} after step {training.step}: {exits.first_line(error)}", flush=True)
         may_finish = training.stepper.complete and self._replicated and self._gradients_arrived()
         peers.cut_off()
         if self._pending is not None:  # its loss was never summed up, but it was done
             self._seen(self._pending[0], float("nan"), self._pending[1], {})
-        self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish)
+        if no_memory:
+            training.stepper.clear()
+        self._control.say(
+            "orphaned", step=training.step, updated=True, may_finish=may_finish, out_of_memory=no_memory
+        )
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:
             if may_finish and move.step == training.step + 1:

@@ -86,6 +86,12 @@ class Stepper:
             self._scheduler.step()
         self.complete = self.updating = False
 
+    def clear(self) -> None:
+        """Gradients are given up; the step that they were for can be made again."""
+        self._optimizer.zero_grad()
+        if self._parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def rehearse(self, inputs: Any, targets: Any) -> None:
         """A step that means nothing, for what torch makes at the first one: connections, buckets, shapes, kernels.
 
