@@ -6,8 +6,8 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
@@ -16,16 +16,13 @@ from textual.screen import Screen
 
 from clusterd.errors import ClusterError
 from tui import rows, view
-from tui.acting import Acting
-from tui.arranging import Arranging
 from tui.boards import Board, TableBoard
 from tui.context import Context
 from tui.foot import footer, playback_line
 from tui.lines import Line, line, printable, wrap
 from tui.look import Look
 from tui.model import Touched
-from tui.playback import Player, Recording
-from tui.screens import BOARDS, QueueBoard
+from tui.screens import board as make_board
 from tui.sources import Source
 from tui.style import CSS
 from tui.table import Table
@@ -33,10 +30,20 @@ from tui.text_pane import Bar
 from tui.verbs import VERBS, Verb, offered
 from tui.view import Link, LinkState
 
+if TYPE_CHECKING:
+    from tui.acting import Acting
+    from tui.arranging import Arranging
+
 REFRESH_S = 0.1
 """Between two refreshes at least, however fast changes come."""
 
 HISTORY_AFTER_S = 0.3
+
+WIDTHS = [(0, "-narrow"), (120, "-wide")]
+"""From how many columns on the screen has which class."""
+
+FIRST_PICTURE_S = 0.25
+"""So long nothing is drawn, so that the first picture is a full one; a daemon that is slower is waited for in sight."""
 
 R = TypeVar("R")
 
@@ -47,7 +54,7 @@ class Top(App[None]):
     CSS = CSS
     TITLE = "clusterd"
     NOTIFICATION_TIMEOUT = 3.0
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]
+    HORIZONTAL_BREAKPOINTS = WIDTHS
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(at), f"show('{name}')", name, show=False) for at, name in enumerate(view.SCREENS, 1)),
         Binding("escape", "back", "back", show=False),
@@ -66,12 +73,9 @@ class Top(App[None]):
     ) -> None:
         """`clock` and `ticks` are for tests: a time that stands still, and nobody who looks at it."""
         super().__init__()
-        self.player: Player | None = source.player if isinstance(source, Recording) else None
-        player = self.player
+        player = self.player = source.player
         shown = (lambda: player.now_s) if player is not None else clock
         self.shared = Context(source, Look(ascii), shown, readonly)
-        self.acting = Acting(self)
-        self.arranging = Arranging(self)
         self.link = Link(since_s=clock())
         self._ticks = ticks
         self._first = first
@@ -87,13 +91,32 @@ class Top(App[None]):
         if player is not None:
             self.shared.model = player.model
 
+    @cached_property
+    def acting(self) -> Acting:
+        """The verbs that concern the cluster; most who look never use one at once."""
+        from tui.acting import Acting
+
+        return Acting(self)
+
+    @cached_property
+    def arranging(self) -> Arranging:
+        """The verbs that concern the screens alone."""
+        from tui.arranging import Arranging
+
+        return Arranging(self)
+
     # --- the frame ----------------------------------------------------------------------------------------------------
+
+    def get_default_screen(self) -> Screen[None]:
+        """One that is as wide as the terminal from the first layout on; Textual says so after it, and lays out anew."""
+        reached = [name for cells, name in WIDTHS if self.size.width >= cells]
+        return Screen(id="_default", classes=f"{reached[-1]}{' -ascii' if self.shared.look.ascii else ''}")
 
     def compose(self) -> ComposeResult:
         """Header, one of the screens, footer; the other screens are made when they are first shown."""
         yield Bar("head")
         yield Bar("banner")
-        first = self._boards[self._first] = BOARDS[self._first](self._first, self.shared)
+        first = self._boards[self._first] = make_board(self._first, self.shared)
         first.add_class("current")
         yield Container(first, id="body")
         yield Bar("playback")
@@ -113,10 +136,13 @@ class Top(App[None]):
         return first
 
     async def on_mount(self) -> None:
-        """Attach."""
-        self.screen.set_class(self.shared.look.ascii, "-ascii")
+        """Attach; nothing is laid out or drawn before this ends, so the first items are waited for here."""
+        assert self._dialling is not None
+        await asyncio.wait({self._dialling}, timeout=FIRST_PICTURE_S)
         self.query_one("#playback").set_class(self.player is not None, "shown")
         self._focus_first()
+        if self._dialling.done():
+            self._take_first()
         self.show_frame()
         self.run_worker(self._pump(), name="pump", exit_on_error=True)
         if self._ticks:
@@ -137,11 +163,21 @@ class Top(App[None]):
 
     async def _pump(self) -> None:
         """Whatever the source tells goes into the model; the screens look at it at most ten times a second."""
-        assert self._dialling is not None
-        for item in await self._dialling:
-            self._take(item)
+        if self._dialling is not None:
+            await self._dialling
+            self._take_first()
         async for item in self._items:
             self._take(item)
+
+    def _take_first(self) -> None:
+        """What was told while the screen was being made."""
+        assert self._dialling is not None
+        first, self._dialling = self._dialling.result(), None
+        for item in first:
+            self._take(item)
+        if self._refresh_due is not None:
+            self._refresh_due.cancel()
+            self.refresh_now()
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Link):
@@ -252,7 +288,7 @@ class Top(App[None]):
             self.board.left()
         board = self._boards.get(name)
         if board is None:
-            board = self._boards[name] = BOARDS[name](name, self.shared)
+            board = self._boards[name] = make_board(name, self.shared)
             board.add_class("current")
             await self.query_one("#body").mount(board)
         board.set_class(True, "current")
@@ -275,10 +311,10 @@ class Top(App[None]):
             hosts = board.hosts()[:1]
             await self._go("queue")
             queue = self.board
-            if isinstance(queue, QueueBoard) and hosts:
+            if isinstance(queue, TableBoard) and hosts:
                 queue.set_filter(f"host:^{hosts[0]}$|\\b{hosts[0]}\\b")
         elif board.jobs():
-            self.shared.job = (board.table.cursor if isinstance(board, QueueBoard) else None) or board.jobs()[0]
+            self.shared.job = (message.table.cursor if self._current == "queue" else None) or board.jobs()[0]
             job = self.shared.job
             await self._go("job")
             self.shared.job = job
@@ -291,7 +327,7 @@ class Top(App[None]):
 
         async def go() -> None:
             await self.action_show("queue")
-            if isinstance(self.board, QueueBoard):
+            if isinstance(self.board, TableBoard):
                 self.board.table.move_to(job)
 
         self.run_worker(go())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from clusterd.units import duration
 from tui.columns import clock
 from tui.lines import Line, line
 from tui.look import Look
-from tui.playback import Player
 from tui.verbs import MOVING, offered
+
+if TYPE_CHECKING:
+    from tui.playback import Player
 
 
 def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:

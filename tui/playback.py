@@ -119,7 +119,7 @@ class Recording:
     can_act = False
 
     def __init__(self, items: Sequence[Mapping[str, Any]]) -> None:
-        self.player = Player(items)
+        self.player: Player | None = Player(items)
 
     async def items(self) -> AsyncIterator[Item | Link]:
         """As `Source.items`: what is shown comes out of the player."""

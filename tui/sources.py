@@ -15,6 +15,7 @@ from tui.wire import Wire
 
 if TYPE_CHECKING:
     from clusterd.jobfile import Request
+    from tui.playback import Player
 
 SILENCE_S = 15.0
 """The daemon says at least every 5 s that it lives (`clusterd.daemon.api.ALIVE_EVERY_S`)."""
@@ -30,6 +31,9 @@ class Source(Protocol):
 
     can_act: bool
     """Verbs mean something here."""
+
+    player: Player | None
+    """What drives it, of a recording."""
 
     def items(self) -> AsyncIterator[Item | Link]:
         """Snapshots and changes as they come, and what became of the connection; never ends."""
@@ -66,6 +70,7 @@ class Daemon:
     """A daemon's socket; found again by itself when the daemon was away."""
 
     can_act = True
+    player: Player | None = None
 
     def __init__(
         self, path: Path, clock: Callable[[], float] = time.time, knocked: socket.socket | None = None

@@ -1,4 +1,8 @@
-"""Where things stand on the screen."""
+"""Where things stand on the screen.
+
+Containers are hidden and what is in them is not: else each would be drawn line by line under what covers it. The job
+screen is not, because what is hidden is not told of a new size.
+"""
 
 CSS = """
 Screen { layers: base; }
@@ -6,6 +10,8 @@ Screen { layers: base; }
 #banner { height: auto; max-height: 3; display: none; color: $text-error; text-style: bold; padding: 0 1; }
 #banner.shown { display: block; }
 #body { height: 1fr; }
+#body, .board, #queue-side { visibility: hidden; }
+#job, Table, TextPane, LogPane { visibility: visible; }
 #foot { height: 1; }
 #playback { height: 1; display: none; }
 #playback.shown { display: block; }

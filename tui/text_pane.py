@@ -34,6 +34,7 @@ class TextPane(ScrollView, can_focus=True):
         self._hang = hang
         self._source: list[Line] = []
         self._lines: list[Line] = []
+        self._wrapped_for = 0  # the width; a first picture is drawn before a pane is told its size
 
     def show(self, lines: list[Line]) -> None:
         """These lines."""
@@ -45,10 +46,9 @@ class TextPane(ScrollView, can_focus=True):
     def _wrap(self) -> None:
         if not self.size.width:  # not laid out yet: a line for each letter would be seen for a moment
             return
-        cells = max(self.size.width - 1, 1)
-        fresh = [piece for runs in self._source for piece in wrap(runs, cells, self._hang)]
-        before, self._lines = self._lines, fresh
-        if len(before) != len(fresh):
+        before, fresh = self._lines, self._pieces()
+        self._lines = fresh
+        if self.virtual_size.height != len(fresh):
             self.virtual_size = Size(0, len(fresh))
         top = self.scroll_offset.y
         for y in range(self.size.height):
@@ -57,6 +57,11 @@ class TextPane(ScrollView, can_focus=True):
             if old != new:
                 self.refresh(Region(0, y, self.size.width, 1))
 
+    def _pieces(self) -> list[Line]:
+        self._wrapped_for = self.size.width
+        cells = max(self.size.width - 1, 1)
+        return [piece for runs in self._source for piece in wrap(runs, cells, self._hang)]
+
     def on_resize(self, event: events.Resize) -> None:
         """Wrap anew."""
         self._wrap()
@@ -64,6 +69,8 @@ class TextPane(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """One line of what is in sight."""
+        if self._wrapped_for != self.size.width:
+            self._lines = self._pieces()
         at = self.scroll_offset.y + y
         base = self.rich_style
         runs = self._lines[at] if at < len(self._lines) else EMPTY

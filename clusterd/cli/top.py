@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterd.config import socket_path
 from clusterd.errors import ClusterError, UsageError
 from tui.early import knock
 
@@ -40,7 +39,7 @@ def top(
         return _serve(sys.argv[1:], port)
     if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
         raise UsageError("top needs a terminal at both ends: clusterd ls and clusterd status print to anything")
-    path = socket or socket_path(system)
+    path = socket or _usual_socket(system)
     knocked = None if replay else knock(path)
     gc.set_threshold(50_000, 20, 50)  # rows are many and hold no cycles; the usual rounds cost a tenth of the start
     from tui.app import Top  # this takes longest; the daemon makes its snapshot meanwhile
@@ -60,6 +59,12 @@ def _source(replay: Path | None, path: Path, knocked: Connection | None) -> Sour
     from tui.playback import Recording
 
     return Recording(list(recording(replay, load().policy)))
+
+
+def _usual_socket(system: bool) -> Path:
+    from clusterd.config import socket_path
+
+    return socket_path(system)
 
 
 def _needs_ascii() -> bool:

@@ -159,6 +159,7 @@ class Staged:
     """A source that tells what it was given, and answers from a table."""
 
     can_act = True
+    player = None
 
     def __init__(self, told: Sequence[Any], log: bytes = b"step 1  loss 10.8\nstep 2  loss 9.9\n") -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()

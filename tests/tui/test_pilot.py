@@ -19,9 +19,10 @@ from tests.conftest import GPT, RunningCluster
 from tui import saved_views
 from tui.app import Top
 from tui.dialogs import Say
+from tui.job_board import JobBoard
 from tui.log_screen import LogScreen
 from tui.migrate_dialog import ChoosePlan, WatchMove
-from tui.screens import JobBoard, QueueBoard
+from tui.queue_board import QueueBoard
 from tui.sources import Daemon
 
 PATIENCE_S = 40.0

@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.tui.staged import LIVE, LOST, NOW_S, REFUSED, items, staged
-from tui.screens import QueueBoard
+from tui.queue_board import QueueBoard
 from tui.view import SCREENS
 
 STATES: dict[str, list[Any]] = {

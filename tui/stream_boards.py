@@ -1,0 +1,126 @@
+"""The screens of what was decided and what happened, newest first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from textual.app import ComposeResult
+
+from tui import columns, rows
+from tui.boards import TableBoard
+from tui.context import Context
+from tui.lines import Line, line, printable
+from tui.text_pane import TextPane
+
+
+class StreamBoard(TableBoard[Any]):
+    """Newest first; a cursor that is moved down stays with its row."""
+
+    stay_on_top = True
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context)
+        self.detail = TextPane(f"{name}-detail", hang=10)
+
+    def compose(self) -> ComposeResult:
+        """The stream, and one of it in full."""
+        yield self.table
+        yield self.detail
+
+    def tie(self, key: str) -> Any:
+        """Newest first."""
+        return -int(key)
+
+    def jobs(self) -> list[str]:
+        """The job of the row under the cursor."""
+        row = self.current
+        return [row[1].job] if row is not None and row[1].job in self.context.model.jobs else []
+
+    def hosts(self) -> list[str]:
+        """The host of the row under the cursor."""
+        row = self.current
+        return [row[1].host] if row is not None and row[1].host in self.context.model.hosts else []
+
+    def when_empty(self) -> list[Line]:
+        """Nothing yet."""
+        if self.context.model.number < 0:
+            return []
+        return [line("Nothing matches the filter: esc clears it." if self.listing.hidden else "Nothing yet.")]
+
+
+class DecisionsBoard(StreamBoard):
+    """What was decided, and what was turned down, with reasons."""
+
+    title = "decisions"
+    all_columns = columns.DECISION_COLUMNS
+    fields = columns.DECISION_FIELDS
+    default_sort = "time"
+
+    def all_rows(self) -> Mapping[str, Any]:
+        """By number."""
+        return {str(number): (number, decision) for number, decision in self.context.model.decisions}
+
+    def fields_of(self, row: Any) -> Mapping[str, str]:
+        """What a filter sees."""
+        known = self.context.model.jobs.get(row[1].job or "")
+        fields = columns.decision_fields(row)
+        return {**fields, "job": f"{fields['job']} {known.name}"} if known else fields
+
+    def show_side(self) -> None:
+        """The decision under the cursor, its event, and what else that event brought about."""
+        row = self.current
+        if row is None:
+            self.detail.show([])
+            return
+        decision: rows.Decision = row[1]
+        model, now_s = self.context.model, self.context.clock()
+        job = model.jobs.get(decision.job or "")
+        made = [
+            line((columns.decided(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
+            line(("why       ", "dim"), printable(decision.reason)),
+        ]
+        if job is not None:
+            made.append(line(("job       ", "dim"), f"{printable(job.name)} ({job.id}), now {job.shown_state}"))
+        cause = next((event for _, event in reversed(model.events) if event.id == decision.cause), None)
+        if cause is not None:
+            said = columns.said(cause)
+            made.append(
+                line(("because   ", "dim"), f"{columns.words(cause.kind)} (event {cause.id}) {printable(said)}")
+            )
+        others = [d for _, d in model.decisions if d.cause == decision.cause and d is not decision]
+        for other in others[:5]:
+            named = model.jobs.get(other.job or "")
+            about = f" {named.name}" if named else ""
+            made.append(line(("also      ", "dim"), f"{columns.decided(other.kind)}{about}: {printable(other.reason)}"))
+        self.detail.show(made)
+        self.detail.border_title = " decision "
+
+
+class EventsBoard(StreamBoard):
+    """What happened."""
+
+    title = "events"
+    all_columns = columns.EVENT_COLUMNS
+    fields = columns.EVENT_FIELDS
+    default_sort = "number"
+
+    def all_rows(self) -> Mapping[str, Any]:
+        """By number."""
+        return {str(number): (number, event) for number, event in self.context.model.events}
+
+    def fields_of(self, row: Any) -> Mapping[str, str]:
+        """What a filter sees."""
+        return columns.event_fields(row)
+
+    def show_side(self) -> None:
+        """The event under the cursor, field by field."""
+        row = self.current
+        if row is None:
+            self.detail.show([])
+            return
+        event: rows.Happening = row[1]
+        made = [line((columns.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
+        made += [line((f"{name:<9} ", "dim"), printable(str(value))) for name, value in event.fields.items()]
+        self.detail.show(made)
+        self.detail.border_title = " event "
