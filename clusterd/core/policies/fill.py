@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.menu import Choice, Menu, Menus
@@ -44,13 +44,7 @@ class Capacity:
         self.left[estimate.device_type] -= estimate.devices
 
 
-class Known(Protocol):
-    """What `Baseline` leaves to each policy."""
-
-    def order(self, view: View, jobs: list[Job]) -> list[Job]: ...
-
-
-class Baseline:
+class Baseline(ABC):
     """A policy that gives devices by count, on the menu of its `choice`, in an order of its own.
 
     Jobs of which no speed is known, commands among them, are black boxes: started as they ask, in the order of their
@@ -116,9 +110,9 @@ class Baseline:
         size = asked_size(job, menu)
         return capacity.fits(menu.by_speed[size])
 
+    @abstractmethod
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
         """Who comes first."""
-        raise NotImplementedError
 
 
 def _freed(choice: Choice) -> Choice:

@@ -7,6 +7,7 @@ kept, with more or fewer replicas. Between rounds new jobs start on the least th
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from clusterd.core.menu import Choice, Menu
@@ -64,9 +65,9 @@ class Rounds(Baseline):
         """How a new job starts between rounds."""
         return capacity.fits(menu.by_speed[menu.counts[0]])
 
+    @abstractmethod
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
         """A new round: who gets what. Takes it from `capacity`."""
-        raise NotImplementedError
 
 
 class Optimus(Rounds):
