@@ -30,6 +30,23 @@ def rich_text(runs: Line) -> Text:
 class Dialog(ModalScreen[R]):
     """A box in the middle."""
 
+    SCOPED_CSS = False
+    CSS = """
+    Dialog { align: center middle; background: $background 60%; }
+    .dialog {
+        width: 90%; max-width: 100; height: auto; max-height: 95%; border: round $accent; padding: 0 1;
+        background: $surface; border-title-style: bold;
+    }
+    .dialog Static { width: 1fr; height: auto; }
+    .dialog TextPane { border-top: none; height: auto; max-height: 80vh; }
+    .dialog OptionList { height: auto; border: none; padding: 0; background: $surface; }
+    .dialog Input { border: tall $accent; }
+    .dialog .wrong { color: $text-error; }
+    .dialog .hint { color: $foreground 70%; height: 1; }
+    .-ascii .dialog { border: ascii $accent; }
+    .-ascii .dialog TextPane { border-top: none; }
+    .-ascii .dialog Input { border: ascii $accent; }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "leave without doing anything", show=False)]
 
     def __init__(self, title: str, hint: str) -> None:

@@ -16,6 +16,12 @@ LETTERS = "asdfghjkl"
 class Jump(ModalScreen[str]):
     """Letters over what is there; any other key leaves."""
 
+    SCOPED_CSS = False
+    CSS = """
+    Jump { background: $background 0%; }
+    Jump > .label { width: auto; height: 1; text-style: bold reverse; color: $warning; layer: labels; }
+    """
+
     def __init__(self, targets: Sequence[tuple[str, Offset]]) -> None:
         """`targets`: the answer, and where its letter stands."""
         super().__init__()

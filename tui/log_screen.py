@@ -18,6 +18,13 @@ from tui.log_pane import LogPane
 class LogScreen(ModalScreen[str]):
     """One job's log; `o` asks the application for a pager."""
 
+    SCOPED_CSS = False
+    CSS = """
+    LogScreen { background: $background; }
+    LogScreen LogPane { height: 1fr; }
+    LogScreen #search { display: none; }
+    LogScreen .hint { color: $foreground 70%; height: 1; }
+    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "leave", "back", show=False),
         Binding("left_square_bracket", "attempt(-1)", "attempt before", show=False),

@@ -1,7 +1,8 @@
 """Where things stand on the screen.
 
 Containers are hidden and what is in them is not: else each would be drawn line by line under what covers it. The job
-screen is not, because what is hidden is not told of a new size.
+screen is not, because what is hidden is not told of a new size. What windows look like stands with them: it is read
+when the first is opened.
 """
 
 CSS = """
@@ -38,28 +39,9 @@ Table:focus, TextPane:focus, LogPane:focus { border-top: heavy $accent; border-t
 #decisions-detail, #events-detail { height: 1fr; min-height: 5; }
 .board .zoomed { width: 1fr; height: 1fr; }
 .board .out { display: none; }
-ModalScreen { align: center middle; background: $background 60%; }
-.dialog {
-    width: 90%; max-width: 100; height: auto; max-height: 95%; border: round $accent; padding: 0 1;
-    background: $surface; border-title-style: bold;
-}
-.dialog Static { width: 1fr; height: auto; }
-.dialog TextPane { border-top: none; height: auto; max-height: 80vh; }
-.dialog OptionList { height: auto; border: none; padding: 0; background: $surface; }
-.dialog Input { border: tall $accent; }
-.dialog .wrong { color: $text-error; }
-.hint { color: $foreground 70%; height: 1; }
-LogScreen { align: left top; background: $background; }
-LogScreen LogPane { height: 1fr; }
-LogScreen #search { display: none; }
-Jump { background: $background 0%; }
-Jump > .label { width: auto; height: 1; text-style: bold reverse; color: $warning; layer: labels; }
 Toast { max-width: 90%; }
 .-ascii Table, .-ascii TextPane, .-ascii LogPane { border-top: ascii $foreground 40%; }
 .-ascii Table:focus, .-ascii TextPane:focus, .-ascii LogPane:focus { border-top: ascii $accent; }
-.-ascii .dialog { border: ascii $accent; }
-.-ascii .dialog TextPane { border-top: none; }
-.-ascii .dialog Input { border: ascii $accent; }
 .-ascii Toast { border-left: ascii $accent; }
 .-ascii * { scrollbar-size-vertical: 0; }
 """

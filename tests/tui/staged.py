@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
-from clusterd.jobfile import Request
 from tui.app import Top
 from tui.view import Link, LinkState
+
+if TYPE_CHECKING:
+    from clusterd.jobfile import Request
 
 NOW_S = 1_760_000_000.0
 """9 October 2025, 08:53:20 UTC."""
