@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from clusterd.simulate.cluster import Cluster
+from clusterd.simulate.errors import InputError
 from clusterd.simulate.truth import ModelTruth, Truth
 from plans.plan import Plan
 
@@ -71,6 +72,13 @@ def at_load(workload: Workload, truth: Truth, cluster: Cluster, load: float) -> 
     return replace(workload, arrivals=arrivals)
 
 
+def with_steps(workload: Workload, factor: float) -> Workload:
+    """The same jobs with so many times as many steps, at least one each."""
+    return replace(
+        workload, arrivals=tuple(replace(a, steps=max(round(a.steps * factor), 1)) for a in workload.arrivals)
+    )
+
+
 def with_pattern(workload: Workload, pattern: str, random_: random.Random) -> Workload:
     """Other arrivals over the same span: ``trace`` as given, ``poisson``, ``burst`` (five crowds), ``day`` (one wave).
 
@@ -116,12 +124,17 @@ def partly_guaranteed(workload: Workload, share: float, random_: random.Random) 
     return replace(workload, arrivals=arrivals)
 
 
-def fit_to(arrivals: Iterable[Arrival], truth: Truth, families: Sequence[str | Plan | None]) -> Workload:
+def fit_to(
+    arrivals: Iterable[Arrival], truth: Truth, families: Sequence[str | Plan | None], source: str = "the workload"
+) -> Workload:
     """The jobs that the truth can run, each with a plan that the truth holds.
 
     A job's plan, or the name of its family, is looked up on as many devices as it asks for. Where there is none, the
     fastest that the truth holds there stands for it, and the job counts as replaced; where the truth holds nothing on
     so many devices, the next larger size that it holds, or else the largest.
+
+    Raises:
+        InputError: it can run none of them.
     """
     kept: list[Arrival] = []
     left_out: dict[str, int] = {}
@@ -145,6 +158,11 @@ def fit_to(arrivals: Iterable[Arrival], truth: Truth, families: Sequence[str | P
         elif devices != one.devices:
             replaced += 1
         kept.append(replace(one, devices=devices, plan=plan, device_type=device_type))
+    if not kept:
+        raise InputError(
+            f"{source}: none of its models ({', '.join(sorted(left_out)) or 'no jobs'}) is in {truth.source}: "
+            "give the truth that belongs to it"
+        )
     kept.sort(key=lambda a: a.at_s)
     return Workload(tuple(kept), left_out, replaced)
 

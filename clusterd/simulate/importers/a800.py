@@ -5,10 +5,10 @@ A plan is a family of the truth's table (``zero-dp``) or three digits ``PTD`` fo
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 from clusterd.simulate.errors import InputError
+from clusterd.simulate.importers.lines import rows
 from clusterd.simulate.truth import Truth
 from clusterd.simulate.workload import Arrival, Workload, fit_to
 from plans.plan import Plan
@@ -45,30 +45,4 @@ def read(path: Path, truth: Truth) -> Workload:
             raise InputError(f"{path}, line {line}: {error}; correct the line or take it out") from None
         arrivals.append(arrival)
         wishes.append(plan or wish or None)
-    found = fit_to(arrivals, truth, wishes)
-    if not found.arrivals:
-        raise InputError(
-            f"{path}: none of its models ({', '.join(sorted(found.left_out)) or 'no jobs'}) is in {truth.source}: "
-            "give the truth that belongs to it"
-        )
-    return found
-
-
-def rows(path: Path, columns: tuple[str, ...], delimiter: str = ",") -> list[tuple[int, dict[str, str]]]:
-    """Lines of a CSV file with their numbers.
-
-    Raises:
-        InputError: it cannot be read, or lacks one of the columns.
-    """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-    reader = csv.DictReader(text.splitlines(), delimiter=delimiter)
-    missing = [c for c in columns if c not in (reader.fieldnames or [])]
-    if missing:
-        raise InputError(f"{path}, line 1: no column {', '.join(missing)}; needed are {', '.join(columns)}")
-    found = [(reader.line_num, {k: v or "" for k, v in row.items() if k is not None}) for row in reader]
-    if not found:
-        raise InputError(f"{path}: no jobs below the header")
-    return found
+    return fit_to(arrivals, truth, wishes, str(path))
