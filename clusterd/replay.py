@@ -19,8 +19,7 @@ from clusterd import projection
 from clusterd.core.events import Event
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon import codec
-from clusterd.daemon.journal import MIGRATIONS
+from clusterd.daemon.journal import MIGRATIONS, batches
 from clusterd.errors import ClusterError, UsageError
 
 Item = dict[str, Any]
@@ -96,16 +95,7 @@ def _batches(file: Path) -> Iterator[list[Event]]:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if not 0 < version <= len(MIGRATIONS):
             raise ClusterError(f"{file} is of format {version}; this clusterd knows formats 1 to {len(MIGRATIONS)}")
-        batch: list[Event] = []
-        current = None
-        for number, kind, body in db.execute("SELECT batch, kind, body FROM events ORDER BY id"):
-            if number != current and batch:
-                yield batch
-                batch = []
-            current = number
-            batch.append(codec.event(kind, body))
-        if batch:
-            yield batch
+        yield from batches(db.execute("SELECT batch, kind, body FROM events ORDER BY id"))
         db.close()
     except sqlite3.DatabaseError as error:
         raise ClusterError(f"{file} cannot be read as a journal: {error}") from None

@@ -9,14 +9,12 @@ from typing import Any, Generic, TypeVar
 
 from clusterd.units import duration, size
 from tui import rows
+from tui.event_words import said, short_plan, words
 from tui.fleet import tiles
 from tui.lines import Line, line, printable
 from tui.look import Look, job_colour
 
 R = TypeVar("R")
-
-NESTED_CELLS = 60
-"""Of a value within a value, in one line; the event's own pane shows all of it."""
 
 SIMULATED_BEFORE_S = 1e8
 """A clock that says 1973 or earlier counts from the start of a simulation."""
@@ -42,6 +40,7 @@ class Column(Generic[R]):
     order: Callable[[R], Any]
     right: bool = False
     flexible: bool = False
+    wants: int = 0  # cells that a flexible one gets before the others, if there are so many
     shown: bool = True  # unless its user chooses otherwise
     rank: int = 0  # in a narrow terminal, columns of the highest rank go first
 
@@ -54,6 +53,10 @@ def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], i
     spare = max(cells - (sum(column.cells + 1 for column in chosen) - 1), 0)
     flexible = [column for column in chosen if column.flexible]
     widths = {column.name: min(column.cells, cells) for column in chosen}
+    for column in flexible:
+        more = min(max(column.wants - column.cells, 0), spare)
+        widths[column.name] += more
+        spare -= more
     for at, column in enumerate(flexible):
         widths[column.name] += spare // len(flexible) + (spare % len(flexible) if at == 0 else 0)
     return [(column, widths[column.name]) for column in chosen]
@@ -90,11 +93,6 @@ def clock(at_s: float, now_s: float) -> str:
     return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)
 
 
-def words(kind: str) -> str:
-    """``launch attempt`` of ``LaunchAttempt``."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
-
-
 TURNED_DOWN = frozenset({"HoldJob"})
 """Decisions that say why nothing was done."""
 
@@ -102,11 +100,6 @@ TURNED_DOWN = frozenset({"HoldJob"})
 def decided(kind: str) -> str:
     """A kind of decision, in words; holding a job back is turning its wish down."""
     return "turned down" if kind in TURNED_DOWN else words(kind)
-
-
-def short_plan(plan: str) -> str:
-    """``pp=2,acc=4`` of ``pp=2,accumulation=4``."""
-    return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
 
 
 def ran_s(job: rows.Job, now_s: float) -> float | None:
@@ -242,7 +235,7 @@ def _why(host: rows.Host, frame: Frame) -> Line:
 HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
     Column("host", "host", 14, lambda h, f: _text(h.name), lambda h: h.name),
     Column("state", "state", 13, lambda h, f: line(f.look.state(h.shown_state)), lambda h: h.shown_state),
-    Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True),
+    Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True, wants=35),
     Column("cores", "cores booked", 12, _cores, lambda h: h.cores_used, rank=3),
     Column("memory", "memory booked", 19, _memory, lambda h: h.memory_used_bytes, rank=5),
     Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, rank=1),
@@ -311,23 +304,6 @@ def _event_style(kind: str) -> str:
     if kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed")):
         return "bad"
     return "dim" if kind in ("AttemptProgressed", "TimerFired") else ""
-
-
-def said(event: rows.Happening) -> str:
-    """What an event says besides who it is about, in one line."""
-    skipped = ("id", "at_s", "job", "host")
-    return ", ".join(f"{name} {_short(value)}" for name, value in event.fields.items() if name not in skipped)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if v not in (None, "", (), [], {}, False))
-        return f"({inner})" if len(inner) <= NESTED_CELLS else f"({inner[:NESTED_CELLS]}...)"
-    if isinstance(value, list | tuple):
-        return f"{len(value)} items" if len(value) > 3 else "[" + ", ".join(map(_short, value)) + "]"
-    return str(value)
 
 
 def event_fields(row: tuple[int, rows.Happening]) -> dict[str, str]:

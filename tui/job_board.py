@@ -47,7 +47,7 @@ class JobBoard(Board):
             self.page.show([line("No job is chosen: go to ", ("2 Queue", "key"), " and press enter on one.")])
             return
         context = self.context
-        known = self._known.setdefault(job.id, Known())
+        known = self._known.setdefault(job.id, Known(recorded=not context.source.can_act))
         cells = max(self.page.size.width - 1, 20)
         self.page.border_title = f" {printable(job.name)} "
         self.page.show(job_page(job, context.model, known, context.look, context.clock(), cells))

@@ -30,6 +30,7 @@ class Known:
     losses: Sequence[Point] = field(default_factory=tuple)
     times: Sequence[tuple[int, float]] = field(default_factory=tuple)
     trouble: list[str] = field(default_factory=list)  # what could not be had, and why
+    recorded: bool = False  # nothing can be asked for: a recording holds rows, events and decisions alone
 
 
 def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
@@ -91,13 +92,14 @@ def _losses(job: rows.Job, model: Model, known: Known, look: Look, cells: int) -
     asked = list(known.losses)
     points = [*asked, *(point for point in seen if not asked or point[0] > asked[-1][0])]
     if not points:
-        return [line(("no step yet" if job.kind == "elastic" else "a command: clusterd does not see inside", "dim"))]
+        none = "the recording holds none" if known.recorded else "no step yet"
+        return [line((none if job.kind == "elastic" else "a command: clusterd does not see inside", "dim"))]
     return chart([Series(points, "info")], cells, CHART_ROWS, look.ascii)
 
 
 def _times(job: rows.Job, known: Known, look: Look, cells: int) -> list[Line]:
     if not known.times:
-        return [line(("no step yet", "dim"))]
+        return [line(("the recording holds none" if known.recorded else "no step yet", "dim"))]
     steps = [step for step, _ in known.times]
     values = sorted(seconds for _, seconds in known.times)
     ceiling = values[int(len(values) * 0.98)] * 1.5  # a step that waited for a move would flatten all others
@@ -195,7 +197,7 @@ def move_lines(move: rows.Move, look: Look, now_s: float) -> list[Line]:
 
 def _attempts(job: rows.Job, known: Known, now_s: float) -> list[Line]:
     if known.detail is None:
-        said = f"attempt {job.attempt}" if job.attempt else "none yet"
+        said = f"{job.attempt} so far" if job.attempt else "none yet"
         return [line((said, "dim"))]
     if not known.detail.attempts:
         return [line(("none yet", "dim"))]
@@ -217,7 +219,7 @@ def _attempts(job: rows.Job, known: Known, now_s: float) -> list[Line]:
 def _learned(known: Known, look: Look, cells: int) -> list[Line]:
     profile = known.profile
     if profile is None or not (profile.trials or profile.curve):
-        return [line(("nothing yet", "dim"))]
+        return [line(("the recording does not hold it" if known.recorded else "nothing yet", "dim"))]
     made = []
     for trial in profile.trials:
         measured = duration(trial.step_time_s) if trial.step_time_s is not None else "-"

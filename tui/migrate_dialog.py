@@ -12,9 +12,10 @@ from textual.widgets import OptionList, Static
 from clusterd.errors import ClusterError
 from clusterd.units import duration, size
 from tui import rows
-from tui.columns import compact, short_plan
+from tui.columns import compact
 from tui.context import Context
 from tui.dialogs import Dialog, rich_text
+from tui.event_words import short_plan
 from tui.job_page import move_lines
 from tui.lines import Line, line, printable
 from tui.text_pane import TextPane

@@ -7,7 +7,7 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from tui import columns, rows
+from tui import columns, event_words, rows
 from tui.boards import TableBoard
 from tui.context import Context
 from tui.lines import Line, line, printable
@@ -84,9 +84,9 @@ class DecisionsBoard(StreamBoard):
             made.append(line(("job       ", "dim"), f"{printable(job.name)} ({job.id}), now {job.shown_state}"))
         cause = next((event for _, event in reversed(model.events) if event.id == decision.cause), None)
         if cause is not None:
-            said = columns.said(cause)
+            said = event_words.said(cause)
             made.append(
-                line(("because   ", "dim"), f"{columns.words(cause.kind)} (event {cause.id}) {printable(said)}")
+                line(("because   ", "dim"), f"{event_words.words(cause.kind)} (event {cause.id}) {printable(said)}")
             )
         others = [d for _, d in model.decisions if d.cause == decision.cause and d is not decision]
         for other in others[:5]:
@@ -120,7 +120,9 @@ class EventsBoard(StreamBoard):
             self.detail.show([])
             return
         event: rows.Happening = row[1]
-        made = [line((columns.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
-        made += [line((f"{name:<9} ", "dim"), printable(str(value))) for name, value in event.fields.items()]
+        made = [line((event_words.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
+        made += [
+            line((f"{name:<9} ", "dim"), printable(event_words.in_full(value))) for name, value in event.fields.items()
+        ]
         self.detail.show(made)
         self.detail.border_title = " event "

@@ -185,6 +185,10 @@ class Table(ScrollView, can_focus=True):
         super().watch_has_focus(focused)
         self.redraw()
 
+    def watch_show_vertical_scrollbar(self) -> None:
+        """A scrollbar that comes or goes changes the width without a word."""
+        self.call_after_refresh(self.redraw)
+
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Other rows are in sight."""
         super().watch_scroll_y(old_value, new_value)

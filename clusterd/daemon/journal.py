@@ -148,17 +148,7 @@ class Journal:
 
     def _read_batches(self, after: int) -> Iterator[list[Event]]:
         statement = "SELECT batch, kind, body FROM events WHERE id > ? ORDER BY id"
-        rows = self._thread.submit(lambda: self._db.execute(statement, (after,)).fetchall()).result()
-        batch: list[Event] = []
-        current = None
-        for number, kind, body in rows:
-            if number != current and batch:
-                yield batch
-                batch = []
-            current = number
-            batch.append(codec.event(kind, body))
-        if batch:
-            yield batch
+        return batches(self._thread.submit(lambda: self._db.execute(statement, (after,)).fetchall()).result())
 
     def newest_snapshot(self) -> tuple[int, bytes] | None:
         """The last event a snapshot covers, and the snapshot; None before the first."""
@@ -188,6 +178,24 @@ class Journal:
         """Finish what was handed over, and close the file."""
         self._thread.submit(self._db.close).result()
         self._thread.shutdown()
+
+
+def batches(rows: Iterable[tuple[int, str, bytes]]) -> Iterator[list[Event]]:
+    """Events that were handled together, out of rows of batch, kind and body in the order of their numbers.
+
+    Raises:
+        KeyError, msgspec.ValidationError: an event that this version does not know.
+    """
+    batch: list[Event] = []
+    current = None
+    for number, kind, body in rows:
+        if number != current and batch:
+            yield batch
+            batch = []
+        current = number
+        batch.append(codec.event(kind, body))
+    if batch:
+        yield batch
 
 
 def refuse_network_file_system(directory: Path) -> None:

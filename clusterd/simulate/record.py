@@ -35,7 +35,7 @@ class Recording:
                 "jobs": [job_row(job, state) for job in state.jobs.values()],
                 "hosts": [host_row(state, host) for host in state.hosts.values()],
             }
-            self._write({"snapshot": snapshot, "number": 0})
+            self._write({"snapshot": snapshot, "number": 0, "at_s": events[-1].at_s})
         else:
             row = change_row(state, self._number, events, decisions)
             # How far each job is stands in the jobs' rows; as events they would be most of the file.
@@ -44,6 +44,7 @@ class Recording:
                 for shown, event in zip(row["events"], events, strict=True)
                 if not isinstance(event, AttemptProgressed)
             ]
+            row["jobs"] = [_with_all_steps(job) for job in row["jobs"]]
             self._write(row)
         self._number += 1
 
@@ -57,3 +58,8 @@ class Recording:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _with_all_steps(job: dict[str, Any]) -> dict[str, Any]:
+    """A simulated job finishes when its steps are done, which is told by its end alone."""
+    return {**job, "step": job["steps"]} if job["state"] == "finished" and job["steps"] else job

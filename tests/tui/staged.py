@@ -49,6 +49,15 @@ def host(name: str, state: str = "up", devices: int = 2, **more: Any) -> dict[st
     }  # fmt: skip
 
 
+def _spec(name: str, devices: int, *arguments: str) -> dict[str, Any]:
+    """What was submitted, with much that says nothing."""
+    plan = {"dp": devices, "tp": 1, "pp": 1, "zero": 1, "offload": "none", "shares": []}
+    return {
+        "name": name, "kind": "elastic", "command": ["python", "train.py", *arguments], "env": {}, "guaranteed": False,
+        "resources": {"devices": devices, "kind": "cuda", "cpus": 4, "plan": plan}, "secrets": [], "time_limit_s": None,
+    }  # fmt: skip
+
+
 MOVE = {
     "number": 1, "from": "dp=4", "to": "dp=2,tp=2", "devices": ["gpu01:gpu0", "gpu01:gpu1"],
     "reason": "asked for by ann", "started_s": NOW_S - 900, "ended_s": NOW_S - 899, "step": 1200,
@@ -107,7 +116,13 @@ def items() -> list[Any]:
                 "host": "gpu03",
                 "why": "ssh: connection timed out",
             },
-            {"kind": "JobSubmitted", "id": 8, "at_s": NOW_S - 5, "job": "5", "spec": {"name": "sweep-17"}},
+            {
+                "kind": "JobSubmitted",
+                "id": 8,
+                "at_s": NOW_S - 5,
+                "job": "5",
+                "spec": _spec("sweep-17", 1, "--lr", "3e-4"),
+            },
         ],
         "decisions": [
             {"kind": "HoldJob", "cause": 8, "job": "5", "reason": "behind bert-tune, which waits for 4 devices"},
@@ -122,7 +137,7 @@ def items() -> list[Any]:
 
 HISTORY = {
     "events": [
-        {"kind": "JobSubmitted", "id": 1, "at_s": NOW_S - 3600, "job": "1", "spec": {"name": "gpt-large"}},
+        {"kind": "JobSubmitted", "id": 1, "at_s": NOW_S - 3600, "job": "1", "spec": _spec("gpt-large", 4)},
         {"kind": "AttemptLaunched", "id": 2, "at_s": NOW_S - 1800, "job": "1", "attempt": 2, "generation": 3},
     ],
     "decisions": [
