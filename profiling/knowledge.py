@@ -121,18 +121,28 @@ class Knowledge:
         return [*legal, *(p for p in wanted if p.ranks == count and p not in legal)]
 
     def next_trial(
-        self, shapes: Sequence[tuple[int, ...]], tried: int, *, least: int = 5, budget: int = BUDGET
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        tried: int,
+        *,
+        beside: Plan | None = None,
+        least: int = 5,
+        budget: int = BUDGET,
     ) -> tuple[Ranked, str] | None:
         """The plan whose measurement on one of these shapes would teach most, and why; None: nothing is worth a trial.
 
         Args:
             shapes: that the job's own devices allow.
             tried: plans that were measured, or tried in vain.
+            beside: plan whose ranks train on those devices until the tried plan's are ready: both must fit.
             least: trials before it is asked whether more are worth it.
         """
         if tried >= budget:
             return None
         choices = self.ranked(shapes, keep=_LISTED // max(len(shapes), 1))
+        if beside is not None:
+            room = self.devices.memory_bytes * USABLE_SHARE - self.memory(beside).device_bytes
+            choices = [choice for choice in choices if choice.memory.device_bytes <= room]
         if not choices:
             return None
         regret = expected_regret(choices)

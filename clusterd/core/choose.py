@@ -59,6 +59,21 @@ def choose(
     )
 
 
+@lru_cache(maxsize=4096)
+def crowding(shape: ModelShape, old: Plan, new: Plan, kind: str, memory_bytes: int) -> str | None:
+    """Why a rank of `new` cannot be made ready on a device where one of `old` still trains; None: both fit.
+
+    A rank that finds no memory there may be the one that trains.
+    """
+    there, more = estimate(old, shape, kind=kind).device_bytes, estimate(new, shape, kind=kind).device_bytes
+    if there + more <= memory_bytes * USABLE_SHARE:
+        return None
+    return (
+        f"a rank of {new} needs {_gib(more)} beside the {_gib(there)} of {old}, which trains on the same device until "
+        f"then, and that has {_gib(memory_bytes)}: move it to other devices, or restart it from a checkpoint"
+    )
+
+
 def _wish(shape: ModelShape, kind: str, memory_bytes: int, wish: Plan) -> Choice | Impossible:
     reasons = check(wish, shape, kinds=[kind])
     if reasons:

@@ -7,12 +7,13 @@ made only while enough of the job is left to pay for it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
+from clusterd.core import migrations
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, place_on
 from clusterd.core.room import of_ranks
-from clusterd.core.state import Attempt, Job
+from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Free, Move, Refusal, View
 from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind
 from plans.model_shape import ModelShape
@@ -52,7 +53,7 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
             chosen = _spread(usable, count, 1, prefer=here)
     if len(chosen) != count:
         return Refusal(job.id, f"{wish} needs {count} devices, {len(chosen)} are given or free for it")
-    return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for")
+    return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for", view.hosts)
 
 
 def drained(view: View) -> list[Move]:
@@ -68,7 +69,7 @@ def drained(view: View) -> list[Move]:
         leaving = sorted(h for h in attempt.hosts if view.hosts[h].drained is not None)
         reason = f"{', '.join(leaving)} is drained"
         assert attempt.plan is not None
-        move = _first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason)
+        move = _first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason, view.hosts)
         if move is not None:
             _take(view.free, move, own)
             moves.append(move)
@@ -81,7 +82,7 @@ def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
     here = [d for d in own if _may_stay(d, view)]
     kind = own[0].kind if own else None
     free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == kind]
-    return _first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why)
+    return _first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why, None)
 
 
 def room_for(job: Job, view: View, count: int) -> list[Move]:
@@ -107,7 +108,7 @@ def room_for(job: Job, view: View, count: int) -> list[Move]:
             continue
         keep = max(len(own) - missing, 1)
         reason = f"makes room for {job.spec.name}, which {_claim(job)}"
-        move = _first_that_works(victim, own, own, keep, None, reason)
+        move = _first_that_works(victim, own, own, keep, None, reason, view.hosts)
         if move is not None:
             moves.append(move)
             missing -= len(own) - len(move.ranks)
@@ -145,7 +146,7 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
             continue
         wish = job.spec.resources.plan if len(own) + len(free) >= asked else None
         reason = f"{len(free)} devices are free, and it asked for {asked}"
-        move = _first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason)
+        move = _first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason, view.hosts)
         if move is not None and len(move.ranks) > len(own):
             _take(view.free, move, own)
             moves.append(move)
@@ -153,7 +154,13 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
 
 
 def _first_that_works(
-    job: Job, devices: list[Device], prefer: list[Device], count: int, wish: Plan | None, reason: str
+    job: Job,
+    devices: list[Device],
+    prefer: list[Device],
+    count: int,
+    wish: Plan | None,
+    reason: str,
+    hosts: Mapping[HostId, Host] | None,
 ) -> Move | None:
     """A move to `count` of these devices, or to fewer where no plan uses that many."""
     for size in range(min(count, len(devices)), 0, -1):
@@ -161,19 +168,26 @@ def _first_that_works(
         group = plan.tp if plan else 1
         chosen = _spread(devices, size, group, prefer)
         if len(chosen) == size:
-            answer = _move(job, chosen, plan, reason)
+            answer = _move(job, chosen, plan, reason, hosts)
             if isinstance(answer, Move):
                 return answer
     return None
 
 
-def _move(job: Job, chosen: list[Device], wish: Plan | None, reason: str) -> Move | Refusal:
+def _move(
+    job: Job, chosen: list[Device], wish: Plan | None, reason: str, hosts: Mapping[HostId, Host] | None
+) -> Move | Refusal:
+    """`hosts`: where the old ranks train until the switch; None: they do not any more."""
     memory_bytes = min(d.memory_bytes for d in chosen)
     answer: Choice | Impossible = choose(
         ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish
     )
     if isinstance(answer, Impossible):
         return Refusal(job.id, answer.reason)
+    if hosts is not None and job.attempt is not None:
+        full = migrations.crowded(hosts, job, job.attempt, answer.plan, {d.id for d in chosen})
+        if full is not None:
+            return Refusal(job.id, full)
     where: Placement = place_on(job, chosen)
     return Move(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, f"{answer.plan}: {reason}")
 

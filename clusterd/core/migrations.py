@@ -6,11 +6,15 @@ become the attempt's, the old ones are retired. Retired ranks keep their devices
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
-from clusterd.core.state import Attempt, Job, Lease, Migration, Rank, Retired, State
+from clusterd.core.choose import crowding
+from clusterd.core.room import of_ranks
+from clusterd.core.state import Attempt, Host, Job, Lease, Migration, Rank, Retired, State
 from clusterd.core.view import Move
 from clusterd.types import AttemptState, DeviceId, HostId, RankPlace
+from plans.model_shape import ModelShape
+from plans.plan import Plan
 
 
 def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> str | None:
@@ -41,9 +45,22 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         if lease is not None and place.device not in own:
             return f"{place.device} is leased to {state.jobs[lease.job].spec.name}"
         seen.add(place.device)
-    if not after_loss and is_there(job, move):
+    if after_loss:
+        return None
+    if is_there(job, move):
         return f"{job.spec.name} runs under {move.plan} on these devices already"
-    return None
+    return crowded(state.hosts, job, attempt, move.plan, seen)
+
+
+def crowded(
+    hosts: Mapping[HostId, Host], job: Job, attempt: Attempt, plan: Plan, devices: Container[DeviceId]
+) -> str | None:
+    """Why ranks of `plan` would find no memory beside those that train on these devices; None: they would."""
+    shared = [d for d in of_ranks(hosts, attempt) if d.id in devices]
+    if not shared or attempt.plan is None or job.shape is None:
+        return None
+    tightest = min(shared, key=lambda d: d.memory_bytes)
+    return crowding(ModelShape.from_dict(job.shape), attempt.plan, plan, tightest.kind, tightest.memory_bytes)
 
 
 def is_there(job: Job, move: Move) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clusterd.core import events as e
-from clusterd.core import trials
+from clusterd.core import migrations, trials
 from clusterd.core.on_migrations import OnMigrations
 from clusterd.core.state import Attempt, Job, Trial
 from clusterd.core.view import Move
@@ -73,6 +73,12 @@ class OnTrials(OnMigrations):
         answer = trials.move_for(job, attempt, trial.plan, self.state.hosts, f"trial of {trial.plan}: {trial.why}")
         if isinstance(answer, str):
             self._fail_trial(job, trial, answer)
+            return
+        full = migrations.crowded(
+            self.state.hosts, job, attempt, trial.plan, {p.device for p in answer.ranks if p.device}
+        )
+        if full is not None:
+            self._fail_trial(job, trial, full, is_refused=False)
             return
         trial.migration = len(job.migrations) + 1
         self._move(answer)

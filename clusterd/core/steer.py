@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from clusterd.core.choose import USABLE_SHARE
 from clusterd.core.clearing import Clearing, Making
 from clusterd.core.forecast import Forecast, Opening
 from clusterd.core.outlook import Estimate
@@ -213,7 +214,7 @@ class Steering:
         return tuple(
             x
             for x in v.curve.upto(len(v.devices))
-            if x.devices >= least and (by_right or self._within_budget(v, v.left_s(x)))
+            if x.devices >= least and _fits_beside(v, x) and (by_right or self._within_budget(v, v.left_s(x)))
         )
 
     # --- those who grow -----------------------------------------------------------------------------------------------
@@ -229,7 +230,11 @@ class Steering:
                 key=lambda item: -item[0],
             )
             least_s = self.habits.grow * self.cost_s(p.job)
-            good = [x for gain_s, x in offers if gain_s > least_s and self._within_budget(p, p.left_s(x))]
+            good = [
+                x
+                for gain_s, x in offers
+                if gain_s > least_s and self._within_budget(p, p.left_s(x)) and _fits_beside(p, x)
+            ]
             if good:
                 more = max(good[0].devices - len(p.devices), 1)
                 wishes.append((offers[0][0] / more, p.job.id, p, good))
@@ -306,6 +311,12 @@ class Steering:
         made = sum(not m.failure for m in p.job.migrations) + 1
         life_s = executed_s(p.job, self.view.now_s) + left_s
         return made * self.cost_s(p.job) <= self.habits.budget * life_s
+
+
+def _fits_beside(p: Prospect, offer: Estimate) -> bool:
+    """Its ranks can be made ready while the old ones train; of a simulated job nobody knows the memory."""
+    there = p.now.device_bytes if p.now is not None else 0
+    return not p.devices or there + offer.device_bytes <= USABLE_SHARE * min(d.memory_bytes for d in p.devices)
 
 
 def _per_host(devices: Sequence[Device]) -> dict[HostId, int]:

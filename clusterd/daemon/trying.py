@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import anyio.to_thread
@@ -76,7 +77,8 @@ class Trying:
         if self._is_worth_it(job):
             shapes = [shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
             tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
-            answer = await anyio.to_thread.run_sync(known.next_trial, shapes, tried)
+            ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
+            answer = await anyio.to_thread.run_sync(ask)
         if answer is None:
             self._nothing_to_try[job.id] = known_so_far
             if job.being_tried:

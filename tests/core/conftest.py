@@ -30,9 +30,9 @@ CRASH = RankEnd(reason=Reason.EXIT, exit_code=3)
 GIB = 1 << 30
 
 
-def facts(host: str, gpus: int = 0, cpus: int = 0, cores: int = 32) -> HostFacts:
+def facts(host: str, gpus: int = 0, cpus: int = 0, cores: int = 32, gpu_bytes: int = 80 * GIB) -> HostFacts:
     """A machine with GPUs, or with CPU devices of one core."""
-    kinds = [("cuda", f"gpu{i}", 80 * GIB) for i in range(gpus)] + [("cpu", f"cpu{i}", 8 * GIB) for i in range(cpus)]
+    kinds = [("cuda", f"gpu{i}", gpu_bytes) for i in range(gpus)] + [("cpu", f"cpu{i}", 8 * GIB) for i in range(cpus)]
     return HostFacts(
         boot_id="boot",
         cpu_cores=cores,

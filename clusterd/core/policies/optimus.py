@@ -74,7 +74,10 @@ class Optimus(Rounds):
     """Marginal gain of remaining time."""
 
     name = "optimus"
-    interval_s: float | None = 600.0
+
+    def __init__(self, plans: bool = False, interval_s: float = 600.0) -> None:
+        super().__init__(plans)
+        self.interval_s: float | None = interval_s
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
         """The least for each in order of arrival, then the best gain per device."""

@@ -26,15 +26,26 @@ class Tiresias(Baseline):
         plans: bool = False,
         limits_device_s: tuple[float, ...] = QUEUE_LIMITS_DEVICE_S,
         promote: float | None = None,
+        running_first: bool = True,
     ) -> None:
-        """`promote`: back to the first queue after waiting so many times as long as executed; None: never."""
+        """`promote`: back to the first queue after waiting so many times as long as executed; None: never.
+
+        `running_first`: within a queue who runs comes before who waits, as published; otherwise arrival alone counts.
+        """
         super().__init__(plans)
-        self.limits_device_s, self.promote = limits_device_s, promote
+        self.limits_device_s, self.promote, self.running_first = limits_device_s, promote, running_first
 
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
         """By queue, running first, then by arrival."""
         return sorted(
-            jobs, key=lambda j: (self._queue(j, view.now_s), j.attempt is None, j.submitted_s, len(j.id), j.id)
+            jobs,
+            key=lambda j: (
+                self._queue(j, view.now_s),
+                self.running_first and j.attempt is None,
+                j.submitted_s,
+                len(j.id),
+                j.id,
+            ),
         )
 
     def _queue(self, job: Job, now_s: float) -> int:
