@@ -156,13 +156,17 @@ class Ask(Dialog[str]):
             self.dismiss(event.value.strip())
 
 
-class Choose(Dialog[str]):
-    """One of several."""
+class Options(OptionList):
+    """The library's list, with the keys for down and up that every pane here has."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "move(1)", "down", show=False),
-        Binding("k", "move(-1)", "up", show=False),
+        Binding("j", "cursor_down", "down", show=False),
+        Binding("k", "cursor_up", "up", show=False),
     ]
+
+
+class Choose(Dialog[str]):
+    """One of several."""
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class Choose(Dialog[str]):
 
     def content(self) -> Sequence[Static | OptionList]:
         """The options."""
-        self.list = OptionList(*(Option(rich_text(shown), id=key) for key, shown in self._options))
+        self.list = Options(*(Option(rich_text(shown), id=key) for key, shown in self._options))
         self.list.styles.max_height = 20
         return [*(Static(rich_text(runs)) for runs in self._lines), self.list]
 
@@ -189,13 +193,6 @@ class Choose(Dialog[str]):
         keys = [key for key, _ in self._options]
         self.list.highlighted = keys.index(self._current) if self._current in keys else (0 if keys else None)
         self.list.focus()
-
-    def action_move(self, by: int) -> None:
-        """Up or down."""
-        if by > 0:
-            self.list.action_cursor_down()
-        else:
-            self.list.action_cursor_up()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """This one."""

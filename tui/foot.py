@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 
 def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:
     """Keys of this screen, as many as find room, and what a click on each does."""
+    verbs = [verb for verb in offered(screen, can_act, replays) if screen in verb.footer]
+    while sum(len(verb.shown) + len(verb.short) + 3 for verb in verbs) > cells and len(verbs) > 1:
+        verbs.remove(max(reversed(verbs), key=lambda verb: verb.rank))
     runs: list[tuple[str, str]] = []
     actions: dict[str, str] = {}
-    for verb in offered(screen, can_act, replays):
-        if screen not in verb.footer:
-            continue
+    for verb in verbs:
         label = f" {verb.short}  "
-        cells -= len(verb.shown) + len(label)
-        if cells < 0:
-            break
         runs += ((verb.shown, "key"), (label, ""))
         actions[verb.shown] = actions[label] = f"verb('{verb.action}')"
     return [((" ", ""), *runs)], actions

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from textual.binding import Binding, BindingType
 from textual.timer import Timer
 from textual.widgets import OptionList, Static
 
@@ -14,7 +13,7 @@ from clusterd.units import duration, size
 from tui import rows
 from tui.columns import compact
 from tui.context import Context
-from tui.dialogs import Dialog, rich_text
+from tui.dialogs import Dialog, Options, rich_text
 from tui.event_words import short_plan
 from tui.job_page import move_lines
 from tui.lines import Line, line, printable
@@ -61,11 +60,6 @@ def cost_lines(preview: dict[str, Any]) -> list[Line]:
 class ChoosePlan(Dialog[str]):
     """The plans, best first; under them what moving to the one under the cursor would cost."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "move(1)", "down", show=False),
-        Binding("k", "move(-1)", "up", show=False),
-    ]
-
     def __init__(self, context: Context, job: rows.Job, known: rows.Plans) -> None:
         super().__init__(f"move {job.name}", "enter chooses   esc leaves it where it is")
         self.shared = context
@@ -84,7 +78,7 @@ class ChoosePlan(Dialog[str]):
 
         options = [Option(rich_text(shown), id=plan) for plan, shown in self._plans]
         other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER)
-        self.list = OptionList(*options, other)
+        self.list = Options(*options, other)
         self.list.styles.max_height = 14
         self.preview = TextPane("preview")
         self.preview.styles.height = 5
@@ -95,13 +89,6 @@ class ChoosePlan(Dialog[str]):
         """On the best one."""
         self.list.highlighted = 0
         self.list.focus()
-
-    def action_move(self, by: int) -> None:
-        """Up or down."""
-        if by > 0:
-            self.list.action_cursor_down()
-        else:
-            self.list.action_cursor_up()
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
         """Ask for the cost when the cursor rests."""

@@ -16,9 +16,12 @@ from tests.tui.staged import NOW_S, job, snapshot
 from tui import columns, lines, rows
 from tui.braille import Series, chart
 from tui.filters import BadFilter, parse
+from tui.foot import footer
 from tui.listing import Listing
 from tui.log_window import LogWindow, readable
 from tui.playback import Player
+from tui.verbs import VERBS
+from tui.view import SCREENS
 
 JOBS = [rows.job(row) for row in snapshot()["jobs"]]
 
@@ -103,6 +106,25 @@ def test_a_chart_is_as_large_as_asked(points: list[tuple[float, float]], cells: 
     assert len(drawn) in (1, max(height, 2) + 1)
     if plain:
         assert all(lines.plain(one).isascii() for one in drawn)
+
+
+@pytest.mark.parametrize("cells", [20, 40, 80, 160])
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, cells: int) -> None:
+    """However narrow, help and leaving are there; at 80 columns so is what the screen is for."""
+    shown, clicks = footer(screen, not replays, replays, cells)
+    said = lines.plain(shown[0])
+    assert lines.width(shown[0]) <= cells
+    words = {f"{verb.shown} {verb.short}" for verb in VERBS}
+    assert set(said.strip().split("  ")) <= words
+    assert "q quit" in said
+    assert "? help" in said
+    if cells >= 80:
+        wanted = {"fleet": "d u", "queue": "w m c n l /", "job": "w m c K l", "decisions": "/ s", "events": "/ s"}[
+            screen
+        ]
+        assert set((". , space > <" if replays else wanted).split()) <= set(clicks)
 
 
 def _recording() -> list[dict[str, Any]]:
