@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError
+from clusterd.types import Tenant
 from clusterd.units import parse_duration_s, parse_size
 
 SOCKET_PATH_BYTES_MAX = 100
@@ -45,6 +46,7 @@ class Config:
     trials: bool = True  # jobs may take a few steps under other plans, to learn how fast they are
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs; as in a job file
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
 
 
 def state_dir(system: bool = False) -> Path:
@@ -81,9 +83,15 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     values = read_toml(chosen) if chosen else {}
     where = str(chosen)
     daemon = _table(values, "daemon", where)
-    known = {f.name for f in fields(Config)} - {"hosts", "datasets", "host_lost_after_s", "workdir_bytes_max"}
+    known = {f.name for f in fields(Config)} - {
+        "hosts",
+        "datasets",
+        "tenants",
+        "host_lost_after_s",
+        "workdir_bytes_max",
+    }
     check_keys(daemon, known | {"host_lost_after", "workdir_max"}, f"{where}: [daemon]")
-    check_keys(values, {"daemon", "hosts", "datasets"}, where)
+    check_keys(values, {"daemon", "hosts", "datasets", "tenants"}, where)
     from clusterd.jobfile import data_folders  # which reads files by this module's functions
 
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
@@ -91,6 +99,9 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     for name, table in _table(values, "hosts", where).items():
         check_keys(table, {f.name for f in fields(HostOptions)}, f"{where}: [hosts.{name}]")
         hosts[name] = HostOptions(**table)
+    tenants = {
+        name: _tenant(table, f"{where}: [tenants.{name}]") for name, table in _table(values, "tenants", where).items()
+    }
     try:
         made = Config(
             state_dir=Path(str(daemon.get("state_dir", state_dir(system)))).expanduser(),
@@ -105,6 +116,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             log_level=str(daemon.get("log_level", "info")),
             hosts=hosts,
             datasets=datasets,
+            tenants=tenants,
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: [daemon]: {error}") from None
@@ -113,6 +125,18 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
         )
     return made
+
+
+def _tenant(table: Any, where: str) -> Tenant:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    check_keys(table, {f.name for f in fields(Tenant)}, where)
+    quota, share = table.get("quota"), table.get("share", 1.0)
+    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or quota < 0):
+        raise ConfigError(f"{where}: quota is {quota!r}; it must be a number of devices")
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share < float("inf"):
+        raise ConfigError(f"{where}: share is {share!r}; it must be a number above 0")
+    return Tenant(quota, float(share))
 
 
 def _yes_or_no(value: Any, name: str) -> bool:

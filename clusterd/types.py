@@ -92,6 +92,14 @@ class Resources:
     hosts: tuple[HostId, ...] = ()  # only these; empty: any
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """What those who share a cluster have agreed on for one of them."""
+
+    quota: int | None = None  # devices that its jobs may hold at a time; None: all there are
+    share: float = 1.0  # of contended devices, beside the shares of the others that want some
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A job as its user described it, complete: nothing is read again after the submit."""

@@ -36,6 +36,9 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     impossible = _never(job, view, known)
     if impossible:
         return impossible
+    beyond = view.quotas.why_not(job.spec.tenant, _least(job))
+    if beyond is not None:
+        return Refusal(job.id, beyond)
     if job.spec.kind is JobKind.CHECKPOINTABLE:
         return _at_some_size(job, view)
     if job.spec.kind is not JobKind.ELASTIC:
@@ -55,6 +58,13 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     return Grant(choice.plan, placement, _started(job, placement, choice))
 
 
+def _least(job: Job) -> int:
+    """Devices that it does not start without."""
+    if job.spec.kind is JobKind.CHECKPOINTABLE:
+        return min(plan.ranks for plan in sizes(job))
+    return max(job.spec.resources.devices, int(job.spec.kind is JobKind.ELASTIC))
+
+
 def sizes(job: Job) -> tuple[Plan, ...]:
     """Plans that a checkpointable job may be started under, the best first."""
     wanted = job.spec.resources
@@ -66,6 +76,8 @@ def sizes(job: Job) -> tuple[Plan, ...]:
 def _at_some_size(job: Job, view: View) -> Grant | Refusal:
     """The best of a checkpointable job's plans that there is room for."""
     for plan in sizes(job):
+        if plan.ranks > view.quotas.left(job.spec.tenant):
+            continue
         placement = place(job, view.free, plan.ranks, group=plan.tp, single_host=False)
         if placement is not None:
             hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))

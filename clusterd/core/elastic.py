@@ -142,6 +142,7 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
             for d in h.devices
             if d.kind == own[0].kind and (not job.spec.resources.hosts or d.host in job.spec.resources.hosts)
         ]
+        free = free[: view.quotas.left(job.spec.tenant)]
         if not free:
             continue
         wish = job.spec.resources.plan if len(own) + len(free) >= asked else None
@@ -149,6 +150,7 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
         move = _first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason, view.hosts)
         if move is not None and len(move.ranks) > len(own):
             _take(view.free, move, own)
+            view.quotas.take(job.spec.tenant, len(move.ranks) - len(own))
             moves.append(move)
     return moves
 

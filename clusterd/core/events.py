@@ -6,11 +6,11 @@ which it happened (`at_s`, seconds since the epoch) and the number the journal g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NewType
 
 from clusterd.core.outlook import Outlook
-from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport
+from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport, Tenant
 from plans.plan import Plan
 
 EventId = NewType("EventId", int)
@@ -32,6 +32,7 @@ class DaemonStarted(Event):
     """A daemon began to serve this journal; nothing is known of any host until its agent reports."""
 
     epoch: int
+    tenants: dict[str, Tenant] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class OnHosts(OnAttempts):
         self.host_lost_after_s = host_lost_after_s
 
     def _on_daemon_started(self, event: e.DaemonStarted) -> None:
-        self.state.epoch = event.epoch
+        self.state.epoch, self.state.tenants = event.epoch, event.tenants
         for host in self.state.hosts.values():
             if host.state is not HostState.LOST:
                 host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")

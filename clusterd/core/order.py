@@ -36,7 +36,7 @@ def order(view: View, prospects: Mapping[JobId, Prospect] | None = None) -> list
     foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
     gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
     by_gain = ranks(gains)
-    tenants = _over_share(view)
+    tenants = view.quotas.over_share(queued)
 
     def key(job: Job) -> tuple[object, ...]:
         score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
@@ -74,16 +74,3 @@ def ranks(values: Mapping[JobId, float]) -> dict[JobId, float]:
             place = index
         places[job] = place / max(len(ordered) - 1, 1)
     return places
-
-
-def _over_share(view: View) -> dict[str, bool]:
-    """Tenants that hold more than an equal share of what is held, while others wait."""
-    held: dict[str, int] = {}
-    for job in view.running:
-        if job.attempt is not None:
-            held[job.spec.tenant] = held.get(job.spec.tenant, 0) + len(job.attempt.ranks)
-    tenants = set(held) | {job.spec.tenant for job in view.queued}
-    if len(tenants) < 2:
-        return {}
-    share = sum(held.values()) / len(tenants)
-    return {tenant: count > share for tenant, count in held.items()}

@@ -21,6 +21,7 @@ from clusterd.types import (
     JobState,
     RankEnd,
     RankPlace,
+    Tenant,
 )
 from plans.plan import Plan
 
@@ -269,6 +270,7 @@ class State:
     hosts: dict[HostId, Host] = field(default_factory=dict)
     leases: dict[DeviceId, Lease] = field(default_factory=dict)
     outlooks: dict[str, Outlook] = field(default_factory=dict)  # by model
+    tenants: dict[str, Tenant] = field(default_factory=dict)
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: what moves took lately
     timers: dict[str, float] = field(default_factory=dict)
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival here

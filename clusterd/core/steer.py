@@ -84,7 +84,12 @@ class Steering:
         """Start the job, make room for it, or say what it waits for; whether it starts now."""
         if self.room.total < p.curve.least and self.considered >= MOST_CONSIDERED:
             return self._refuse(p, None)
-        want = max(self.sizes.get(p.job.id, 0), p.curve.least)
+        tenant = p.job.spec.tenant
+        beyond = self.view.quotas.why_not(tenant, p.curve.least)
+        if beyond is not None:
+            self.proposal.refusals.append(Refusal(p.job.id, beyond))
+            return False
+        want = min(max(self.sizes.get(p.job.id, 0), p.curve.least), self.view.quotas.left(tenant))
         offers = p.curve.upto(want)
         offers = tuple(sorted(offers, key=lambda x: self._burden_s(p, x)))
         found = self._seat(p, offers)
@@ -141,6 +146,7 @@ class Steering:
         self._occupy(p.left_s(offer), offer, devices)
         self.room.take(devices, where.cores, where.memory_bytes)
         self.view.free.take(where.ranks, where.cores, where.memory_bytes)
+        self.view.quotas.take(p.job.spec.tenant, len(devices))
         reason = f"{offer.plan} on {_names(devices)}: {duration(p.left_s(offer))} to go, by what is known of its speed"
         self.proposal.starts.append(Start(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason))
         return True
@@ -226,7 +232,7 @@ class Steering:
             if p.job.id in self.moved or not self._may_move(p):
                 continue
             offers = sorted(
-                ((self._gain_s(p, x), x) for x in p.curve.upto(max(self.sizes.get(p.job.id, 0), 1))),
+                ((self._gain_s(p, x), x) for x in p.curve.upto(self._at_most(p))),
                 key=lambda item: -item[0],
             )
             least_s = self.habits.grow * self.cost_s(p.job)
@@ -240,6 +246,10 @@ class Steering:
                 wishes.append((offers[0][0] / more, p.job.id, p, good))
         for _, _, p, good in sorted(wishes, key=lambda w: (-w[0], w[1])):
             self._grow_one(p, good)
+
+    def _at_most(self, p: Prospect) -> int:
+        may = len(p.devices) + self.view.quotas.left(p.job.spec.tenant)
+        return min(max(self.sizes.get(p.job.id, 0), 1), may)
 
     def _gain_s(self, p: Prospect, offer: Estimate) -> float:
         """Seconds saved by running so, the move and what the further devices could do for others paid."""
@@ -265,6 +275,7 @@ class Steering:
         offer, devices = chosen
         more = [d for d in devices if d.id not in own]
         self.room.take(more, {}, {})
+        self.view.quotas.take(job.spec.tenant, len(more))
         self._occupy(p.left_s(offer), offer, more)
         saved = f"saves {duration(p.now_s - p.left_s(offer))} of {duration(p.now_s)}, for {duration(self.cost_s(job))}"
         self._move(p, offer, devices, saved)

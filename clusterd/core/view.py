@@ -8,6 +8,7 @@ from typing import Protocol
 
 from clusterd.core.outlook import Outlook
 from clusterd.core.state import Host, Job, State
+from clusterd.core.tenants import Quotas
 from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
 from plans.plan import Plan
 
@@ -99,7 +100,7 @@ class Free:
 
 
 class View:
-    """The cluster at one instant, for one pass; nothing in it may be changed but `free`."""
+    """The cluster at one instant, for one pass; nothing in it may be changed but `free` and `quotas`."""
 
     def __init__(self, state: State, now_s: float) -> None:
         self.now_s = now_s
@@ -110,6 +111,7 @@ class View:
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Free(state.hosts.values(), state.leases)
+        self.quotas = Quotas(state.tenants, self.running)
 
 
 class Policy(Protocol):

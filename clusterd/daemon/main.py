@@ -128,7 +128,7 @@ class Daemon:
             listener = await server.listen()
             stack.callback(config.socket.unlink, missing_ok=True)
             tasks.start_soon(engine.run)
-            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch))
+            await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=dict(config.tenants)))
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
             await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))

@@ -70,12 +70,19 @@ def test_a_second_daemon(cluster: RunningCluster) -> None:
     assert f"a daemon (pid {cluster.pid}) already serves {cluster.directory}" in said
 
 
-def test_a_configuration_with_an_unknown_key(cluster: RunningCluster) -> None:
-    """Named with file, table and the nearest that is right."""
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[daemon]\npolicie = 'default'", "[daemon]: unknown key 'policie'; did you mean 'policy'?"),
+        ("[tenants.vision]\nquota = 'many'", "[tenants.vision]: quota is 'many'; it must be a number of devices"),
+        ("[tenants.vision]\nshare = 0", "[tenants.vision]: share is 0; it must be a number above 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, said: str) -> None:
+    """Named with file, table, and what would be right."""
     file = cluster.directory / "clusterd.toml"
-    file.write_text("[daemon]\npolicie = 'default'\n")
-    said = refused(cluster, "start", "--config", str(file), code=2)
-    assert said.endswith(f"{file}: [daemon]: unknown key 'policie'; did you mean 'policy'?")
+    file.write_text(text)
+    assert refused(cluster, "start", "--config", str(file), code=2).endswith(f"{file}: {said}")
 
 
 def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster) -> None:

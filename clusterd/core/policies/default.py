@@ -78,6 +78,7 @@ class Default:
             return [answer.devices]
         assert isinstance(answer, Grant)
         where = answer.placement
+        view.quotas.take(job.spec.tenant, sum(place.device is not None for place in where.ranks))
         taken = {place.device for place in where.ranks}
         devices = [d for host in view.free.hosts.values() for d in host.devices if d.id in taken]
         view.free.take(where.ranks, where.cores, where.memory_bytes)

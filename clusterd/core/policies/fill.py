@@ -137,6 +137,7 @@ def black_boxes(view: View, menus: Menus, choice: Choice, proposal: Proposal) ->
         answer = allocate(job, view)
         if isinstance(answer, Grant):
             where = answer.placement
+            view.quotas.take(job.spec.tenant, sum(place.device is not None for place in where.ranks))
             view.free.take(where.ranks, where.cores, where.memory_bytes)
             proposal.starts.append(
                 Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
