@@ -37,15 +37,27 @@ _FIGURES = (
 @click.option("--workload", type=click.Path(path_type=Path), help="Jobs: a file of a known format.")
 @click.option("--truth", type=click.Path(path_type=Path), help="Measured step times; progress follows them.")
 @click.option(
-    "--format", "form", default="auto", show_default=True, help="Of the workload: a800, gavel, pollux, arena."
+    "--format", "form", default="auto", show_default=True, help="Of the workload: a800, arena, gavel, pollux."
 )
 @click.option("--policy", "policies", multiple=True, help="One or more; default: default. `all`: all of them.")
+@click.option("--scale-steps", type=float, default=1.0, show_default=True, help="Jobs have so many times their steps.")
 @click.option("--load", type=float, help="Squeeze arrivals until jobs ask for so many times what the cluster offers.")
 @click.option(
     "--move-cost", default="78", show_default=True, help="Seconds, for everybody; or `measured`: live for ours."
 )
 @click.option("--start-cost", type=float, default=0.0, show_default=True, help="Seconds before a job's first step.")
 @click.option("--oracle", is_flag=True, help="Policies know the truth, not what trial runs taught.")
+@click.option(
+    "--known-by",
+    type=click.Choice(["shape", "count"]),
+    default="shape",
+    show_default=True,
+    help="Policies know step times by how devices lie on hosts, or by their number alone.",
+)
+@click.option(
+    "--round", "round_s", type=float, default=0.0, show_default=True, help="Hear and decide every so many seconds only."
+)
+@click.option("--whole-steps", is_flag=True, help="A round's last step is made whole or not at all.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
 @click.option("--resample", is_flag=True, help="Another trace of the same kind, drawn by the seed.")
 @click.option("--arrivals", type=click.Choice(["trace", "poisson", "burst", "day"]), default="trace", show_default=True)
@@ -66,10 +78,14 @@ def simulate(
     truth: Path | None,
     form: str,
     policies: tuple[str, ...],
+    scale_steps: float,
     load: float | None,
     move_cost: str,
     start_cost: float,
     oracle: bool,
+    known_by: str,
+    round_s: float,
+    whole_steps: bool,
     seed: int,
     resample: bool,
     arrivals: str,
@@ -107,8 +123,15 @@ def simulate(
             raise UsageError(f"{name} {share:g}: give a share from 0 to 1")
     if load is not None and not 0 < load < 1000:
         raise UsageError(f"--load {load:g}: give a number above 0, as in 1.0")
+    if not 0 < scale_steps < 1e6:
+        raise UsageError(f"--scale-steps {scale_steps:g}: give a number above 0, as in 0.2")
+    if not 0 <= round_s < 1e6:
+        raise UsageError(f"--round {round_s:g}: give seconds; 0 is without rounds")
+    if whole_steps and not round_s:
+        raise UsageError("--whole-steps: steps are cut by rounds only; give --round SECONDS too")
     hosts = parse_cluster(cluster)
     world, given = read(form, workload, truth, hosts)
+    given = jobs.with_steps(given, scale_steps)
     if resample:
         given = jobs.resampled(given, random.Random(f"resample {seed}"))
     given = jobs.with_pattern(given, arrivals, random.Random(f"arrivals {seed}"))
@@ -124,12 +147,14 @@ def simulate(
         cluster=hosts,
         workload=given,
         truth=world,
-        outlooks=run.believe(world, oracle, seed, [a.model for a in given.arrivals]),
+        outlooks=run.believe(world, oracle, seed, [a.model for a in given.arrivals], known_by == "count"),
         move_s=_move_cost(move_cost),
         start_s=start_cost,
         disturbances=tuple(sorted([*broken, *run.drains(hosts, drained)], key=lambda d: d.at_s)),
         checkpoint_s=checkpoint,
         horizon_s=horizon,
+        round_s=round_s,
+        whole_steps=whole_steps,
         timeline=plot is not None,
     )
     found = _run(setting, names, processes, quiet=as_json)
@@ -141,6 +166,9 @@ def simulate(
         "load": jobs.load_of(given, world, hosts),
         "move_cost": move_cost,
         "oracle": oracle,
+        "known_by": known_by,
+        "round_s": round_s,
+        "scale_steps": scale_steps,
         "seed": seed,
         "left_out": given.left_out,
         "plans_replaced": given.replaced,

@@ -2,14 +2,17 @@
 
 What the daemon learns from agents, the scheduler learns here from arithmetic. Everything of one instant is one batch,
 as in the daemon. Reports of progress come with each batch and at completion, not step by step.
+
+Systems that schedule in rounds hear of arrivals and ends at the next round only: so does the scheduler here where a
+round is set. What a round decides is carried out at once; a job that ends within a round keeps its devices to its end.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -22,7 +25,8 @@ from clusterd.core.view import Policy, Proposal, View
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
 from clusterd.simulate.mixture import truth_of
-from clusterd.simulate.truth import ModelTruth, Truth
+from clusterd.simulate.runs import Disturbance, Result, Run
+from clusterd.simulate.truth import Truth
 from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
 from plans.plan import Plan
@@ -34,60 +38,6 @@ TURNS_MAX = 2000
 
 _OK = RankEnd(reason=Reason.EXIT, exit_code=0)
 _STOPPED = RankEnd(reason=Reason.STOPPED)
-
-
-@dataclass(frozen=True, slots=True)
-class Disturbance:
-    """Something that happens to a host."""
-
-    at_s: float
-    host: int  # number, in the order of the cluster
-    kind: str  # "down", "up", "drain", "undrain"
-
-
-@dataclass(slots=True)
-class Run:
-    """A job as it truly goes."""
-
-    arrival: Arrival
-    job: JobId
-    model: ModelTruth
-    done: float = 0.0  # steps
-    saved: float = 0.0  # steps that a fault does not take away
-    rate: float = 0.0  # steps per second; 0: it stands
-    since_s: float = 0.0  # from when on it goes at this rate; may lie ahead
-    version: int = 0  # of the rate: foreseen ends of older ones are void
-    attempt: int = 0
-    devices: int = 0  # held now
-    first_start_s: float | None = None
-    end_s: float | None = None
-    waited_s: float = 0.0  # without devices
-    device_s: float = 0.0
-    moves: int = 0
-    restarts: int = 0
-    refused: str = ""
-
-    def go_to(self, now_s: float) -> None:
-        """Count the steps up to now."""
-        if self.rate > 0 and now_s > self.since_s:
-            self.done = min(self.done + (now_s - self.since_s) * self.rate, float(self.arrival.steps))
-            self.since_s = now_s
-
-
-@dataclass(slots=True)
-class Result:
-    """What came of it."""
-
-    policy: str
-    runs: list[Run]
-    ended_s: float  # the last event
-    started_s: float  # the first arrival
-    device_s: float  # leased, in all
-    devices: int
-    passes: int
-    pass_s: list[float]
-    failed: dict[str, str] = field(default_factory=dict)  # jobs that the scheduler gave up, and why
-    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # devices of each job, at each change
 
 
 class _Timed:
@@ -119,6 +69,8 @@ class Simulation:
         disturbances: Sequence[Disturbance] = (),
         checkpoint_s: float = 600.0,
         horizon_s: float = float("inf"),
+        round_s: float = 0.0,
+        whole_steps: bool = False,
         on_batch: OnBatch | None = None,
         timeline: bool = False,
     ) -> None:
@@ -127,6 +79,7 @@ class Simulation:
         self.policy = _Timed(policy)
         self.scheduler = Scheduler(self.policy)
         self.checkpoint_s, self.horizon_s = checkpoint_s, horizon_s
+        self.round_s, self.whole_steps = round_s, whole_steps
         self.facts: dict[HostId, HostFacts] = cluster.facts()
         self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
         self.down: set[HostId] = set()
@@ -155,6 +108,8 @@ class Simulation:
             self._at(arrival.at_s, "arrival", (JobId(str(number)), arrival))
         for one in self._disturbances:
             self._at(one.at_s, "disturbance", one)
+        if self.round_s and self.whole_steps:
+            self._at(start_s, "round", None)
         end_s = start_s
         turns = 0
         while self._heap and self._unfinished:
@@ -203,7 +158,14 @@ class Simulation:
         self._tell(first)
 
     def _at(self, at_s: float, kind: str, what: Any) -> None:
-        heapq.heappush(self._heap, (max(at_s, self.now_s), next(self._number), kind, what))
+        at_s = max(at_s, self.now_s)
+        if at_s > self.now_s and kind != "done":
+            at_s = self._heard_s(at_s)
+        heapq.heappush(self._heap, (at_s, next(self._number), kind, what))
+
+    def _heard_s(self, at_s: float) -> float:
+        """When the scheduler hears of what happens then: at the next round, where there are rounds."""
+        return math.ceil(at_s / self.round_s - 1e-9) * self.round_s if self.round_s else at_s
 
     def _stamp(self) -> dict[str, Any]:
         return {"at_s": self.now_s, "id": e.EventId(next(self._ids))}
@@ -256,7 +218,7 @@ class Simulation:
     def _when_arrival(self, what: tuple[JobId, Arrival]) -> list[e.Event]:
         job, arrival = what
         model = self.truth.models[arrival.model]
-        self.runs[job] = Run(arrival, job, model)
+        self.runs[job] = Run(arrival, job, model, waited_s=self.now_s - arrival.at_s)
         self._waiting[job] = None
         spec = JobSpec(
             name=arrival.name,
@@ -288,24 +250,28 @@ class Simulation:
     def _when_done(self, what: tuple[JobId, int]) -> list[e.Event]:
         job, version = what
         run = self.runs[job]
-        attempt = self.scheduler.state.jobs[job].attempt
-        if run.version != version or attempt is None:
+        if run.version != version or self.scheduler.state.jobs[job].attempt is None:
             return []
         run.go_to(self.now_s)
         run.done, run.end_s, run.rate = float(run.arrival.steps), self.now_s, 0.0
         run.version += 1
-        return [
-            e.RankExited(
-                **self._stamp(),
-                job=job,
-                attempt=attempt.number,
-                generation=attempt.generation,
-                host=rank.place.host,
-                rank=number,
-                end=_OK,
-            )
+        if self._heard_s(self.now_s) > self.now_s:
+            self._at(self._heard_s(self.now_s), "ended", job)
+            return []
+        return self._when_ended(job)
+
+    def _when_ended(self, job: JobId) -> list[e.Event]:
+        attempt = self.scheduler.state.jobs[job].attempt
+        assert attempt is not None, "between rounds nothing is decided"
+        about: dict[str, Any] = {"job": job, "attempt": attempt.number, "generation": attempt.generation}
+        events: list[e.Event] = [
+            e.RankExited(**self._stamp(), **about, host=rank.place.host, rank=number, end=_OK)
             for number, rank in attempt.ranks.items()
         ]
+        if self.round_s:
+            # By the next round its devices are free: who divides the cluster then divides these too.
+            events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
+        return events
 
     def _when_stopped(self, what: d.StopAttempt) -> list[e.Event]:
         run = self.runs[what.job]
@@ -368,6 +334,18 @@ class Simulation:
                 downtime_s=downtime_s,
             )
         ]
+
+    def _when_round(self, what: None) -> list[e.Event]:
+        """A round is over: steps begun in it and not ended are not made."""
+        for job in self._going:
+            run = self.runs[job]
+            run.go_to(self.now_s)
+            if run.rate > 0 and run.done < run.arrival.steps:
+                run.done = math.floor(run.done + 1e-6)
+                self._foresee(run)
+        if self._heap or self._going:
+            self._at(self.now_s + self.round_s, "round", None)
+        return []
 
     def _when_timer(self, what: tuple[str, float]) -> list[e.Event]:
         timer, at_s = what
@@ -478,6 +456,11 @@ class Simulation:
         if step_time_s is None:
             shape = [len(kinds) for kinds in by_host.values()]
             raise AssertionError(f"{run.arrival.name}: {plan} on {shape} was not on offer, and was chosen")
-        run.rate, run.since_s, run.version = 1.0 / step_time_s, from_s, run.version + 1
-        left_s = (run.arrival.steps - run.done) * step_time_s
-        self._at(from_s + left_s, "done", (run.job, run.version))
+        run.rate, run.since_s = 1.0 / step_time_s, from_s
+        self._foresee(run)
+
+    def _foresee(self, run: Run) -> None:
+        """When it ends, if it goes on as it does."""
+        run.version += 1
+        left_s = (run.arrival.steps - run.done) / run.rate
+        self._at(max(run.since_s, self.now_s) + left_s, "done", (run.job, run.version))

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from clusterd.simulate.loop import Result, Run
+from clusterd.simulate.runs import Result, Run
 from clusterd.simulate.workload import asked_step_s
 
 
@@ -19,7 +19,9 @@ def figures(result: Result) -> dict[str, Any]:
     ratios without contention, inverted: of the speed at which each job got through, relative to what it asked for.
     """
     runs = result.runs
-    end_s = max([result.ended_s, *(r.end_s for r in runs if r.end_s is not None)])
+    ends = [r.end_s for r in runs if r.end_s is not None]
+    # Where there are rounds, the last end is heard of after it was.
+    end_s = max(ends) if len(ends) == len(runs) else max([result.ended_s, *ends])
     completion = sorted(_completion_s(r, end_s) for r in runs)
     asked = [_asked_s(r) for r in runs]
     contention = _contention(runs, end_s, result.devices)

@@ -19,7 +19,8 @@ def truth_of(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> f
     kinds = sorted({kind for some in hosts for kind in some})
     shape = [len(some) for some in hosts]
     if len(kinds) == 1:
-        return model.step_time_s(replace(plan, shares=()), kinds[0], shape)
+        as_it_is = model.step_time_s(plan, kinds[0], shape)
+        return as_it_is if as_it_is is not None else model.step_time_s(replace(plan, shares=()), kinds[0], shape)
     shares = plan.batch_shares(model.global_batch)
     even = model.global_batch / plan.dp
     per_replica = plan.ranks // plan.dp

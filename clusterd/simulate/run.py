@@ -15,9 +15,11 @@ from clusterd.core.policies import POLICIES
 from clusterd.errors import UsageError
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
-from clusterd.simulate.loop import Disturbance, OnBatch, Result, Simulation
+from clusterd.simulate.loop import OnBatch, Simulation
 from clusterd.simulate.metrics import figures
-from clusterd.simulate.truth import Truth, learned, oracle
+from clusterd.simulate.published import PUBLISHED, policy_named
+from clusterd.simulate.runs import Disturbance, Result
+from clusterd.simulate.truth import Truth, by_count, learned, oracle
 from clusterd.simulate.workload import Workload
 
 RESTART_S = 78.0
@@ -37,6 +39,8 @@ class Setting:
     disturbances: tuple[Disturbance, ...] = ()
     checkpoint_s: float = 600.0
     horizon_s: float = float("inf")
+    round_s: float = 0.0  # between the instants at which anything is heard of and decided; 0: at once
+    whole_steps: bool = False  # steps that a round begins and does not end are not made
     timeline: bool = False
 
     def costs(self, policy: str) -> Costs:
@@ -58,8 +62,10 @@ def check_policies(names: Sequence[str]) -> None:
         UsageError: one is not.
     """
     for name in names:
-        if name not in POLICIES:
-            raise UsageError(f"--policy {name}: there is none of that name; there are {', '.join(POLICIES)}")
+        if name not in POLICIES and name not in PUBLISHED:
+            raise UsageError(
+                f"--policy {name}: there is none of that name; there are {', '.join((*POLICIES, *PUBLISHED))}"
+            )
 
 
 def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> Result:
@@ -69,11 +75,13 @@ def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> 
         setting.workload,
         setting.truth,
         setting.outlooks,
-        POLICIES[policy](),
+        policy_named(policy),
         setting.costs(policy),
         disturbances=setting.disturbances,
         checkpoint_s=setting.checkpoint_s,
         horizon_s=setting.horizon_s,
+        round_s=setting.round_s,
+        whole_steps=setting.whole_steps,
         on_batch=on_batch,
         timeline=setting.timeline,
     ).run()
@@ -117,12 +125,16 @@ def side_by_side(
     return {name: done[name] for name in policies}
 
 
-def believe(truth: Truth, is_oracle: bool, seed: int, models: Sequence[str]) -> dict[str, Outlook]:
-    """What policies are told of each model."""
-    return {
-        name: oracle(truth.models[name]) if is_oracle else learned(truth.models[name], seed)
-        for name in dict.fromkeys(models)
-    }
+def believe(
+    truth: Truth, is_oracle: bool, seed: int, models: Sequence[str], counts_only: bool = False
+) -> dict[str, Outlook]:
+    """What policies are told of each model.
+
+    Args:
+        counts_only: of the truth no more than the step time by number of devices, on as few hosts as possible.
+    """
+    told = {name: by_count(truth.models[name]) if counts_only else truth.models[name] for name in dict.fromkeys(models)}
+    return {name: oracle(one) if is_oracle else learned(one, seed) for name, one in told.items()}
 
 
 def faults(cluster: Cluster, per_host_day: float, repair_s: float, span_s: float, seed: int) -> list[Disturbance]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clusterd.core.outlook import Estimate, Outlook, Shape
@@ -75,6 +75,26 @@ class Truth:
                     name, model.global_batch, times, model.parameters, families, model.rows, model.known
                 )
         return Truth(kept, self.source)
+
+
+def replicas(devices: int, batch: int) -> Plan:
+    """Plain data parallelism, the batch cut as evenly as it can be."""
+    least, more = divmod(batch, devices)
+    return Plan(dp=devices, shares=(least + 1,) * more + (least,) * (devices - more) if more and least else ())
+
+
+def by_count(model: ModelTruth) -> ModelTruth:
+    """The same, of which policies are told the step time by number of devices alone: that on fewest hosts.
+
+    Many published schedulers model speed so, and place afterwards; how the devices really lie counts all the same.
+    """
+    packed: dict[tuple[Plan, str, int], tuple[Shape, float]] = {}
+    for (plan, kind, shape), time in model.step_times_s.items():
+        key = (plan, kind, sum(shape))
+        if key not in packed or (len(shape), [-n for n in shape]) < (len(packed[key][0]), [-n for n in packed[key][0]]):
+            packed[key] = shape, time
+    known = {key: packed[key[0], key[1], sum(key[2])][1] for key in model.step_times_s}
+    return replace(model, known=known)
 
 
 def read_truth(path: Path, device_type: str) -> Truth:

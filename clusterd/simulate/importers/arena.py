@@ -12,9 +12,8 @@ from pathlib import Path
 
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows, table_of
-from clusterd.simulate.truth import Key, ModelTruth, Truth
+from clusterd.simulate.truth import Key, ModelTruth, Truth, replicas
 from clusterd.simulate.workload import Arrival, Workload, fit_to
-from plans.plan import Plan
 
 COLUMNS = ("job_id", "submission_time", "num_iteration", "model_name", "batch_size", "num_gpu", "gpu_type")
 
@@ -48,7 +47,7 @@ def read_truth(path: Path) -> Truth:
                 )
             if seconds > 0:
                 hosts, each = int(where[3]), int(where[4])
-                times[Plan(dp=hosts * each), where[2], (each,) * hosts] = float(seconds)
+                times[replicas(hosts * each, int(called[4])), where[2], (each,) * hosts] = float(seconds)
         parameters = int(float(called[2]) * _UNIT[called[3]])
         models[name] = ModelTruth(name, int(called[4]), times, parameters)
     return Truth({name: model for name, model in models.items() if model.step_times_s}, str(path))

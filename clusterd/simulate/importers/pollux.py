@@ -3,8 +3,8 @@
 A job names an application, a batch and a number of devices; its model here is ``APPLICATION_BATCH``. A step is one
 update with that batch on any number of replicas, and how many there are follows from the authors' records of
 statistical progress. The arithmetic is that of Pollux (Qiao et al., OSDI 2021, sections 2.2 and 5.3): an update of a
-batch M advances as far as gain(M) = (var + sqr) / (var / s + sqr) updates of the smallest batch M0, where s = M / M0 and
-the gradient's variance and square are those recorded in each epoch.
+batch M advances as far as gain(M) = (var + sqr) / (var / s + sqr) updates of the smallest batch M0, where s = M / M0
+and the gradient's variance and square are those recorded in each epoch.
 
 Batches are divided evenly over replicas, rounded up; what does not fit a device is accumulated. Where rounding makes
 the batch larger than asked for, an update advances further, and that is counted as a faster step.
@@ -26,9 +26,8 @@ from clusterd.core.outlook import Shape
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows
-from clusterd.simulate.truth import Key, ModelTruth, Truth
+from clusterd.simulate.truth import Key, ModelTruth, Truth, replicas
 from clusterd.simulate.workload import Arrival, Workload, fit_to
-from plans.plan import Plan
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 DEVICE_TYPE = "t4"
@@ -205,8 +204,9 @@ def read(path: Path, folder: Path, cluster: Cluster) -> tuple[Truth, Workload]:
         if app is None or arrival.model in models or not app.batch_min <= batch <= app.batch_max:
             continue
         allowed = [(1,)] if name in ONE_DEVICE else some
+        plans = {n: replicas(n, batch) for n in {sum(shape) for shape in allowed}}
         times: dict[Key, float] = {
-            (Plan(dp=sum(shape)), DEVICE_TYPE, shape): step_s
+            (plans[sum(shape)], DEVICE_TYPE, shape): step_s
             for shape, step_s in app.step_times_s(allowed, batch).items()
         }
         steps[arrival.model] = max(round(app.updates(batch)), 1)

@@ -1,0 +1,104 @@
+"""Tiresias and Optimus as Pollux's published simulator runs them beside Pollux.
+
+Both divide the cluster every 60 s, and place alike: who has as many devices as before keeps them, the others take what
+they need from the host with most free devices, again and again. Whoever's devices change restarts. Hosts are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from clusterd.core.outlook import Estimate
+from clusterd.core.policies.fill import Baseline
+from clusterd.core.policies.optimus import Optimus
+from clusterd.core.policies.tiresias import Tiresias
+from clusterd.core.realise import Want
+from clusterd.core.room import of_ranks, seat, shape_of
+from clusterd.core.state import Job
+from clusterd.core.view import Preempt, Proposal, Refusal, Start, View
+from clusterd.types import Device, JobId
+
+
+class _MostFreeFirst:
+    """What a baseline wants, placed so."""
+
+    def __init__(self, baseline: Baseline, narrow_first: bool) -> None:
+        self.baseline, self.narrow_first = baseline, narrow_first
+        self.name, self.interval_s = baseline.name, baseline.interval_s
+        self._now_s = float("-inf")
+        self._places: dict[JobId, tuple[Estimate, list[Device]]] = {}
+
+    def propose(self, view: View) -> Proposal:
+        """What this round decided: first the devices are freed, then, at the same instant, taken."""
+        if view.now_s != self._now_s:
+            self._now_s = view.now_s
+            jobs = sorted(self.baseline.managed(view), key=lambda j: (j.submitted_s, len(j.id), j.id))
+            self._places = self._place(view, self.baseline.wants(view, jobs))
+        proposal = Proposal()
+        for job in view.running:
+            mine = self._places.get(job.id)
+            if job.attempt is not None and (mine is None or ids(mine[1]) != set(job.attempt.devices)):
+                proposal.preempts.append(Preempt(job.id, f"{self.name}: its devices change"))
+        for job in view.queued:
+            if job.id not in self._places:
+                proposal.refusals.append(Refusal(job.id, f"{self.name}: others come first"))
+                continue
+            estimate, devices = self._places[job.id]
+            if ids(devices) <= {d.id for host in view.free.hosts.values() for d in host.devices}:
+                where = seat(job, estimate, devices)
+                view.free.take(where.ranks, where.cores, where.memory_bytes)
+                start = (job.id, estimate.plan, where.ranks, where.cores, where.memory_bytes, self.name)
+                proposal.starts.append(Start(*start))
+        return proposal
+
+    def _place(self, view: View, wants: Sequence[Want]) -> dict[JobId, tuple[Estimate, list[Device]]]:
+        left = {name: list(host.devices) for name, host in view.hosts.items() if host.unusable is None}
+        found: dict[JobId, tuple[Estimate, list[Device]]] = {}
+        moving: list[Want] = []
+        for want in wants:
+            devices = _devices_of(want.job, view)
+            if len(devices) == want.options[0].devices:
+                found[want.job.id] = want.options[0], devices
+                for device in devices:
+                    left[device.host].remove(device)
+            else:
+                moving.append(want)
+        if self.narrow_first:
+            moving.sort(key=lambda want: want.options[0].devices)
+        for want in moving:
+            devices = []
+            while len(devices) < want.options[0].devices:
+                most = max(left, key=lambda host: len(left[host]))
+                count = want.options[0].devices - len(devices)
+                devices += left[most][:count]
+                left[most] = left[most][count:]
+            estimate = next((x for x in want.options if x.shape == shape_of(devices)), None)
+            if estimate is not None:
+                found[want.job.id] = estimate, devices
+        return found
+
+
+def _devices_of(job: Job, view: View) -> list[Device]:
+    return of_ranks(view.hosts, job.attempt) if job.attempt is not None else []
+
+
+def ids(devices: Iterable[Device]) -> set[str]:
+    """Of these devices."""
+    return {device.id for device in devices}
+
+
+class PolluxTiresias(_MostFreeFirst):
+    """Two queues, the limit at 16 device-hours, within a queue in order of arrival."""
+
+    def __init__(self) -> None:
+        super().__init__(Tiresias(limits_device_s=(57_600.0,), running_first=False), narrow_first=False)
+        self.name = "pollux-tiresias"
+        self.interval_s = 60.0
+
+
+class PolluxOptimus(_MostFreeFirst):
+    """Every 60 s; the narrowest jobs are placed first."""
+
+    def __init__(self) -> None:
+        super().__init__(Optimus(interval_s=60.0), narrow_first=True)
+        self.name = "pollux-optimus"

@@ -1,0 +1,63 @@
+"""Jobs as they truly go, and what came of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from clusterd.simulate.truth import ModelTruth
+from clusterd.simulate.workload import Arrival
+from clusterd.types import JobId
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """Something that happens to a host."""
+
+    at_s: float
+    host: int  # number, in the order of the cluster
+    kind: str  # "down", "up", "drain", "undrain"
+
+
+@dataclass(slots=True)
+class Run:
+    """A job as it truly goes."""
+
+    arrival: Arrival
+    job: JobId
+    model: ModelTruth
+    done: float = 0.0  # steps
+    saved: float = 0.0  # steps that a fault does not take away
+    rate: float = 0.0  # steps per second; 0: it stands
+    since_s: float = 0.0  # from when on it goes at this rate; may lie ahead
+    version: int = 0  # of the rate: foreseen ends of older ones are void
+    attempt: int = 0
+    devices: int = 0  # held now
+    first_start_s: float | None = None
+    end_s: float | None = None
+    waited_s: float = 0.0  # without devices
+    device_s: float = 0.0
+    moves: int = 0
+    restarts: int = 0
+    refused: str = ""
+
+    def go_to(self, now_s: float) -> None:
+        """Count the steps up to now."""
+        if self.rate > 0 and now_s > self.since_s:
+            self.done = min(self.done + (now_s - self.since_s) * self.rate, float(self.arrival.steps))
+            self.since_s = now_s
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of it."""
+
+    policy: str
+    runs: list[Run]
+    ended_s: float  # the last event
+    started_s: float  # the first arrival
+    device_s: float  # leased, in all
+    devices: int
+    passes: int
+    pass_s: list[float]
+    failed: dict[str, str] = field(default_factory=dict)  # jobs that the scheduler gave up, and why
+    samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # devices of each job, at each change
