@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from clusterd.core.policies.fill import Baseline, asked_size, step_s
+from collections.abc import Sequence
+
+from clusterd.core.menu import Menu
+from clusterd.core.outlook import Estimate
+from clusterd.core.policies.fill import Baseline, Capacity, asked_size, step_s
+from clusterd.core.policies.optimus import staying
 from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
 
 
-class Fifo(Baseline):
+class Stationary(Baseline):
+    """Knows no device types: a job starts where it is fastest of what is free, and stays on that type."""
+
+    def options(self, job: Job, view: View, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+        """As it runs, else as it would run."""
+        return capacity.fits(staying(job, view, menu)) or super().options(job, view, menu, capacity)
+
+
+class Fifo(Stationary):
     """In order of arrival; who does not fit holds up those behind. Nobody is stopped."""
 
     name = "fifo"
@@ -19,7 +32,7 @@ class Fifo(Baseline):
         return sorted(jobs, key=lambda j: (j.attempt is None, j.submitted_s, len(j.id), j.id))
 
 
-class Srtf(Baseline):
+class Srtf(Stationary):
     """Least remaining time first, preemptively, on what each asks for."""
 
     name = "srtf"

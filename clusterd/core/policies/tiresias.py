@@ -7,7 +7,7 @@ runs, the others are preempted. Thresholds as in the authors' simulator; promoti
 
 from __future__ import annotations
 
-from clusterd.core.policies.fill import Baseline
+from clusterd.core.policies.simple import Stationary
 from clusterd.core.service import attained_s, executed_s
 from clusterd.core.state import Job
 from clusterd.core.view import View
@@ -15,7 +15,7 @@ from clusterd.core.view import View
 QUEUE_LIMITS_DEVICE_S = (3250.0, 7200.0)
 
 
-class Tiresias(Baseline):
+class Tiresias(Stationary):
     """2D-LAS with discretised queues."""
 
     name = "tiresias"
