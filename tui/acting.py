@@ -208,7 +208,11 @@ class Acting:
             raise ClusterError(f"{self._hosts[0].name} is drained already")
         names = ", ".join(host.name for host in hosts)
         running = sorted({job for host in hosts for job in host.jobs})
-        there = line(f"{len(running)} jobs there: {', '.join(running[:5])}") if running else line("no jobs there")
+        there = (
+            line(f"{len(running)} job{'s'[: len(running) != 1]} there: {', '.join(running[:5])}")
+            if running
+            else line("no jobs there")
+        )
         how = line(("elastic jobs move away where there is room; others run to their end", "dim"))
         why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "")
         if why is not None:

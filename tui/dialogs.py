@@ -129,11 +129,12 @@ class Ask(Dialog[str]):
         suggestions: Sequence[str] = (),
     ) -> None:
         """`check` says what is wrong with a value; empty: nothing."""
-        super().__init__(title, "enter does it   esc leaves it" + ("   right completes" if suggestions else ""))
+        super().__init__(title, "enter does it   esc leaves it" + ("   down, up: the next one" if suggestions else ""))
         self._lines = lines
         self._value = value
         self._check = check
         self._suggestions = suggestions
+        self._among = list(suggestions)
 
     def content(self) -> Sequence[Static | Input]:
         """The line, and what is wrong with it."""
@@ -145,6 +146,20 @@ class Ask(Dialog[str]):
     def on_mount(self) -> None:
         """Type at once."""
         self._input.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Down and up go through what is suggested; what was typed chooses among it."""
+        if event.key not in ("down", "up") or not self._suggestions:
+            return
+        event.stop()
+        step = 1 if event.key == "down" else -1
+        if self._input.value in self._among:
+            at = self._among.index(self._input.value) + step
+        else:
+            self._among = [text for text in self._suggestions if self._input.value in text] or list(self._suggestions)
+            at = 0 if step > 0 else -1
+        self._input.value = self._among[at % len(self._among)]
+        self._input.cursor_position = len(self._input.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Right, or say what is wrong."""
@@ -185,7 +200,7 @@ class Choose(Dialog[str]):
     def content(self) -> Sequence[Static | OptionList]:
         """The options."""
         self.list = Options(*(Option(rich_text(shown), id=key) for key, shown in self._options))
-        self.list.styles.max_height = 20
+        self.list.styles.max_height = "60vh"
         return [*(Static(rich_text(runs)) for runs in self._lines), self.list]
 
     def on_mount(self) -> None:
@@ -215,7 +230,7 @@ class Tick(Dialog[list[str]]):
         self._list: SelectionList[str] = SelectionList(
             *((shown, key, key in self._ticked) for key, shown in self._options)
         )
-        self._list.styles.max_height = 20
+        self._list.styles.max_height = "60vh"
         return [self._list]
 
     def on_mount(self) -> None:

@@ -50,12 +50,18 @@ def legend(look: Look) -> Line:
 
 def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float) -> list[Line]:
     """All about one host: its state in words, and every device with its holder, use and memory."""
-    since = f" for {duration(max(now_s - host.since_s, 0.0))}" if host.since_s else ""
+    # Since when it is up, or away, is known; since when it is drained is not.
+    since = (
+        f" for {duration(max(now_s - host.since_s, 0.0))}" if host.since_s and host.shown_state == host.state else ""
+    )
     made = [line((printable(host.name), "bold"), "  ", look.state(host.shown_state), (since, "dim"))]
     if host.why and host.state != "up":
         made.append(line(("why       ", "dim"), (printable(host.why), "warn")))
     if host.drained is not None:
         made.append(line(("drained   ", "dim"), printable(host.drained) or "yes", ("   u undrains", "dim")))
+        if host.jobs:
+            still = "move away where there is room, or run to their end"
+            made.append(line(("still here", "dim"), f" {printable(', '.join(host.jobs))}", (f": {still}", "dim")))
     if host.address:
         made.append(line(("address   ", "dim"), host.address))
     if host.cpu_cores:

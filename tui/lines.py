@@ -63,7 +63,7 @@ def _cut(runs: Line, cells: int) -> Iterator[Run]:
 
 
 def wrap(runs: Line, cells: int, hang: int = 0) -> list[Line]:
-    """Lines of at most `cells`, broken at spaces where there are any; all but the first are indented by `hang`."""
+    """Lines of at most `cells`, broken at spaces, and in plans at commas; all but the first are indented by `hang`."""
     if width(runs) <= cells or cells <= 0:
         return [runs]
     hang = hang if hang < cells // 2 else 0
@@ -97,10 +97,10 @@ def _without_end(runs: list[Run]) -> list[Run]:
 
 
 def _words(text: str) -> Iterator[str]:
-    """Words with the spaces that follow them."""
+    """Words with the spaces that follow them; plans, which are long, have a word for each of their parts."""
     start = 0
     for at in range(1, len(text)):
-        if text[at] != " " and text[at - 1] == " ":
+        if (text[at] != " " and text[at - 1] == " ") or (text[at].isalpha() and text[at - 1] == ","):
             yield text[start:at]
             start = at
     if text[start:]:

@@ -133,7 +133,7 @@ class LogPane(ScrollView, can_focus=True):
         if dropped > 0 and self._only is None:
             lines.insert(0, f"({dropped} earlier lines: o opens all of them in a pager)")
         if self._wrapped:
-            cells = max(self.size.width, 8)
+            cells = max(self.size.width - 1, 8)
             lines = ["".join(t for t, _ in piece) for text in lines for piece in wrap(line(text), cells)]
         if not lines and self.said:
             lines = ["".join(t for t, _ in piece) for piece in wrap(line(self.said), max(self.size.width - 1, 8))]
@@ -149,7 +149,8 @@ class LogPane(ScrollView, can_focus=True):
         base = self.rich_style
         text = self._lines[at] if at < len(self._lines) else ""
         dim = Style(dim=True) if not self._window.total and self.said else Style()
-        return strip(fit(line(text), self.size.width, more=""), base + dim)
+        shown = fit(line(text), self.size.width - self.scrollbar_size_vertical, more="")
+        return strip(shown, base + dim).adjust_cell_length(self.size.width, base)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Scrolled up by hand: stay there. At the end: follow."""

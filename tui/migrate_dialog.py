@@ -61,7 +61,9 @@ class ChoosePlan(Dialog[str]):
     """The plans, best first; under them what moving to the one under the cursor would cost."""
 
     def __init__(self, context: Context, job: rows.Job, known: rows.Plans) -> None:
-        super().__init__(f"move {job.name}", "enter chooses   esc leaves it where it is")
+        super().__init__(
+            f"move {job.name} from {short_plan(job.plan or '')}", "enter chooses   esc leaves it where it is"
+        )
         self.shared = context
         self._job = job
         lines = plan_lines(known.rows)
@@ -79,7 +81,7 @@ class ChoosePlan(Dialog[str]):
         options = [Option(rich_text(shown), id=plan) for plan, shown in self._plans]
         other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER)
         self.list = Options(*options, other)
-        self.list.styles.max_height = 14
+        self.list.styles.max_height = "50vh"  # what moving costs, and the keys, stay in sight
         self.preview = TextPane("preview")
         self.preview.styles.height = 5
         heading = "plan, devices, predicted step time, speed against now, likely range"

@@ -72,7 +72,7 @@ class Table(ScrollView, can_focus=True):
         self._stay_on_top = stay_on_top
         self._columns: Sequence[Column[Any]] = ()
         self._laid: list[tuple[Column[Any], int]] = []
-        self._laid_for = 0  # the width; a scrollbar that comes takes some of it without a word
+        self._laid_for = 0  # the room; a scrollbar that comes takes some of it without a word
         self._drawn: dict[int, tuple[Any, ...]] = {}
         self.keys: list[str] = []
         self._places: dict[str, int] = {}
@@ -119,7 +119,7 @@ class Table(ScrollView, can_focus=True):
         """Look at the visible rows, and draw those again that look otherwise than before."""
         if not self.is_attached or not self.size.width:
             return
-        if self.size.width != self._laid_for:
+        if self._room != self._laid_for:
             self._lay_out()
         for y in range(self.size.height):
             content = self._content(y)
@@ -137,11 +137,16 @@ class Table(ScrollView, can_focus=True):
         flags = (key in self.marked, key == self.cursor, self.has_focus)
         return (key, flags, tuple(self._cells(key, self._laid)))
 
+    @property
+    def _room(self) -> int:
+        """Cells beside the scrollbar, which Textual draws over the last one."""
+        return self.size.width - self.scrollbar_size_vertical
+
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        self._laid_for = self.size.width
-        self._laid = lay_out(self._columns, max(self.size.width - _GUTTER, 1))
+        self._laid_for = self._room
+        self._laid = lay_out(self._columns, max(self._room - _GUTTER, 1))
         self._drawn.clear()
         self.refresh()
 
@@ -153,7 +158,7 @@ class Table(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         """One line of what is in sight."""
-        if self.size.width != self._laid_for:
+        if self._room != self._laid_for:
             self._lay_out()
         content = self._content(y)
         self._drawn[y] = content
@@ -170,7 +175,7 @@ class Table(ScrollView, can_focus=True):
         for (column, width), cell in zip(self._laid, found, strict=True):
             runs += (*fit(cell, width, column.right, more), (" ", ""))
         runs.pop()
-        drawn = cursor_strip(fit(tuple(runs), cells), base, focused) if current else strip(tuple(runs), base)
+        drawn = cursor_strip(fit(tuple(runs), self._room), base, focused) if current else strip(tuple(runs), base)
         return drawn.adjust_cell_length(cells, base)
 
     def _header(self, base: Style) -> Strip:

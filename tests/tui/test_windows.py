@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from textual.pilot import Pilot
 
 from tests.tui.staged import NOW_S, staged
@@ -136,6 +138,51 @@ def test_mouse_and_jump_reach_every_pane() -> None:
         assert board.detail.display
 
     drive(script)
+
+
+def test_job_files_are_gone_through_with_the_arrows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new user presses down; what is typed first narrows it."""
+    for name in ("one.toml", "two.toml", "three.toml"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await pilot.press("n")
+        ask = await window(pilot)
+        seen = []
+        for key in ("down", "down", "down", "down", "up"):
+            await pilot.press(key)
+            seen.append(ask._input.value)
+        assert seen == ["one.toml", "three.toml", "two.toml", "one.toml", "two.toml"]
+        ask._input.value = "th"
+        await pilot.press("up")
+        assert ask._input.value == "three.toml"
+        await pilot.press("escape")
+
+    drive(script)
+
+
+def test_in_a_small_terminal_a_window_of_plans_keeps_its_keys_in_sight() -> None:
+    """Thirty plans at 80x24: the list scrolls, the cost and the keys stay."""
+
+    async def run() -> None:
+        app = staged()
+        source: Any = app.shared.source
+        source.answers["plans"] = {
+            "rows": [{"plan": f"dp={n}", "devices": n, "step_time_s": 1 / n} for n in range(1, 31)]
+        }
+        source.answers["migrate"] = PREVIEW
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: app.shared.model.number == 8)
+            await pilot.press("m")
+            chooser = await window(pilot)
+            await until(pilot, lambda: "310ms" in chooser.preview.text)
+            box = chooser.query_one(".dialog").region
+            for part in (chooser.preview, chooser.query_one(".hint")):
+                assert box.contains_region(part.region), part
+                assert part.size.height == part.region.height > 0
+
+    asyncio.run(run())
 
 
 def test_a_filter_that_is_none_is_refused_where_it_is_typed() -> None:
