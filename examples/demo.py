@@ -68,6 +68,9 @@ def main() -> int:
             rows = _watch(cluster, scratch, console)
             console.print(_table(rows, final=True))
             console.print(_moves(rows))
+            trained_s = max(row["ended_s"] for row in rows) - min(row["started_s"] for row in rows)
+            spent_s = cluster.call("status")["scheduling_s"]
+            console.print(f"scheduling took {spent_s:.2f} s of processor time: {spent_s / trained_s:.2%} of the time")
             for question in (("profile", "study"), ("plans", "study", "--devices", "2"), ("why", "night")):
                 print(_clusterd(*question))
             console.print("comparing the losses of night with a run that was left alone, in this process")
