@@ -245,7 +245,7 @@ class Top(App[None]):
             self.show_frame()
 
     def show_frame(self) -> None:
-        if not self._boards:
+        if not self._boards or not self.is_running:  # the source may tell something while the screens are taken down
             return
         shared, cells = self.shared, self.size.width
         now_s = shared.clock()

@@ -108,6 +108,54 @@ def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])
+def test_garbage_leaves_a_usable_screen_and_the_terminal_as_it_was(socket: Path, garbage: str) -> None:
+    """It is said in the banner of a real terminal; keys work, and leaving leaves nothing behind."""
+    daemon = pretend(socket, "--garbage", garbage)
+    terminal = top(socket)
+    try:
+        terminal.expect(b"job-1")
+        terminal.expect(b"trying again")
+        terminal.type("1")
+        terminal.expect(b"host000")
+        terminal.type("q")
+        assert terminal.wait() == 0
+        assert terminal.is_restored
+    finally:
+        terminal.close()
+        daemon.terminate()
+        daemon.wait()
+
+
+def test_a_daemon_that_dies_leaves_a_usable_screen_and_the_terminal_as_it_was(socket: Path) -> None:
+    """Killed, looked at meanwhile, started again, killed again, and left."""
+    daemon = pretend(socket)
+    terminal = top(socket)
+    try:
+        terminal.expect(b"job-1")
+        for _ in range(2):
+            daemon.kill()
+            daemon.wait()
+            terminal.expect(b"Jobs run on meanwhile")
+            terminal.type("1")
+            terminal.expect(b"host000")
+            socket.unlink()
+            daemon = pretend(socket)
+            terminal.expect(b"attached to the daemon again")
+            terminal.type("2")
+            terminal.expect(b"job-1")
+        daemon.kill()
+        daemon.wait()
+        terminal.expect(b"Jobs run on meanwhile")
+        terminal.type("q")
+        assert terminal.wait() == 0
+        assert terminal.is_restored
+    finally:
+        terminal.close()
+        daemon.kill()
+        daemon.wait()
+
+
 def _job(directory: Path) -> str:
     file = directory / "waits.toml"
     file.write_text('name = "waits"\ncommand = ["true"]\nresources = { gpus = 4 }\n')
