@@ -26,7 +26,7 @@ from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
 from clusterd.simulate.mixture import truth_of
 from clusterd.simulate.runs import Disturbance, Result, Run
-from clusterd.simulate.truth import Truth
+from clusterd.simulate.truth import ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
 from plans.plan import Plan
@@ -96,6 +96,7 @@ class Simulation:
         self._device_s = 0.0
         self._samples: list[tuple[float, dict[str, int]]] = []
         self._disturbances = disturbances
+        self._shapes: dict[str, dict[str, Any]] = {}
         self._deferred: dict[HostId, list[d.StopAttempt]] = {}
 
     # --- the clock ----------------------------------------------------------------------------------------------------
@@ -230,17 +231,23 @@ class Simulation:
             tenant=arrival.tenant,
             user=arrival.tenant,
         )
-        shape = {
-            "parameters": [],
-            "layers": [],
-            "samples": model.global_batch,
-            "global_batch": model.global_batch,
-            "steps": arrival.steps if arrival.predictable else 0,
-        }
+        steps = arrival.steps if arrival.predictable else 0
+        shape = {**self._shape(model), "samples": model.global_batch, "steps": steps}
         return [
             e.JobSubmitted(**self._stamp(), job=job, spec=spec),
             e.ModelDescribed(**self._stamp(), job=job, shape=shape, model=arrival.model),
         ]
+
+    def _shape(self, model: ModelTruth) -> dict[str, Any]:
+        """A model that weighs nothing, and has a layer for every stage of the longest pipeline that is known."""
+        if model.name not in self._shapes:
+            stages = range(max(plan.pp for plan, _, _ in model.step_times_s))
+            self._shapes[model.name] = {
+                "parameters": [[f"{n}.weight", [1], 1, n] for n in stages],
+                "layers": [{"name": str(n)} for n in stages],
+                "global_batch": model.global_batch,
+            }
+        return self._shapes[model.name]
 
     def _when_launched(self, what: d.LaunchAttempt) -> list[e.Event]:
         if any(host in self.down for host in what.hosts):
