@@ -158,6 +158,15 @@ ALL: tuple[Coefficient, ...] = (
         "a message per tensor or partition instead of one per bucket",
     ),
     Coefficient(
+        "scatter_messages",
+        "1",
+        1.0,
+        0.2,
+        "model",
+        "delays of scattering one micro-batch's gradients, relative to half of summing them",
+        "buckets on GPUs; a message per block with FSDP over gloo",
+    ),
+    Coefficient(
         "update_rate",
         "parameter/s",
         1.2e10,

@@ -201,7 +201,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
         return network * np.ceil(devices / structure.devices_per_card) ** growth / flows
 
     parallel = (tp > 1) | (pp > 1)
-    path = np.where(parallel, c("parallel_path"), 1.0) * np.where(zero > 0, c("sharded_path"), 1.0)
+    path = np.where(parallel, c("parallel_path"), 1.0) * np.where(zero > 1, c("sharded_path"), 1.0)
     unsharded = np.minimum(c("unsharded_share"), 1.0)
     cut = np.where(tp > 1, unsharded + (1.0 - unsharded) / tp, 1.0)
 
@@ -229,9 +229,10 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     delay = np.where(dp > 1, (dp_hosts - 1.0) * c("network_latency_s") + dp * c("local_latency_s"), 0.0)
     one_way = ring / rate + delay
     gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
+    scatter = ring / rate + c("scatter_messages") * delay
     # Sharded gradients (ZeRO-2, 3) are scattered after each micro-batch, whole ones summed after the last; ZeRO-3
     # gathers for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
-    hidden = np.where(zero > 1, micro * one_way, 2.0 * one_way) + np.where(zero > 2, 2.0 * micro * gather, 0.0)
+    hidden = np.where(zero > 1, micro * scatter, 2.0 * one_way) + np.where(zero > 2, 2.0 * micro * gather, 0.0)
     gather = np.where(zero > 2, 0.0, gather)
     norm = 1.0 + c("overlap")
     last = np.where(zero > 2, forward + backward, np.where(zero > 1, backward, backward / slots))
