@@ -172,14 +172,14 @@ def _reason(job: rows.Job, frame: Frame) -> Line:
 
 JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("id", "id", 4, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
-    Column("name", "name", 14, _name, lambda j: j.name, flexible=True),
+    Column("name", "name", 13, _name, lambda j: j.name, flexible=True),
     Column("state", "state", 11, lambda j, f: line(f.look.state(j.shown_state)), _by_state),
     Column("priority", "pri", 4, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=3),
     Column("user", "user", 8, lambda j, f: _text(j.user), lambda j: j.user, rank=8, shown=False),
     Column("kind", "kind", 8, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),
-    Column("plan", "plan", 15, _plan, lambda j: j.plan or "", rank=2),
+    Column("plan", "plan", 14, _plan, lambda j: j.plan or "", rank=2),
     Column("devices", "devices", 14, _devices, lambda j: len(j.devices) if j.holds_devices else 0, rank=4),
-    Column("step", "step", 10, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
+    Column("step", "step", 11, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
     Column("loss", "loss", 7, lambda j, f: _number(j.loss, ".4g"), lambda j: _last(j.loss), right=True, rank=5),
     Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=6),
     Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=7),
