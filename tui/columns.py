@@ -177,7 +177,7 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("priority", "pri", 4, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=3),
     Column("user", "user", 8, lambda j, f: _text(j.user), lambda j: j.user, rank=8, shown=False),
     Column("kind", "kind", 8, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),
-    Column("plan", "plan", 14, _plan, lambda j: j.plan or "", rank=2),
+    Column("plan", "plan", 14, _plan, lambda j: j.plan or "", flexible=True, wants=28, rank=2),
     Column("devices", "devices", 14, _devices, lambda j: len(j.devices) if j.holds_devices else 0, rank=4),
     Column("step", "step", 11, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
     Column("loss", "loss", 7, lambda j, f: _number(j.loss, ".4g"), lambda j: _last(j.loss), right=True, rank=5),
