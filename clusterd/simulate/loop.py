@@ -97,6 +97,7 @@ class Simulation:
         self._samples: list[tuple[float, dict[str, int]]] = []
         self._disturbances = disturbances
         self._shapes: dict[str, dict[str, Any]] = {}
+        self._ticks = False  # the end of this round is awaited
         self._deferred: dict[HostId, list[d.StopAttempt]] = {}
 
     # --- the clock ----------------------------------------------------------------------------------------------------
@@ -109,8 +110,6 @@ class Simulation:
             self._at(arrival.at_s, "arrival", (JobId(str(number)), arrival))
         for one in self._disturbances:
             self._at(one.at_s, "disturbance", one)
-        if self.round_s and self.whole_steps:
-            self._at(start_s, "round", None)
         end_s = start_s
         turns = 0
         while self._heap and self._unfinished:
@@ -350,9 +349,15 @@ class Simulation:
             if run.rate > 0 and run.done < run.arrival.steps:
                 run.done = math.floor(run.done + 1e-6)
                 self._foresee(run)
-        if self._heap or self._going:
-            self._at(self.now_s + self.round_s, "round", None)
+        self._ticks = False
+        if self._going:
+            self._tick()
         return []
+
+    def _tick(self) -> None:
+        if self.round_s and self.whole_steps and not self._ticks:
+            self._ticks = True
+            self._at(self.now_s + self.round_s, "round", None)
 
     def _when_timer(self, what: tuple[str, float]) -> list[e.Event]:
         timer, at_s = what
@@ -465,6 +470,7 @@ class Simulation:
             raise AssertionError(f"{run.arrival.name}: {plan} on {shape} was not on offer, and was chosen")
         run.rate, run.since_s = 1.0 / step_time_s, from_s
         self._foresee(run)
+        self._tick()
 
     def _foresee(self, run: Run) -> None:
         """When it ends, if it goes on as it does."""

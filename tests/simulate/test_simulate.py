@@ -17,8 +17,9 @@ from clusterd.simulate import run, workload
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers import a800, read
-from clusterd.simulate.loop import Disturbance, Simulation
+from clusterd.simulate.loop import Simulation
 from clusterd.simulate.metrics import figures
+from clusterd.simulate.runs import Disturbance
 from clusterd.simulate.truth import Truth, read_truth
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
@@ -121,6 +122,29 @@ def test_a_host_that_fails_costs_the_steps_since_the_last_snapshot(files: tuple[
     lost_s = first.end_s - undisturbed.end_s
     assert 600.0 <= lost_s <= 600.0 + 600.0 + 78.0 + 200.0
     assert figures(result)["finished"] == 3
+
+
+def test_rounds_start_jobs_late_and_end_them_on_time(files: tuple[Path, Path]) -> None:
+    """Every 600 s: a job ends when its steps are made, and who waits for its devices starts with the next round."""
+    result = run.simulate(setting(files, round_s=600.0), "fifo")
+    first, second, third = result.runs
+    assert first.first_start_s == 0.0
+    assert first.end_s == pytest.approx(1000 * TIMES[8] * 1.3)
+    assert second.first_start_s == third.first_start_s == 1800.0, "1,560 s are over at the third round"
+    assert second.end_s == pytest.approx(1800.0 + 100 * TIMES[4])
+    assert second.waited_s == pytest.approx(1800.0 - second.arrival.at_s)
+    assert figures(result)["makespan_s"] == pytest.approx(max(r.end_s for r in result.runs if r.end_s))
+
+
+def test_a_step_that_a_round_cuts_is_made_in_the_next(files: tuple[Path, Path]) -> None:
+    """Rounds of 10 s hold four steps of 2.2 s: 100 steps take 24 rounds and 8.8 s."""
+    given = setting(files)
+    alone = workload.Workload(tuple(a for a in given.workload.arrivals if a.name == "b"))
+    whole = run.over(given, workload=alone, round_s=10.0, whole_steps=True)
+    (only,) = run.simulate(whole, "fifo").runs
+    assert only.first_start_s == 10.0
+    assert only.end_s is not None
+    assert only.end_s - only.first_start_s == pytest.approx(24 * 10.0 + 4 * TIMES[4])
 
 
 def test_load_is_what_is_asked_for(files: tuple[Path, Path]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from scipy.interpolate import LinearNDInterpolator
+from scipy.spatial import QhullError
 
 from clusterd.core.outlook import Shape
 from clusterd.simulate.cluster import Cluster
@@ -81,9 +82,17 @@ class Application:
         scaling = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
         for line, row in rows(folder / "scalability.csv", scaling):
             local, times = _measured(folder / "scalability.csv", line, row)
+            if not (row["num_nodes"].strip().isdigit() and row["num_replicas"].strip().isdigit()):
+                raise InputError(f"{folder / 'scalability.csv'}, line {line}: nodes and replicas are no whole numbers")
             where.append([float(row["num_nodes"]), float(row["num_replicas"]), local])
             what.append(list(times))
-        self._elsewhere = LinearNDInterpolator(np.array(where), np.array(what))
+        try:
+            self._elsewhere = LinearNDInterpolator(np.array(where), np.array(what))
+        except QhullError:
+            raise InputError(
+                f"{folder}: too few measurements to read between them; give several numbers of nodes, replicas and "
+                "batches in placements.csv and scalability.csv"
+            ) from None
         self.updates = cache(self._updates)
 
     def times(self, places: Sequence[tuple[Shape, int]]) -> list[Times | None]:

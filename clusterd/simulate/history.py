@@ -1,0 +1,180 @@
+"""A daemon's own past as a simulation: the jobs that it had, on the hosts that it had, as fast as they were.
+
+Elastic jobs run as fast as the performance model says in the end, and where they really ran as fast as they did. What
+nobody knows the speed of (commands, checkpointable jobs) takes as long as it took, on as many devices as it had.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from clusterd.core import events as e
+from clusterd.core.classify import steps_in_all
+from clusterd.core.policies import POLICIES
+from clusterd.core.room import of_ranks, shape_of
+from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import Job, State
+from clusterd.errors import ClusterError
+from clusterd.simulate.cluster import Cluster, Group
+from clusterd.simulate.truth import Key, ModelTruth, Truth
+from clusterd.simulate.workload import Arrival, Workload
+from clusterd.types import Device, HostFacts, HostId, JobKind, JobState
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+GIB = 1 << 30
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What a replay collects on its way."""
+
+    hosts: dict[HostId, HostFacts] = field(default_factory=dict)
+    step_times_s: dict[str, dict[Key, list[float]]] = field(default_factory=dict)  # by model
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A journal's jobs, ready to be simulated, and how they fared."""
+
+    cluster: Cluster
+    truth: Truth
+    workload: Workload
+    completion_s: tuple[float, ...]  # of the jobs that are over, as they were
+
+
+def history(batches: Iterable[Sequence[e.Event]], policy: str = "default") -> History:
+    """The past that these events tell.
+
+    Args:
+        batches: of a journal, from its first event on.
+        policy: what decided there.
+    Raises:
+        ClusterError: there was no job that ran.
+    """
+    scheduler = Scheduler(POLICIES[policy]())
+    state, seen = scheduler.state, _Seen()
+    for batch in batches:
+        scheduler.handle(*batch)
+        for event in batch:
+            _see(event, state, seen)
+    ran = {job.id: job for job in state.jobs.values() if _has_run(job) and _held(job, seen)}
+    if not ran or not any(facts.devices for facts in seen.hosts.values()):
+        raise ClusterError("no job of this journal has run yet: there is nothing to simulate")
+    models = _models(ran.values(), state, seen)
+    first_s = min(job.submitted_s for job in ran.values())
+    arrivals = [_arrival(job, first_s, models) for job in sorted(ran.values(), key=lambda j: j.submitted_s)]
+    left: dict[str, int] = {}
+    for job in state.jobs.values():
+        if job.id not in ran:
+            why = "without devices" if _has_run(job) else job.state.value
+            left[why] = left.get(why, 0) + 1
+    kept = [job for job in ran.values() if job.state is JobState.FINISHED and job.ended_s is not None]
+    completion = tuple(job.ended_s - job.submitted_s for job in kept if job.ended_s is not None)
+    return History(_cluster(seen), Truth(models, "the journal"), Workload(tuple(arrivals), left), completion)
+
+
+def _see(event: e.Event, state: State, seen: _Seen) -> None:
+    match event:
+        case e.HostConnected() | e.HostChanged():
+            seen.hosts[event.host] = event.facts
+        case e.AttemptProgressed(step_time_s=float(seconds)) if seconds > 0:
+            job = state.jobs.get(event.job)
+            attempt = state.attempt(event.job, event.attempt)
+            if job is None or attempt is None or attempt.plan is None or not job.model or attempt.migration:
+                return
+            devices = of_ranks(state.hosts, attempt)
+            if len(devices) == len(attempt.ranks) and len({d.name for d in devices}) == 1:
+                key = (attempt.plan, devices[0].name, shape_of(devices))
+                seen.step_times_s.setdefault(job.model, {}).setdefault(key, []).append(seconds)
+        case _:
+            pass
+
+
+def _has_run(job: Job) -> bool:
+    return job.started_s is not None and (job.ended_s is not None or job.step > 0)
+
+
+def _is_known(job: Job, state: State) -> bool:
+    return job.spec.kind is JobKind.ELASTIC and bool(job.model) and job.model in state.outlooks
+
+
+def _models(jobs: Iterable[Job], state: State, seen: _Seen) -> dict[str, ModelTruth]:
+    found: dict[str, ModelTruth] = {}
+    for job in jobs:
+        if not _is_known(job, state):
+            found[_own_model(job)] = _as_it_was(job, seen)
+        elif job.model not in found:
+            outlook = state.outlooks[job.model]
+            times = {(x.plan, x.device_type, x.shape): x.step_time_s for x in outlook.estimates}
+            times |= {key: statistics.median(some) for key, some in seen.step_times_s.get(job.model, {}).items()}
+            shape = ModelShape.from_dict(job.shape or {})
+            found[job.model] = ModelTruth(job.model, shape.global_batch, times, _elements(shape), known=times)
+    return found
+
+
+def _elements(shape: ModelShape) -> int:
+    return sum(math.prod(p.shape) for p in shape.parameters)
+
+
+def _own_model(job: Job) -> str:
+    return f"{job.spec.name}-{job.id}"
+
+
+def _held(job: Job, seen: _Seen) -> list[Device]:
+    """What its last attempt ran on, on hosts that may be gone by now."""
+    places = [rank.place for rank in job.attempts[-1].ranks.values()]
+    known = {d.id: d for place in places if place.host in seen.hosts for d in seen.hosts[place.host].devices}
+    return [known[place.device] for place in places if place.device in known]
+
+
+def _as_it_was(job: Job, seen: _Seen) -> ModelTruth:
+    """One step that takes as long as the job ran, on what it held last."""
+    attempt = job.attempts[-1]
+    devices = _held(job, seen)
+    shape, kind = shape_of(devices), devices[0].name
+    ended_s = job.ended_s if job.ended_s is not None else attempt.started_s + 1.0
+    plan = attempt.plan or Plan(dp=sum(shape))
+    times = {(plan, kind, shape): max(ended_s - attempt.started_s, 1e-3)}
+    return ModelTruth(_own_model(job), 1, times, known=times)
+
+
+def _arrival(job: Job, first_s: float, models: dict[str, ModelTruth]) -> Arrival:
+    wanted = job.spec.resources
+    own = _own_model(job)
+    one = Arrival(
+        name=own,
+        at_s=job.submitted_s - first_s,
+        model=own if own in models else job.model,
+        steps=1,
+        devices=max(wanted.devices, 1),
+        plan=wanted.plan,
+        guaranteed=job.spec.guaranteed,
+        priority=job.priority,
+        tenant=job.spec.tenant,
+        predictable=job.predictable is not False,
+    )
+    if own in models:
+        ((plan, _, shape),) = models[own].step_times_s
+        return replace(one, devices=sum(shape), plan=plan)
+    # A job that was stopped early would have gone on: as far as it got is what there is to compare.
+    steps = job.step if job.state is not JobState.FINISHED else max(steps_in_all(job) or 0, job.step)
+    held = {sum(shape) for _, _, shape in models[job.model].step_times_s}
+    devices = next((n for n in sorted(held) if n >= one.devices), max(held))
+    plans = {plan for plan, _, shape in models[job.model].step_times_s if sum(shape) == devices}
+    return replace(one, steps=max(steps, 1), devices=devices, plan=wanted.plan if wanted.plan in plans else None)
+
+
+def _cluster(seen: _Seen) -> Cluster:
+    """Every host that was ever there, by device type: hosts with two types become two."""
+    groups: list[Group] = []
+    for facts in seen.hosts.values():
+        for name in dict.fromkeys(d.name for d in facts.devices):
+            count = sum(d.name == name for d in facts.devices)
+            each_cores = max(facts.cpu_cores // max(len(facts.devices), 1), 1)
+            each_bytes = facts.memory_bytes // max(len(facts.devices), 1)
+            groups.append(Group(1, count, name, each_cores, each_bytes))
+    return Cluster(tuple(groups))
