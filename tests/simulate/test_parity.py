@@ -70,7 +70,15 @@ def test_polluxs_optimus_takes_as_long_as_published(pollux: run.Setting) -> None
     assert found["average_completion_s"] == pytest.approx(5301.875, rel=0.012)
 
 
-def test_on_arenas_trace_ours_is_first_and_everybody_finishes() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fifo", "aiturbo", "equal"),
+        pytest.param(("srtf", "tiresias", "optimus", "gavel", "sia", "rubick", "sampling"), marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+def test_on_arenas_trace_ours_is_first_and_everybody_finishes(names: tuple[str, ...]) -> None:
     """Four device types, iterations divided by five, restarts all but free: 125 of 125, ahead of every baseline."""
     cluster = parse_cluster("80x4:a100+20x16:v100+160x2:a40+160x2:a10")
     files = DATA / "arena" / "simulate_trace_pai.csv", DATA / "arena" / "prof_database_optimal.json"
@@ -81,7 +89,7 @@ def test_on_arenas_trace_ours_is_first_and_everybody_finishes() -> None:
     ours = figures(run.simulate(given, "default"))
     assert ours["finished"] == ours["jobs"] == 125
     assert ours["average_completion_s"] / 3600 < 0.70, "Arena's own"
-    for name in ("fifo", "optimus", "gavel", "rubick", "aiturbo", "equal"):
+    for name in names:
         theirs = figures(run.simulate(given, name))
         assert theirs["finished"] == 125, name
         assert ours["average_completion_s"] < theirs["average_completion_s"], name
