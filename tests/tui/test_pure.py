@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from clusterd.errors import ClusterError
 from clusterd.replay import recording, write
 from tests.conftest import RunningCluster, until
-from tests.tui.staged import NOW_S, job, snapshot
+from tests.tui.staged import NOW_S, host, job, snapshot
 from tui import columns, lines, rows
 from tui.braille import Series, chart
 from tui.filters import BadFilter, parse
+from tui.fleet import host_summary
 from tui.foot import footer
 from tui.listing import Listing
 from tui.log_window import LogWindow, readable
+from tui.look import Look
 from tui.playback import Player
 from tui.verbs import VERBS
 from tui.view import SCREENS
@@ -125,6 +127,18 @@ def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, c
             screen
         ]
         assert set((". , space > <" if replays else wanted).split()) <= set(clicks)
+
+
+def test_a_drained_host_says_what_is_still_there_and_not_since_when() -> None:
+    """It was up for two hours; nobody knows for how long it has been drained."""
+    here = [host("gpu01", drained="ann: new fan", jobs=["gpt-large"]), host("gpu02")]
+    drained, used = rows.snapshot({"status": {}, "jobs": [], "hosts": here}).hosts
+    said = [lines.plain(one) for one in host_summary(drained, {}, Look(), NOW_S)]
+    assert said[0] == "gpu01  ◇ drained"
+    assert any("still here" in one and "gpt-large" in one for one in said)
+    free = [lines.plain(one) for one in host_summary(used, {}, Look(), NOW_S)]
+    assert free[0] == "gpu02  ● up for 2h00m"
+    assert not any("still here" in one for one in free)
 
 
 def _recording() -> list[dict[str, Any]]:
