@@ -15,6 +15,8 @@ Array = NDArray[np.float64]
 Whose = NDArray[np.int64]
 
 SAMPLES = 10
+SAMPLES_LEAST = 3
+SEATS = 1024
 DESCENTS = 3
 ROUNDS = 6
 SPREAD = 0.6
@@ -29,12 +31,13 @@ def total_s(work: Array, rates: Array, whose: Whose) -> float:
     return float((work / speed).sum())
 
 
-def match(work: Array, rates: Array, *, samples: int = SAMPLES, seed: int = 0) -> Whose:
+def match(work: Array, rates: Array, *, samples: int | None = None, seed: int = 0) -> Whose:
     """The job of each worker, for a small sum of completion times; every job gets at least one worker.
 
     Args:
         work: samples of each job left, (jobs,).
         rates: samples per second of each job on each worker, (jobs, workers); 0 where it cannot run.
+        samples: categories to look at; default: fewer where there are many workers, and single ones matter less.
     Raises:
         ValueError: fewer workers than jobs, or a job that can run on no worker.
     """
@@ -46,7 +49,7 @@ def match(work: Array, rates: Array, *, samples: int = SAMPLES, seed: int = 0) -
     random = np.random.default_rng(seed)
     root = np.sqrt(work / rates.mean(axis=1))
     found: dict[bytes, tuple[float, Whose]] = {}
-    for sample in range(samples):
+    for sample in range(samples or min(SAMPLES, max(SAMPLES_LEAST, SEATS // workers))):
         weights = root * (random.lognormal(0.0, SPREAD, jobs) if sample else 1.0)
         whose = _market(work, rates, _category(weights, workers))
         found[whose.tobytes()] = (total_s(work, rates, whose), whose)
@@ -101,16 +104,28 @@ def _descend(work: Array, rates: Array, whose: Whose) -> Whose:
         won = work[:, None] / (speed[:, None] + rates) - time[:, None]
         move = lost[None, :] + won
         move[whose, columns] = np.inf
-        j, k = np.unravel_index(int(np.argmin(move)), move.shape)
         # Swaps: workers a and b of different jobs.
         theirs = rates[whose]  # (a, b): worker b's speed for worker a's job
         after = work[whose][:, None] / np.maximum(without[:, None] + theirs, 1e-12) - time[whose][:, None]
         swap = after + after.T
         swap[whose[:, None] == whose[None, :]] = np.inf
-        a, b = np.unravel_index(int(np.argmin(swap)), swap.shape)
-        if min(move[j, k], swap[a, b]) > -1e-9 * max(float(time.sum()), 1e-12):
+        # The best of each worker; changes that share no job do not know of each other, and are made together.
+        target, partner = np.argmin(move, axis=0), np.argmin(swap, axis=1)
+        gains = np.concatenate([move[target, columns], swap[columns, partner]])
+        touched = np.zeros(jobs, dtype=bool)
+        changed = False
+        worth = -1e-9 * max(float(time.sum()), 1e-12)
+        for index in np.argsort(gains):
+            if gains[index] > worth:
+                break
+            worker = int(index) % workers
+            other = int(target[worker]) if index < workers else int(whose[partner[worker]])
+            mine = int(whose[worker])
+            if touched[mine] or touched[other]:
+                continue
+            touched[[mine, other]] = changed = True
+            if index >= workers:
+                whose[partner[worker]] = mine
+            whose[worker] = other
+        if not changed:
             return whose
-        if move[j, k] <= swap[a, b]:
-            whose[k] = j
-        else:
-            whose[a], whose[b] = whose[b], whose[a]
