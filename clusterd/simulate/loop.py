@@ -231,7 +231,7 @@ class Simulation:
             user=arrival.tenant,
         )
         steps = arrival.steps if arrival.predictable else 0
-        shape = {**self._shape(model), "samples": model.global_batch, "steps": steps}
+        shape = {**self._shape(model), "samples": model.samples or model.global_batch, "steps": steps}
         return [
             e.JobSubmitted(**self._stamp(), job=job, spec=spec),
             e.ModelDescribed(**self._stamp(), job=job, shape=shape, model=arrival.model),

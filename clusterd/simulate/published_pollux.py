@@ -6,6 +6,7 @@ they need from the host with most free devices, again and again. Whoever's devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from clusterd.core.outlook import Estimate
@@ -96,9 +97,19 @@ class PolluxTiresias(_MostFreeFirst):
         self.interval_s = 60.0
 
 
+class _ByEpochs(Optimus):
+    """Of the remaining steps those of the epoch under way are left out."""
+
+    def left(self, job: Job) -> float:
+        steps = super().left(job)
+        assert job.shape is not None, "simulated models are described"
+        epoch = float(job.shape["samples"]) / float(job.shape["global_batch"])
+        return max((math.ceil(steps / epoch - 1e-9) - 1) * epoch, 1.0)
+
+
 class PolluxOptimus(_MostFreeFirst):
-    """Every 60 s; the narrowest jobs are placed first."""
+    """Every 60 s, by the epochs that are left after this one; the narrowest jobs are placed first."""
 
     def __init__(self) -> None:
-        super().__init__(Optimus(interval_s=60.0), narrow_first=True)
+        super().__init__(_ByEpochs(interval_s=60.0), narrow_first=True)
         self.name = "pollux-optimus"

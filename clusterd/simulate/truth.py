@@ -33,6 +33,7 @@ class ModelTruth:
     global_batch: int
     step_times_s: Mapping[Key, float]
     parameters: int = 0
+    samples: int = 0  # of its data set: an epoch; 0: not known
     families: Mapping[str, tuple[Key, ...]] = field(default_factory=dict)  # as the table's author groups plans
     rows: Mapping[str, tuple[Measured, ...]] = field(default_factory=dict)  # by device type: what trials pick from
     known: Mapping[Key, float] | None = None  # what policies see of it, where that is not the truth
@@ -71,9 +72,7 @@ class Truth:
             times = {k: t for k, t in model.step_times_s.items() if holds(k[1], k[2])}
             if times:
                 families = {f: tuple(k for k in keys if k in times) for f, keys in model.families.items()}
-                kept[name] = ModelTruth(
-                    name, model.global_batch, times, model.parameters, families, model.rows, model.known
-                )
+                kept[name] = replace(model, step_times_s=times, families=families)
         return Truth(kept, self.source)
 
 

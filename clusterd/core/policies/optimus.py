@@ -79,6 +79,10 @@ class Optimus(Rounds):
         super().__init__(plans)
         self.interval_s: float | None = interval_s
 
+    def left(self, job: Job) -> float:
+        """Steps that its remaining time is reckoned from."""
+        return likely_steps_left(job)
+
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
         """The least for each in order of arrival, then the best gain per device."""
         sizes: dict[str, int] = {}
@@ -102,7 +106,7 @@ class Optimus(Rounds):
             size = sizes[job.id]
             larger = next((n for n in here if n > size), None)
             if larger is not None:
-                gain_s = (here[size][0].step_time_s - here[larger][0].step_time_s) * likely_steps_left(job)
+                gain_s = (here[size][0].step_time_s - here[larger][0].step_time_s) * self.left(job)
                 if gain_s > 0:
                     heapq.heappush(heap, (-gain_s / (larger - size), job.id, larger))
 

@@ -219,7 +219,8 @@ def read(path: Path, folder: Path, cluster: Cluster) -> tuple[Truth, Workload]:
             for shape, step_s in app.step_times_s(allowed, batch).items()
         }
         steps[arrival.model] = max(round(app.updates(batch)), 1)
-        models[arrival.model] = ModelTruth(arrival.model, batch, times)
+        samples = round(steps[arrival.model] / app.epochs) * batch
+        models[arrival.model] = ModelTruth(arrival.model, batch, times, samples=samples)
     truth = Truth(models, str(folder))
     arrivals = [replace(arrival, steps=steps.get(arrival.model, 1)) for arrival, _, _ in given]
     return truth, fit_to(arrivals, truth, [None] * len(arrivals), str(path))
