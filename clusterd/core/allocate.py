@@ -6,6 +6,7 @@ plan, simplest first, that fits the memory of the devices it would get.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -117,6 +118,12 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         other = sum(1 for d in known if d.kind == "cpu") if wanted.kind == "cuda" and count == 0 else 0
         hint = f"; there are {other} CPU devices: submit with --devices {min(wanted.devices, other)}" if other else ""
         return Refusal(job.id, f"asks for {wanted.devices} {what}, the cluster has {count}{hint}")
+    if job.spec.kind is JobKind.COMMAND and wanted.devices > 1:
+        per_host = Counter(d.host for d in known if wanted.kind is None or d.kind == wanted.kind)
+        most = max(per_host.values())
+        if wanted.devices > most:
+            said = f"asks for {wanted.devices} {_KINDS[wanted.kind]} on one host, as a command does"
+            return Refusal(job.id, f"{said}; no host has more than {most}")
     return None
 
 

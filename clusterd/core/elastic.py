@@ -56,21 +56,34 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for", view.hosts)
 
 
-def drained(view: View) -> list[Move]:
-    """Moves that take elastic jobs off drained hosts: the same plan elsewhere, or a smaller one on what is left."""
+def must_leave(job: Job, view: View) -> str:
+    """Why a running elastic job is to be moved off drained hosts now; empty: it is not."""
+    attempt = _movable(job, view, forced=True)
+    if attempt is None:
+        return ""
+    leaving = sorted(h for h in attempt.hosts if h in view.hosts and view.hosts[h].drained is not None)
+    return f"{', '.join(leaving)} is drained" if leaving else ""
+
+
+def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:
+    """Moves that take elastic jobs off drained hosts: the same plan elsewhere, or a smaller one on what is left.
+
+    Args:
+        skip: jobs that are somebody else's business.
+    """
     moves: list[Move] = []
     for job in view.running:
-        attempt = _movable(job, view, forced=True)
-        if attempt is None or not any(view.hosts[h].drained is not None for h in attempt.hosts if h in view.hosts):
+        reason = "" if job.id in skip else must_leave(job, view)
+        if not reason:
             continue
+        attempt = job.attempt
+        assert attempt is not None and attempt.plan is not None
         own = of_ranks(view.hosts, attempt)
         here = [d for d in own if _may_stay(d, view)]
         free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == own[0].kind]
-        leaving = sorted(h for h in attempt.hosts if view.hosts[h].drained is not None)
-        reason = f"{', '.join(leaving)} is drained"
-        assert attempt.plan is not None
         move = _first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason, view.hosts)
-        if move is not None:
+        least = job.spec.resources.devices if job.spec.guaranteed else 1
+        if move is not None and len(move.ranks) >= min(least, len(own)):
             _take(view.free, move, own)
             moves.append(move)
     return moves

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from clusterd.core import elastic
 from clusterd.core.choose import USABLE_SHARE
 from clusterd.core.clearing import Clearing, Making
 from clusterd.core.forecast import Forecast, Opening
@@ -77,6 +78,25 @@ class Steering:
 
     def __post_init__(self) -> None:
         self.forecast = Forecast(self.room, self.running)
+
+    # --- those who must leave -----------------------------------------------------------------------------------------
+
+    def evacuate(self) -> None:
+        """Jobs on drained hosts: the fastest offer, no larger than what they have, that there is room for elsewhere."""
+        for p in self.running:
+            why = elastic.must_leave(p.job, self.view)
+            if not why:
+                continue
+            offers = p.curve.upto(len(p.devices))
+            if p.job.pinned:
+                offers = tuple(x for x in offers if p.now is not None and x.plan == p.now.plan)
+            found = self._find_anew(p, offers)
+            if found is not None:
+                offer, devices = found
+                own = {d.id for d in p.devices}
+                self.room.take(devices, {}, {})
+                self._occupy(p.left_s(offer), offer, [d for d in devices if d.id not in own])
+                self._move(p, offer, devices, why)
 
     # --- those who wait -----------------------------------------------------------------------------------------------
 
@@ -259,26 +279,33 @@ class Steering:
         return p.now_s * (1.0 + price * len(p.devices)) - then_s
 
     def _grow_one(self, p: Prospect, offers: Sequence[Estimate]) -> None:
-        job, attempt = p.job, p.job.attempt
+        found = self._find_anew(p, offers)
+        if found is None:
+            return
+        offer, devices = found
+        own = {d.id for d in p.devices}
+        more = [d for d in devices if d.id not in own]
+        self.room.take(more, {}, {})
+        self.view.quotas.take(p.job.spec.tenant, len(more))
+        self._occupy(p.left_s(offer), offer, more)
+        saved_s, cost_s = p.now_s - p.left_s(offer), self.cost_s(p.job)
+        saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}"
+        self._move(p, offer, devices, saved)
+
+    def _find_anew(self, p: Prospect, offers: Sequence[Estimate]) -> tuple[Estimate, list[Device]] | None:
+        """The first of these offers that a running job can have, with what it holds already."""
+        attempt = p.job.attempt
         assert attempt is not None
         self.room.put(p.devices, attempt.cores, attempt.memory_bytes)
         own = {d.id for d in p.devices}
-        chosen: tuple[Estimate, list[Device]] | None = None
+        found: tuple[Estimate, list[Device]] | None = None
         for offer in offers:
-            devices = self.room.find(job, offer, _per_host(p.devices), own)
+            devices = self.room.find(p.job, offer, _per_host(p.devices), own)
             if devices is not None and self._may_pass(p, offer, [d for d in devices if d.id not in own]):
-                chosen = (offer, devices)
+                found = (offer, devices)
                 break
         self.room.take(p.devices, attempt.cores, attempt.memory_bytes)
-        if chosen is None:
-            return
-        offer, devices = chosen
-        more = [d for d in devices if d.id not in own]
-        self.room.take(more, {}, {})
-        self.view.quotas.take(job.spec.tenant, len(more))
-        self._occupy(p.left_s(offer), offer, more)
-        saved = f"saves {duration(p.now_s - p.left_s(offer))} of {duration(p.now_s)}, for {duration(self.cost_s(job))}"
-        self._move(p, offer, devices, saved)
+        return found
 
     # --- moves --------------------------------------------------------------------------------------------------------
 

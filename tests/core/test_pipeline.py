@@ -169,3 +169,20 @@ def test_replay_gives_the_same_state(host_of_eight: Lab, replayed: Any) -> None:
     moved(lab, d.StartMigration.match(decided) or pytest.fail("no move"))
     again = replayed(lab)
     assert [j.reason for j in again.state.jobs.values()] == [j.reason for j in lab.scheduler.state.jobs.values()]
+
+
+@pytest.mark.parametrize("guaranteed", [False, True])
+def test_a_drained_host_is_left_by_what_is_known_of_the_job(host_of_eight: Lab, guaranteed: bool) -> None:
+    """It goes where it is fastest with what is left, and not at all where it would lose what it was promised."""
+    lab = host_of_eight
+    job, _ = submit(lab, "net-1", 30_000, devices=8, guaranteed=guaranteed)
+    progress(lab, job, 10)
+    lab.host("b", gpus=5, cores=64)
+    decided = lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="new fan"))
+    start = d.StartMigration.match(decided, job=job)
+    if guaranteed:
+        assert start is None
+    else:
+        assert start is not None
+        assert (start.new_plan, {p.host for p in start.new_ranks}) == (Plan(dp=4), {"b"})
+        assert start.reason == "dp=4: a is drained"

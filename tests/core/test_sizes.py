@@ -132,3 +132,9 @@ def test_a_command_on_several_devices_is_over_when_its_one_process_is(lab: Lab) 
     lab.exit(job, rank=0)
     lab.stopped(job)
     assert lab.state(job) == "finished"
+
+
+def test_a_command_that_no_host_can_hold_says_so(lab_with_two_hosts: Lab) -> None:
+    """It would wait for ever: one process cannot use devices of two hosts."""
+    job, _ = lab_with_two_hosts.submit(devices=5)
+    assert lab_with_two_hosts.why(job) == ("asks for 5 devices on one host, as a command does; no host has more than 4")

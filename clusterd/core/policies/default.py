@@ -32,13 +32,13 @@ class Default:
 
     def propose(self, view: View) -> Proposal:
         """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for."""
-        proposal = Proposal(moves=elastic.drained(view))
         there = census(view)
         known: dict[JobId, Prospect] = {}
         for job in [*view.queued, *view.running]:
             curve = self._curves.of(job, view, there)
             if curve is not None:
                 known[job.id] = prospect(job, curve, view)
+        proposal = Proposal(moves=elastic.drained(view, skip=known))
         leaving = {move.job for move in proposal.moves}
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j) and j.id not in leaving]
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
@@ -56,6 +56,7 @@ class Default:
             behind={p.job.id: rank for rank, p in enumerate(ordered)},
             leaving=sum(elastic.leaving(job) for job in view.running),
         )
+        steering.evacuate()
         black: list[int] = []
         for job in order(view, known):
             p = known.get(job.id)
