@@ -135,15 +135,13 @@ def is_moving(job: Job) -> bool:
 
 
 def staying(job: Job, view: View, menu: Menu) -> Sequence[Estimate]:
-    """How a running job goes on: as it does first, else on as many devices of the same type; none: it does not run.
+    """How a running job may go on, on as many devices of the same type, fastest first; none: it does not run.
 
     A scheduler that does not know types leaves a job on those it was given; were it counted on the type where it would
     be fastest, others would wait for devices that nobody uses.
     """
     now = now_on(job, view, menu)
-    if now is None:
-        return ()
-    return [now, *(x for x in menu.sizes[now.device_type][now.devices] if x is not now)]
+    return menu.sizes[now.device_type][now.devices] if now is not None else ()
 
 
 def now_on(job: Job, view: View, menu: Menu) -> Estimate | None:
