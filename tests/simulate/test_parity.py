@@ -56,6 +56,13 @@ def test_fifo_on_mixed_devices_waits_for_nobody_who_is_not_there(gavel: run.Sett
     assert found["average_completion_s"] / 3600 < 9.0
 
 
+@pytest.mark.parametrize("policy", ["optimus", "gavel", "equal"])
+def test_between_rounds_jobs_count_on_the_types_that_they_have(gavel: run.Setting, policy: str) -> None:
+    """All devices of a type are in the middle of moves: there is none left to count."""
+    found = figures(run.simulate(run.over(gavel, round_s=0.0, whole_steps=False, move_s=0.001), policy))
+    assert found["finished"] == 96
+
+
 def test_polluxs_tiresias_takes_as_long_as_published(pollux: run.Setting) -> None:
     """3,469.694 s; the rest is that epochs end on whole seconds there."""
     found = figures(run.simulate(pollux, "pollux-tiresias"))

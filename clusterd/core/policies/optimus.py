@@ -44,8 +44,12 @@ class Rounds(Baseline):
         wants: list[Want] = []
         for job in jobs:
             options = self._sizes.get(job.id, ())
-            if options and (job.attempt is not None or capacity.fits(options)):
-                capacity.take(options[0])
+            # Who runs counts on the type that it has, where that is one of those that it is to have.
+            kind = current(job, view)[0] if job.attempt is not None else None
+            counted = [x for x in options if x.device_type == kind] or capacity.fits(options)
+            if counted:
+                capacity.take(counted[0])
+            if counted or (options and job.attempt is not None):
                 wants.append(Want(job, options, self.name))
         for job in self.order(view, [j for j in jobs if j.id not in self._sizes and j.attempt is None]):
             menu = self.menu(job, view)
