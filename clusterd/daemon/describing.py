@@ -45,7 +45,7 @@ class Describer:
             return  # HostDisconnected puts the question to another host
         except ClusterError as error:
             event = e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True)
-        await self._engine.post(event)
+        await self._engine.report(event)
 
     async def _described(self, decision: d.DescribeModel) -> e.Event:
         spec = self._engine.scheduler.state.jobs[decision.job].spec

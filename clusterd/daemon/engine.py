@@ -29,6 +29,9 @@ SNAPSHOT_EVERY = 2000
 
 BATCH_MAX = 512
 
+REPORT_AGAIN_S = 1.0
+"""Between two tries to write down what has happened, while the disk is full."""
+
 Statement = tuple[str, tuple[Any, ...]]
 
 
@@ -91,6 +94,19 @@ class Engine:
         await posted.done.wait()
         if posted.error is not None:
             raise posted.error
+
+    async def report(self, event: Event) -> None:
+        """Hand over what has happened and cannot be refused: until the journal has room for it, again and again.
+
+        What was only logged here would be forgotten for ever: a rank whose end nobody heard of holds its devices.
+        """
+        while True:
+            try:
+                await self.post(event)
+            except ClusterError:
+                await anyio.sleep(REPORT_AGAIN_S)
+            else:
+                return
 
     async def run(self) -> None:
         """Serve for ever."""

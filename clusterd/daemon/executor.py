@@ -110,7 +110,7 @@ class Executor:
                 del self._launching[key]
                 done.set()
         if event is not None and not scope.cancelled_caught:
-            await self._engine.post(event)
+            await self._engine.report(event)
 
     async def _launched(self, decision: d.LaunchAttempt) -> e.Event:
         spec = self._engine.scheduler.state.jobs[decision.job].spec
@@ -276,7 +276,7 @@ class Executor:
         await self._archive.fetch_attempt(self._hosts, decision.host, *which, answer["ranks"])
         last = await self._archive.last_step(*which) if _has_first(answer["ranks"]) else None
         if last is not None:
-            await self._engine.post(
+            await self._engine.report(
                 e.AttemptProgressed(
                     at_s=time.time(),
                     job=decision.job,
@@ -287,7 +287,7 @@ class Executor:
                     first_loss=last["first_loss"],
                 )
             )
-        await self._engine.post(
+        await self._engine.report(
             e.AttemptStopped(
                 at_s=time.time(),
                 job=decision.job,

@@ -45,8 +45,10 @@ class Feed:
         self._bell = anyio.Event()
 
     def after(self, number: int) -> list[Change] | None:
-        """Changes newer than `number`; None when some of them are out of the window."""
-        if number >= self.number:
+        """Changes newer than `number`; None when some are out of the window, or `number` is of another journal."""
+        if number > self.number:
+            return None
+        if number == self.number:
             return []
         if not self._window or (self._window[0].events[0].id > number + 1):
             return None

@@ -158,14 +158,14 @@ class Hosts:
         known = facts.host_facts(host, hello["facts"], managed.options, address)
         self.on_snapshots(host, hello.get("snapshots", []))
         reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] > 0)
-        await self._engine.post(e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports))
+        await self._engine.report(e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports))
 
     async def _on_down(self, host: HostId, why: str) -> None:
         for key, expected in list(self.expected.items()):
             if key[0] == host:
                 expected.arrive(None)
         self.on_host_down(host, why)
-        await self._engine.post(e.HostDisconnected(at_s=time.time(), host=host, why=why))
+        await self._engine.report(e.HostDisconnected(at_s=time.time(), host=host, why=why))
 
     async def on_event(self, host: HostId, message: dict[str, Any]) -> None:
         """The agent said something unasked."""
@@ -192,7 +192,7 @@ class Hosts:
                 known = facts.host_facts(host, message["facts"], managed.options, address)
                 before = self._engine.scheduler.state.hosts[host].facts
                 if before is None or known.devices != before.devices:
-                    await self._engine.post(e.HostChanged(at_s=time.time(), host=host, facts=known))
+                    await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=known))
             case unknown:
                 log.warning("%s said something this version does not know: %s", host, unknown)
 
@@ -204,7 +204,7 @@ class Hosts:
             return
         end = facts.rank_end({**message, "state": "exited"})
         self.on_rank_gone(message["job"], message["attempt"], message["generation"], message["rank"], str(end))
-        await self._engine.post(
+        await self._engine.report(
             e.RankExited(
                 at_s=float(message["at_s"]),
                 job=JobId(message["job"]),
@@ -219,7 +219,7 @@ class Hosts:
     async def _on_checkpoint(self, message: dict[str, Any]) -> None:
         said = message["said"]
         if message["rank"] == 0 and said["what"] == "checkpointed":
-            await self._engine.post(
+            await self._engine.report(
                 e.CheckpointTaken(
                     at_s=time.time(),
                     job=JobId(message["job"]),
@@ -233,7 +233,7 @@ class Hosts:
             waiting.arrive(said)
 
     async def _on_orphaned(self, message: dict[str, Any]) -> None:
-        await self._engine.post(
+        await self._engine.report(
             e.RankOrphaned(
                 at_s=time.time(),
                 job=JobId(message["job"]),
@@ -262,7 +262,7 @@ class Hosts:
             return
         self._progress[key] = now_s
         self._held_back.pop(key, None)
-        await self._engine.post(
+        await self._engine.report(
             e.AttemptProgressed(
                 at_s=time.time(),
                 job=JobId(message["job"]),

@@ -66,10 +66,12 @@ class Journal:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
             (version,) = db.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise ClusterError(
-                f"{self.path} cannot be used as the journal: {error}: move it away, or restore a copy"
-            ) from None
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        except (sqlite3.Error, OSError) as error:
+            raise self._unusable(error) from None
+        if version == 0 and tables:
+            db.close()
+            raise self._unusable("it is a database of another program")
         if version > len(MIGRATIONS):
             db.close()
             raise ClusterError(
@@ -77,8 +79,28 @@ class Journal:
                 "run that version"
             )
         for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
+            try:
+                db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
+            except sqlite3.Error as error:
+                raise self._unusable(error) from None
         return db
+
+    def _unusable(self, why: object) -> ClusterError:
+        return ClusterError(
+            f"{self.path} cannot be used as the journal: {why}: see that its disk has room and may be written, "
+            "or move it away, or restore a copy"
+        )
+
+    def _at_start(self, work: Callable[[], R]) -> R:
+        """Let the writer thread do `work` before the loop runs.
+
+        Raises:
+            ClusterError: the file is damaged, or cannot be written.
+        """
+        try:
+            return self._thread.submit(work).result()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
 
     async def _run(self, work: Callable[[], R]) -> R:
         """Let the writer thread do `work` to its end, whatever becomes of the waiting task."""
@@ -118,8 +140,15 @@ class Journal:
         await self._transaction(list(statements))
 
     async def query(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        """All rows."""
-        return await self._run(lambda: self._db.execute(statement, arguments).fetchall())
+        """All rows.
+
+        Raises:
+            ClusterError: the file is damaged, or its disk fails.
+        """
+        try:
+            return await self._run(lambda: self._db.execute(statement, arguments).fetchall())
+        except sqlite3.Error as error:
+            raise ClusterError(f"the journal {self.path} cannot be read: {error}: look at its disk") from None
 
     async def _transaction(self, statements: list[tuple[str, tuple[Any, ...]]]) -> None:
         def write() -> None:
@@ -148,17 +177,21 @@ class Journal:
 
     def _read_batches(self, after: int) -> Iterator[list[Event]]:
         statement = "SELECT batch, kind, body FROM events WHERE id > ? ORDER BY id"
-        return batches(self._thread.submit(lambda: self._db.execute(statement, (after,)).fetchall()).result())
+        rows = self._at_start(lambda: self._db.execute(statement, (after,)).fetchall())
+        try:
+            yield from batches(rows)
+        except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors
+            raise self._unusable(f"it holds what this version does not know ({error})") from None
 
     def newest_snapshot(self) -> tuple[int, bytes] | None:
         """The last event a snapshot covers, and the snapshot; None before the first."""
         statement = "SELECT event, body FROM snapshots ORDER BY event DESC LIMIT 1"
-        row = self._thread.submit(lambda: self._db.execute(statement).fetchone()).result()
+        row = self._at_start(lambda: self._db.execute(statement).fetchone())
         return (row[0], row[1]) if row else None
 
     def last_event_id(self) -> int:
         """The newest event's number; 0 for an empty journal."""
-        row = self._thread.submit(lambda: self._db.execute("SELECT max(id) FROM events").fetchone()).result()
+        row = self._at_start(lambda: self._db.execute("SELECT max(id) FROM events").fetchone())
         return int(row[0] or 0)
 
     def fact(self, name: str, default: str) -> str:
@@ -168,7 +201,7 @@ class Journal:
             self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
             return str(self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()[0])
 
-        return self._thread.submit(read).result()
+        return self._at_start(read)
 
     async def keep_fact(self, name: str, value: str) -> None:
         """Change a lasting value."""

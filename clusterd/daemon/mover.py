@@ -30,6 +30,7 @@ from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.keeper import Whole
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import HostId, RankPlace
+from clusterd.units import size
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Mover:
         downtime_s = message["said"]["at_s"] - move.quiesced_at_s if move is not None else 0.0
         if move is not None:
             seconds = time.perf_counter() - move.resume_asked_s
-            await self._engine.post(
+            await self._engine.report(
                 e.MigrationAdvanced(
                     at_s=now_s, job=message["job"], attempt=key[1], generation=key[2], phase="resume", seconds=seconds
                 )
@@ -172,7 +173,7 @@ class Mover:
                     await self._hosts.request(host, "drop", move=move.id)
                 except ClusterError as error:
                     log.info("%s keeps the segments of %s for now: %s", host, move.id, error)
-        await self._engine.post(
+        await self._engine.report(
             e.MigrationFinished(
                 at_s=now_s, job=message["job"], attempt=key[1], generation=key[2], downtime_s=max(downtime_s, 0.0)
             )
@@ -333,7 +334,7 @@ class _Move:
         network = _once_per_host(loaded, self.decision.new_ranks)
         local = sum(said["bytes_local"] for said in loaded.values())
         copied_s = _copied_s([*self._heard["quiesced"].values(), *loaded.values()])
-        words = f"{network} bytes over the network, {local} within hosts; copied within {copied_s:.4f} s"
+        words = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
         await self._advance(words, post=False)
         self._phase = "verify"
         wrong = [rank for (_, rank), said in loaded.items() if said["step"] != self._step or not said["verified"]]
@@ -403,7 +404,7 @@ class _Move:
 
     async def _failed(self, why: str) -> None:
         log.warning("the move of %s failed in %s: %s", self.id, self._phase, why)
-        await self._engine.post(
+        await self._engine.report(
             e.MigrationFailed(
                 at_s=time.time(),
                 job=self.decision.job,

@@ -38,4 +38,4 @@ class Timers:
             now_s = time.time()
             for name, at_s in sorted(state.timers.items(), key=lambda item: item[1]):
                 if at_s <= now_s:
-                    await self._engine.post(TimerFired(at_s=now_s, timer=name))
+                    await self._engine.report(TimerFired(at_s=now_s, timer=name))

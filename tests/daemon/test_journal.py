@@ -122,3 +122,30 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_file_system", lambda _: ("nfs4", "/home"))
     with pytest.raises(ClusterError, match=r"network file system \(nfs4 at /home\).*CLUSTERD_STATE_DIR"):
         Journal(tmp_path / "journal.db")
+
+
+def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None:
+    """Cut off in the middle, holding an event that nobody knows, or some browser's: one line each, no traceback."""
+    cut, strange, foreign = (tmp_path / name / "journal.db" for name in ("cut", "strange", "foreign"))
+    for path in (cut, strange):
+        made = Journal(path)
+        engine, _ = engine_of(made)
+        anyio.run(post, engine, *[submitted(n) for n in range(1, 300)])
+        made.close()
+    with cut.open("r+b") as file:
+        file.truncate(cut.stat().st_size // 2)
+    with sqlite3.connect(strange) as db:
+        db.execute("UPDATE events SET kind = 'Teleported' WHERE id = 7")
+    db.close()
+    foreign.parent.mkdir()
+    with sqlite3.connect(foreign) as db:
+        db.execute("CREATE TABLE cookies (name TEXT)")
+    db.close()
+    with pytest.raises(ClusterError, match="cannot be used as the journal"):
+        engine_of(Journal(cut))[0].restore()
+    opened = Journal(strange)
+    with pytest.raises(ClusterError, match=r"holds what this version does not know.*Teleported"):
+        engine_of(opened)[0].restore()
+    opened.close()
+    with pytest.raises(ClusterError, match="a database of another program"):
+        Journal(foreign)

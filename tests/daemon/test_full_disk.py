@@ -1,0 +1,68 @@
+"""A disk that is full for a while loses nothing that happened meanwhile, and ends nothing that runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from clusterd.core import events as e
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon import engine as module
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.feed import Feed
+from clusterd.daemon.journal import Journal
+from clusterd.daemon.timers import Timers
+from clusterd.errors import ClusterError
+from clusterd.types import HostId
+
+
+def test_what_happened_is_told_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host goes and a timer is due while nothing can be written; requests are refused, facts are not lost."""
+    monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.01)
+    journal = Journal(tmp_path / "journal.db")
+    handled: list[str] = []
+    engine = Engine(journal, Scheduler(), lambda events, _: handled.extend(type(event).__name__ for event in events))
+    host = HostId("a")
+    real = journal.append
+    refusals = anyio.Event
+
+    async def run() -> None:
+        refused = refusals()
+
+        async def full(*_: object) -> None:
+            refused.set()
+            raise ClusterError("the journal cannot be written: disk full")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            await engine.post(e.HostAdded(at_s=1.0, host=host))
+            engine.scheduler.state.timers["due"] = time.time()
+            monkeypatch.setattr(journal, "append", full)
+            async with anyio.create_task_group() as facts:
+                facts.start_soon(engine.report, e.HostDisconnected(at_s=2.0, host=host, why="pulled"))
+                await refused.wait()
+                with pytest.raises(ClusterError, match="disk full"):
+                    await engine.post(e.HostDrained(at_s=3.0, host=host))
+                group.start_soon(Timers(engine).run)
+                refused = refusals()
+                await refused.wait()
+                monkeypatch.setattr(journal, "append", real)
+            with anyio.fail_after(10):
+                while "TimerFired" not in handled:
+                    await anyio.lowlevel.checkpoint()
+            group.cancel_scope.cancel()
+
+    anyio.run(run)
+    journal.close()
+    assert sorted(handled) == ["HostAdded", "HostDisconnected", "TimerFired"]
+
+
+def test_a_number_of_another_journal_gets_a_snapshot() -> None:
+    """A watcher comes back to a daemon whose state directory was emptied: silence would look like peace."""
+    feed = Feed()
+    feed.number = 5
+    assert feed.after(5) == []
+    assert feed.after(6) is None
