@@ -22,6 +22,10 @@ _CODES = {
 }
 
 
+SELECT_MAX_S = 1e6
+"""The system's clock structures overflow far above it."""
+
+
 class Client:
     """One connection; requests one after another, or pipelined with `call_many`."""
 
@@ -95,7 +99,16 @@ class Client:
     def _send(self, verb: str, args: dict[str, Any]) -> int:
         number = next(self._ids)
         try:
-            self._socket.sendall(protocol.encode({"id": number, "verb": verb, **args}))
+            frame = protocol.encode({"id": number, "verb": verb, **args})
+        except UnicodeEncodeError as error:
+            text = error.object.encode(errors="backslashreplace").decode()
+            raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None
+        except OverflowError:
+            raise errors.UsageError(f"{verb}: a number is beyond what fits 64 bits: write a smaller one") from None
+        except protocol.ProtocolError as error:
+            raise errors.UsageError(f"{verb}: {error}: ask for less at a time") from None
+        try:
+            self._socket.sendall(frame)
         except OSError as error:
             raise errors.DaemonAbsent(f"the daemon at {self.path} went away ({error.strerror or error})") from None
         return number
@@ -108,8 +121,19 @@ class Client:
                 raise errors.DaemonAbsent(f"the daemon at {self.path} does not answer ({error})") from None
             if not data:
                 raise errors.DaemonAbsent(f"the daemon at {self.path} went away: clusterd status")
-            self._received = self._decoder.feed(data)
+            try:
+                self._received = self._decoder.feed(data)
+            except protocol.ProtocolError as error:
+                raise errors.DaemonAbsent(f"what answers at {self.path} is no clusterd daemon: {error}") from None
         return self._received.pop(0)
+
+    def ready(self, timeout_s: float) -> bool:
+        """Whether an answer, or an item of a stream, is at hand or begins to arrive within `timeout_s`."""
+        if self._received:
+            return True
+        import select
+
+        return bool(select.select([self._socket], [], [], min(timeout_s, SELECT_MAX_S))[0])
 
     def close(self) -> None:
         """Hang up."""

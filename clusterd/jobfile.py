@@ -61,10 +61,10 @@ def read_job_file(file: Path) -> Request:
         raise ConfigError(f"{where}: kind is {kind!r}; it must be one of {', '.join(k.value for k in JobKind)}")
     secrets = _secrets(get.table("secrets"), f"{where}: [secrets]")
     spec = JobSpec(
-        name=_name(get("name", str, file.stem), where),
+        name=checked_name(get("name", str, file.stem), where),
         kind=JobKind(kind),
         command=tuple(_texts(command, f"{where}: command")),
-        workdir=str((file.parent / os.path.expanduser(get("workdir", str, "."))).resolve()),
+        workdir=_workdir(file, get("workdir", str, "."), where),
         python=get("python", str, None),
         env=dict(_text_table(get.table("env"), f"{where}: [env]")),
         datasets=data_folders(get.table("datasets"), f"{where}: [datasets]"),
@@ -83,6 +83,13 @@ def read_job_file(file: Path) -> Request:
         checkpoint_every_s=saved.duration_s("every", None),
     )
     return Request(spec, secrets)
+
+
+def _workdir(file: Path, given: str, where: str) -> str:
+    try:
+        return str((file.parent / os.path.expanduser(given)).resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a null byte
+        raise ConfigError(f"{where}: workdir is {given!r}, which is no path to a directory: {error}") from None
 
 
 def command_line_job(
@@ -114,15 +121,22 @@ def command_line_job(
     except ValueError as error:
         raise UsageError(f"--time: {error}") from None
     spec = JobSpec(
-        name=_name(name or _default_name(argv), "--name"),
+        name=checked_name(_default_name(argv) if name is None else name, "--name"),
         command=tuple(argv),
-        workdir=os.getcwd(),
+        workdir=_here(),
         env=pairs,
         resources=Resources(devices=devices, kind=device_kind, hosts=tuple(HostId(h) for h in hosts)),
         priority=priority,
         time_limit_s=limit_s,
     )
     return Request(spec, {})
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the current directory is gone: change to one that is there") from None
 
 
 def _default_name(argv: Sequence[str]) -> str:
@@ -148,7 +162,7 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
     memory = get("memory", object, 0)
     try:
         memory_bytes = parse_size(memory)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: memory: {error}") from None
     return Resources(
         devices=asked if asked is not None else max((p.ranks for p in (plan, *plans) if p is not None), default=0),
@@ -174,7 +188,10 @@ def _number(table: Mapping[str, Any], key: str, where: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{where}: {key} is {value!r}; it must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{where}: {key} is a number of {len(str(value))} digits; write a smaller one") from None
 
 
 def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
@@ -207,6 +224,8 @@ def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:
                 found[name] = Path(at).expanduser().read_text(encoding="utf-8").rstrip("\n")
             except OSError as error:
                 raise ConfigError(f"{where}: {name}: {at}: {error.strerror}") from None
+            except (ValueError, RuntimeError) as error:  # no text, a path with a null byte, or no such user's home
+                raise ConfigError(f"{where}: {name}: {at!r} cannot be read as text: {error}") from None
         else:
             raise ConfigError(
                 f"{where}: {name}: write env:VARIABLE or file:PATH, so that the secret is not in this file"
@@ -234,11 +253,16 @@ class _Getter:
     def duration_s(self, key: str, default: float | None) -> float | None:
         try:
             return parse_duration_s(self.values[key]) if key in self.values else default
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ConfigError(f"{self.where}: {key}: {error}") from None
 
 
-def _name(name: str, where: str) -> str:
+def checked_name(name: str, where: str) -> str:
+    """The name, if a job may have it.
+
+    Raises:
+        ConfigError: it may not; says `where` it was given.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ConfigError(f"{where}: the name {name!r} must be letters, digits, '.', '_' and '-', 63 at most")
     return name

@@ -67,7 +67,8 @@ def _wait_until_it_answers(
             return code or 1
         try:
             with Client(config.socket, timeout_s=5.0) as cluster:
-                if cluster.call("status")["pid"] == started.pid:
+                answer = cluster.call("status")
+                if answer["pid"] == started.pid:
                     break
         except DaemonAbsent:
             time.sleep(0.05)
@@ -75,7 +76,7 @@ def _wait_until_it_answers(
         raise ClusterError(
             f"the daemon does not answer after {START_TIMEOUT_S:.0f} s: its log is {config.state_dir}/daemon.log"
         )
-    note(f"clusterd is up (pid {started.pid}, state in {config.state_dir})")
+    note(f"clusterd is up (pid {started.pid}, state in {config.state_dir}, {_settings(answer)})")
     if not local:
         note("next: clusterd host add HOST" if not _hosts(config) else "next: clusterd host ls")
         return 0
@@ -91,6 +92,10 @@ def _wait_until_it_answers(
             if failed and time.monotonic() > deadline_s:
                 raise ClusterError(f"{failed[0]['name']} does not come up: {failed[0]['why']}")
     return 1
+
+
+def _settings(status: dict[str, Any]) -> str:
+    return f"settings from {status['config']}" if status["config"] else "no settings file"
 
 
 def cluster_hosts(config: configuration.Config) -> list[dict[str, Any]]:
@@ -142,5 +147,6 @@ def status(system: bool, output: str) -> None:
     print(f"  jobs     {counts}")
     print(f"  state    {answer['state_dir']} ({answer['events']} events)")
     print(f"  socket   {answer['socket']}")
+    print(f"  settings {answer['config'] or 'the defaults: no file was found or given'}")
     if answer["recovering"]:
         print(f"  waits to hear from {', '.join(answer['recovering'])} before it places anything")

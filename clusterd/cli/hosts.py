@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_host
-from clusterd.cli.output import ago, note, output_option, show_json, show_table
+from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.units import size
@@ -27,7 +27,7 @@ def host() -> None:
 def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait: bool) -> None:
     """Make hosts part of the cluster: what `ssh HOST` reaches. Their key is shown once."""
     options = {"cpu_devices": cpu_devices}
-    failures: list[str] = []
+    failures: list[ClusterError] = []
     with Client() as cluster:
         for address in addresses:
             try:
@@ -39,16 +39,15 @@ def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait:
                 else:
                     _wait_until_up(cluster, name)
             except ClusterError as error:
-                failures.append(str(error))
-    if failures:
-        raise ClusterError("\n".join(failures))
+                failures.append(error)
+    raise_all(failures)
 
 
 def _agreed(cluster: Client, address: str, yes: bool) -> list[str]:
     """Fingerprints of unknown keys on the way to the host that its user agrees to."""
     accept: list[str] = []
     # One hop at a time: what is behind a jump host shows only once that one is accepted.
-    while unknown := cluster.call("host_inspect", address=address, accept=accept)["unknown"]:
+    while unknown := cluster.call("host_inspect", address=address, accept=accept, new=True)["unknown"]:
         hop = unknown[0]
         note(f"{hop['host']} is not in any known_hosts file. Its key is {hop['kind']} {hop['fingerprint']}")
         if not yes:

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
-from clusterd.cli.output import ago, note, output_option, show_json, show_table, use_colour
+from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, use_colour
 from clusterd.client import Client
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
 
 
@@ -23,7 +23,8 @@ def ls(everything: bool, state: str | None, output: str) -> None:
     """List jobs: those that are not over, and with --all the others."""
     with Client() as cluster:
         rows = cluster.call("jobs", all=everything or state is not None)
-    if state:
+    if state is not None:
+        _check_state(state)
         rows = [row for row in rows if row["state"] == state]
     if output != "table":
         show_json(rows, output)
@@ -33,6 +34,13 @@ def ls(everything: bool, state: str | None, output: str) -> None:
         "no jobs" if everything or state else "no jobs are queued or running (clusterd ls --all shows finished ones)"
     )
     show_table(headings, [_line(row) for row in rows], empty)
+
+
+def _check_state(state: str) -> None:
+    from clusterd.types import JobState
+
+    if state not in list(JobState):
+        raise UsageError(f"--state {state}: there is no such state; it is one of {', '.join(JobState)}")
 
 
 def _line(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -144,21 +152,20 @@ def show_logs(cluster: Client, job: str, rank: int | None, follow: bool, attempt
 @click.option("--wait", "and_wait", is_flag=True, help="Until their devices are free.")
 def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
     """End jobs and free what they hold."""
-    failures: list[str] = []
+    failures: list[ClusterError] = []
     with Client() as cluster:
         rows = []
         for job in jobs:
             try:
                 rows.append(cluster.call("cancel", job=job))
             except ClusterError as error:
-                failures.append(str(error))
+                failures.append(error)
         for row in rows:
             if and_wait:
                 for change in cluster.stream("wait", job=row["id"]):
                     row = change
             note(f"{row['id']} ({row['name']}) is {'being cancelled' if row['state'] == 'stopping' else row['state']}")
-    if failures:
-        raise ClusterError("\n".join(failures))
+    raise_all(failures)
 
 
 @click.command()
@@ -177,7 +184,7 @@ def priority(job: str, priority: int) -> None:
 @output_option
 def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     """Wait until jobs are over; returns the exit code of the first that failed."""
-    timeout_s = parse_duration_s(timeout) if timeout is not None else None
+    timeout_s = _timeout_s(timeout) if timeout is not None else None
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
     ended: list[dict[str, Any]] = []
     for job in jobs:
@@ -194,10 +201,18 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     return next((exit_code(row) for row in ended if exit_code(row)), 0)
 
 
+def _timeout_s(text: str) -> float:
+    try:
+        timeout_s = parse_duration_s(text)
+    except ValueError as error:
+        raise UsageError(f"--timeout: {error}") from None
+    if not 0 <= timeout_s < float("inf"):
+        raise UsageError(f"--timeout {text}: it must be a time from 0 on, as in 90s; without it, wait has no end")
+    return timeout_s
+
+
 def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
     """The final row; None when the time is over."""
-    import select
-
     with Client() as cluster:
         stream = cluster.stream("wait", job=job)
         if timeout_s is None:
@@ -207,7 +222,7 @@ def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
             if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):
                 return dict(row)
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([cluster._socket], [], [], left_s)[0]:
+            if left_s <= 0 or not cluster.ready(left_s):
                 return None
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -39,6 +40,10 @@ _COMMANDS = {
     "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),
     "config": ("settings", "config", "Check a configuration or job file."),
 }
+
+
+EXIT_BUG = 70
+"""EX_SOFTWARE of sysexits.h."""
 
 
 class _Commands(click.Group):
@@ -88,6 +93,7 @@ def main() -> None:
     """The entry point: errors meant for people become one line and an exit code."""
     try:
         code: Any = cli.main(standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that is gone can still be caught
     except ClusterError as error:
         lines = str(error).splitlines() or [type(error).__name__]
         print("clusterd: " + "\n          ".join(lines), file=sys.stderr)
@@ -101,9 +107,22 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as leaving:
+        # click itself ends with 1 where a pipe is closed, and wraps the stream so that nothing is tried again.
+        sys.exit(0 if isinstance(sys.stdout, click.utils.PacifyFlushWrapper) else leaving.code)
     except BrokenPipeError:
-        sys.stderr.close()  # `clusterd ls | head` is no error, and nobody is left to tell
+        # `clusterd ls | head` is no error, and nobody is left to tell; what is still buffered must not be tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        if os.environ.get("CLUSTERD_TRACEBACK"):
+            raise
+        print(
+            f"clusterd: a bug of clusterd's own: {type(error).__name__}: {error}: report it with what "
+            "CLUSTERD_TRACEBACK=1 shows in front of the same command",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_BUG)
     sys.exit(code if isinstance(code, int) else 0)
 
 

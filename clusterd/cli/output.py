@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from clusterd.errors import ClusterError
 from clusterd.units import duration
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -89,6 +90,12 @@ def _terminal_width() -> int:
 def ago(at_s: float | None) -> str:
     """``3m12s``: since then."""
     return duration(max(time.time() - at_s, 0.0)) if at_s else ""
+
+
+def raise_all(failures: Sequence[ClusterError]) -> None:
+    """What was refused of several, after the others were served: every line, and the first one's exit code."""
+    if failures:
+        raise type(failures[0])("\n".join(str(failure) for failure in failures))
 
 
 def note(text: str) -> None:

@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
 from clusterd import __version__, projection, protocol
-from clusterd.config import Config, HostOptions
+from clusterd.config import Config
 from clusterd.core import admission, elastic, migrations
 from clusterd.core import events as e
 from clusterd.core.allocate import allocate
@@ -28,7 +29,9 @@ from clusterd.daemon.foresight import foresee
 from clusterd.daemon.hosts import Expected, Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
+from clusterd.daemon.membership import Membership, need_operator
 from clusterd.daemon.server import Peer, Streaming, Verb
+from clusterd.daemon.wellformed import refuse_malformed
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import AttemptState, DeviceId, JobId, JobKind, JobSpec
 from plans.plan import Plan, PlanError
@@ -58,13 +61,15 @@ class Api:
         feed: Feed,
         invite: Invite,
         stop: anyio.Event,
+        config_file: Path | None = None,
     ) -> None:
         self._config = config
+        self._config_file = config_file
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
         self._feed = feed
-        self._invite = invite
+        self._membership = Membership(engine, hosts, invite)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
@@ -88,14 +93,7 @@ class Api:
             "history": self.history,
             "cancel": self.cancel,
             "priority": self.priority,
-            "hosts": self.hosts,
-            "host": self.host,
-            "host_inspect": self.host_inspect,
-            "host_add": self.host_add,
-            "host_trust": self.host_trust,
-            "host_drain": self.host_drain,
-            "host_undrain": self.host_undrain,
-            "host_remove": self.host_remove,
+            **self._membership.verbs,
             "steps": self.steps,
             "migrate": self.migrate,
             "unpin": self.unpin,
@@ -140,6 +138,7 @@ class Api:
             "epoch": state.epoch,
             "state_dir": str(self._config.state_dir),
             "socket": str(self._config.socket),
+            "config": str(self._config_file) if self._config_file else None,
             "policy": self._engine.scheduler.policy.name,
             "jobs": counts,
             "hosts": {h.id: h.state.value for h in state.hosts.values()},
@@ -152,7 +151,7 @@ class Api:
 
     async def stop(self, peer: Peer) -> dict[str, Any]:
         """End the daemon; what runs, runs on."""
-        _need_operator(peer, "stop the daemon")
+        need_operator(peer, "stop the daemon")
         running = [self._state.jobs[job].spec.name for job in self._state.active]
         self._stop.set()
         return {"running": running, "pid": os.getpid()}
@@ -194,6 +193,7 @@ class Api:
         except msgspec.ValidationError as error:
             raise UsageError(f"the job is not well-formed: {error}") from None
         known = replace(known, user=peer.user, datasets={**self._config.datasets, **known.datasets})
+        refuse_malformed(known)
         admission.may_submit(known)
         if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
@@ -275,8 +275,7 @@ class Api:
         """End a job; answers at once, `wait` tells when its devices are free."""
         known = admission.find_job(self._state, job)
         admission.may_act_on(known, peer.user, peer.is_operator)
-        if known.state.is_final:
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value} already")
+        _refuse_if_over(known)
         await self._engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
@@ -286,6 +285,7 @@ class Api:
         admission.may_act_on(known, peer.user, peer.is_operator)
         if not isinstance(priority, int):
             raise UsageError(f"priority is {priority!r}; it must be a whole number")
+        _refuse_if_over(known)
         await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
         return projection.job_row(known, self._state)
 
@@ -389,6 +389,7 @@ class Api:
         """Let the scheduler choose again."""
         known = admission.find_job(self._state, job)
         admission.may_act_on(known, peer.user, peer.is_operator)
+        _refuse_if_over(known)
         await self._engine.post(e.JobUnpinned(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
@@ -405,62 +406,6 @@ class Api:
             if known.state.is_final:
                 return
             await self._feed.wait(number)
-
-    # --- hosts --------------------------------------------------------------------------------------------------------
-
-    async def hosts(self, peer: Peer) -> list[dict[str, Any]]:
-        """Rows of hosts."""
-        return [projection.host_row(self._state, h, self._hosts.link_row(h.id)) for h in self._state.hosts.values()]
-
-    async def host(self, peer: Peer, host: str) -> dict[str, Any]:
-        """Everything about one host."""
-        known = admission.find_host(self._state, host)
-        return projection.host_row(self._state, known, self._hosts.link_row(known.id))
-
-    async def host_inspect(self, peer: Peer, address: str, accept: list[str]) -> dict[str, Any]:
-        """The first key on the way to a host that nobody vouches for; those in `accept` are kept on the way."""
-        _need_operator(peer, "add hosts")
-        return await self._invite.inspect(address, accept)
-
-    async def host_add(
-        self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Make a host part of the cluster; `accept` are the fingerprints its user saw and agreed to."""
-        _need_operator(peer, "add hosts")
-        known = msgspec.convert(options or {}, HostOptions)
-        name = await self._invite.admit(address, accept, self._state)
-        await self._hosts.add(name, address, known)
-        return {"name": name}
-
-    async def host_trust(self, peer: Peer, host: str, accept: list[str]) -> dict[str, Any]:
-        """Accept a host's changed key."""
-        _need_operator(peer, "trust hosts")
-        known = admission.find_host(self._state, host)
-        answer = await self._invite.trust(str(self._hosts.link_row(known.id)["address"]), accept)
-        self._hosts.retry_now(known.id)
-        return answer
-
-    async def host_drain(self, peer: Peer, host: str, why: str = "") -> dict[str, Any]:
-        """Give the host nothing new."""
-        _need_operator(peer, "drain hosts")
-        known = admission.find_host(self._state, host)
-        await self._engine.post(e.HostDrained(at_s=time.time(), host=known.id, by=peer.user, why=why))
-        return projection.host_row(self._state, known)
-
-    async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
-        """Use the host again."""
-        _need_operator(peer, "undrain hosts")
-        known = admission.find_host(self._state, host)
-        await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
-        return projection.host_row(self._state, known)
-
-    async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
-        """Take the host out of the cluster."""
-        _need_operator(peer, "remove hosts")
-        known = admission.find_host(self._state, host)
-        admission.may_remove(self._state, known)
-        await self._hosts.remove(known.id)
-        return {"name": known.id}
 
     # --- watching -----------------------------------------------------------------------------------------------------
 
@@ -485,13 +430,13 @@ class Api:
         return {
             "status": await self.status(peer),
             "jobs": await self.jobs(peer, all=True),
-            "hosts": await self.hosts(peer),
+            "hosts": await self._membership.hosts(peer),
         }
 
     def _change(self, change: Change) -> dict[str, Any]:
         return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)
 
 
-def _need_operator(peer: Peer, what: str) -> None:
-    if not peer.is_operator:
-        raise ClusterError(f"user {peer.user} may not {what}: ask an operator (operators = [...] in clusterd.toml)")
+def _refuse_if_over(job: Job) -> None:
+    if job.state.is_final:
+        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value} already")

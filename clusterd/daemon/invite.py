@@ -29,6 +29,17 @@ class Invite:
         """
         return await resolve(parse(address), config=self._ssh_config)
 
+    def name(self, address: str, state: State) -> HostId:
+        """What the host will be called in the cluster.
+
+        Raises:
+            UsageError: it is no address. ClusterError: there is a host of that name.
+        """
+        name = HostId(parse(address).host)
+        if name in state.hosts:
+            raise ClusterError(f"{name} is in the cluster already: clusterd host show {name}")
+        return name
+
     async def inspect(self, address: str, accept: list[str]) -> dict[str, Any]:
         """Keys on the way that nobody vouches for, or that changed, up to the first such hop.
 
@@ -53,9 +64,7 @@ class Invite:
         Raises:
             HostKeyUnknown, HostKeyChanged: of any hop; ClusterError: there is a host of that name.
         """
-        name = HostId(parse(address).host)
-        if name in state.hosts:
-            raise ClusterError(f"{name} is in the cluster already: clusterd host show {name}")
+        name = self.name(address, state)
         route = await self.route(address)
         for hop in route.hops:
             verdict = await self._dialer.inspect(hop)

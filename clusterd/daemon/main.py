@@ -39,6 +39,8 @@ from clusterd.daemon.invite import Invite
 from clusterd.daemon.journal import Journal
 from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
+from clusterd.daemon.learned import Learned
+from clusterd.daemon.membership import LOCAL
 from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
@@ -54,17 +56,15 @@ from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
 
-LOCAL = "local:"
-"""Address of hosts inside this machine: ``local:0``."""
-
 WATCHDOG_S = 10.0
 
 
 class Daemon:
     """One serving daemon; lives inside `run`."""
 
-    def __init__(self, config: Config, local: int = 0, devices: int = 2) -> None:
+    def __init__(self, config: Config, local: int = 0, devices: int = 2, config_file: Path | None = None) -> None:
         self._config = config
+        self._config_file = config_file
         self._local = local
         self._devices = devices
         self._embedded: dict[int, EmbeddedHost] = {}
@@ -107,9 +107,10 @@ class Daemon:
             describer = Describer(engine, hosts, archive, datasets, launches)
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
-            profiler = Profiler(engine, config.state_dir / "measurements.db", trials=config.trials)
+            learned = Learned(engine, config.state_dir / "measurements.db")
+            profiler = Profiler(engine, learned, trials=config.trials)
             hosts.on_steps, hosts.on_probe = profiler.saw, profiler.probed
-            launches.wants_probe = profiler.wants_probe
+            launches.wants_probe = learned.wants_probe
 
             def handled(events: Any, decisions: Any) -> None:
                 feed.add(events, decisions)
@@ -119,9 +120,14 @@ class Daemon:
                     if isinstance(event, e.HostConnected):
                         tasks.start_soon(_guarded, datasets.host_is_up, event.host)
 
-            api = Api(config, engine, hosts, archive, feed, invite, stop)
+            api = Api(config, engine, hosts, archive, feed, invite, stop, self._config_file)
             speed = Speed(
-                engine, profiler, config.state_dir / "measurements.db", api.admit, describer.describe_unsubmitted
+                engine,
+                learned,
+                profiler.forget,
+                config.state_dir / "measurements.db",
+                api.admit,
+                describer.describe_unsubmitted,
             )
             verbs = {**api.verbs, **speed.verbs}
             server = Server(config.socket, config.socket_group, config.operators, verbs, api.streams)
@@ -225,6 +231,13 @@ async def _watchdog() -> None:
         await anyio.sleep(interval_s)
 
 
+def _first(error: BaseException) -> BaseException:
+    """What is inside the groups that task groups make."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def main(argv: list[str]) -> int:
     """Parse what `clusterd start` passed on, and serve."""
     parser = argparse.ArgumentParser(prog="clusterd.daemon")
@@ -236,12 +249,20 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         config = configuration.load(options.config, system=options.system)
+        file = options.config or configuration._usual_file(options.system)
         with only_instance(config.state_dir):
             logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:
-                anyio.run(Daemon(config, options.local, options.devices).run)
+                anyio.run(Daemon(config, options.local, options.devices, file).run)
             except* ClusterError as errors:
-                raise errors.exceptions[0] from None
+                raise _first(errors) from None
+            except* Exception as errors:
+                log.exception("the daemon ends by a bug of its own")
+                first = _first(errors)
+                raise ClusterError(
+                    f"the daemon ended by a bug of its own: {type(first).__name__}: {first}: "
+                    f"{config.state_dir}/daemon.log says where; jobs keep running"
+                ) from None
     except ClusterError as error:
         print(f"clusterd: {error}", file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -150,3 +151,89 @@ def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCl
     assert "torch" in row["reason"]
     assert str(bare) in row["reason"]
     assert row["devices"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("show", "\udcff\udcfe"), "is no UTF-8"),
+        (("host", "add", "\udcff"), "is no UTF-8"),
+        (("priority", "1", "9" * 30), "beyond what fits 64 bits"),
+        (("wait", "1", "--timeout", "soon"), "--timeout: 'soon' is no duration"),
+        (("wait", "1", "--timeout", "nan"), "it must be a time from 0 on"),
+        (("ls", "--state", "lost"), "there is no such state; it is one of queued, starting, running"),
+        (("cancel", "nope"), "there is no job 'nope'"),
+        (("submit", "FILE", "--name", "a b"), "the name 'a b' must be letters"),
+        (("run", "--time", "nan", "--", "true"), "limits.time is nan s: it must be a time"),
+        (("run", "--time", "1e400", "--", "true"), "limits.time is inf s: it must be a time"),
+        (("run", "--devices", "9" * 30, "--", "true"), "beyond what fits 64 bits"),
+        (("run", "--", ""), "command begins with an empty word"),
+        (("run", "--name", "", "--", "true"), "the name '' must be letters"),
+    ],
+)
+def test_arguments_that_nothing_can_be_made_of(cluster: RunningCluster, arguments: tuple[str, ...], said: str) -> None:
+    """Bytes that are no text, numbers that no clock has: refused with 2, and the daemon goes on.
+
+    A time limit of nan ended the daemon, and every later one, for it was in the journal.
+    """
+    cluster.start()
+    (cluster.directory / "job.toml").write_text("command = ['true']")
+    job_file = str(cluster.directory / "job.toml")
+    assert said in refused(cluster, *[job_file if word == "FILE" else word for word in arguments], code=2)
+    assert cluster.call("jobs", all=True) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("command = ['true', 'a\\u0000b']", "command holds a null byte"),
+        ("command = ['true']\n[env]\n'A=B' = 'x'", "'A=B' is no name of a variable"),
+        ("command = ['true']\n[limits]\nretries = -1", "limits.retries is -1; it must be 0 or more"),
+        ("command = ['true']\n[limits]\ngrace = -1", "limits.grace is -1 s: it must be a time"),
+        ("command = ['true']\ntarget_loss = nan", "target_loss is nan"),
+        ("command = ['true']\ntarget_loss = 1" + "0" * 400, "target_loss is a number of 401 digits"),
+        ("command = ['true']\nworkdir = 'a\\u0000b'".replace("'a\\u0000b'", '"a\\u0000b"'), "workdir is 'a\\x00b'"),
+        ("command = ['true']\nworkdir = 'loop'", "workdir is 'loop', which is no path to a directory"),
+        ("command = ['true']\n[resources]\nmemory = '" + "9" * 400 + "'", "[resources]: memory: cannot convert"),
+        ("command = ['true']\n[secrets]\nKEY = 'file:binary'", "KEY: 'binary' cannot be read as text"),
+    ],
+)
+def test_job_files_that_no_process_could_be_made_of(cluster: RunningCluster, text: str, said: str) -> None:
+    """Null bytes, loops of links, numbers of 400 digits."""
+    cluster.start()
+    (cluster.directory / "loop").symlink_to("loop")
+    (cluster.directory / "binary").write_bytes(b"\xff\xfe\x00")
+    file = cluster.directory / "job.toml"
+    file.write_text(text.replace("['true', 'a\\u0000b']", '["true", "a\\u0000b"]'))
+    assert said in refused(cluster, "submit", str(file), code=2)
+
+
+def test_what_is_over_is_not_changed(local_cluster: RunningCluster) -> None:
+    """A job that ended has no priority and no pin; a host is added once, and one inside this machine has no key."""
+    job = local_cluster.run("run", "-d", "--", "true").stdout.strip()
+    local_cluster.run("wait", job)
+    for words in (("priority", job, "5"), ("unpin", job), ("cancel", job)):
+        assert f"job {job} (true) is finished already" in refused(local_cluster, *words, code=1)
+    assert "local0 is in the cluster already" in refused(local_cluster, "host", "add", "local0", code=1)
+    assert "shows the key that is known" in local_cluster.run("host", "trust", "local0").stderr
+
+
+def test_the_settings_file_in_force_is_told(cluster: RunningCluster) -> None:
+    """It was given once, and is not when the daemon is started again."""
+    file = cluster.directory / "lab.toml"
+    file.write_text("[daemon]\npolicy = 'default'\n")
+    assert f"settings from {file}" in cluster.run("start", "--config", str(file)).stderr
+    assert f"settings {file}" in cluster.run("status").stdout
+    cluster.run("stop")
+    cluster.environment["XDG_CONFIG_HOME"] = str(cluster.directory)
+    assert "no settings file" in cluster.run("start").stderr
+
+
+def test_a_reader_that_is_gone(cluster: RunningCluster) -> None:
+    """``clusterd ls | head -0``: no word, no traceback, at whatever moment the pipe closes."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "clusterd.cli.main", "completion", "bash"]
+    done = subprocess.run(command, env=cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,123 @@
+"""The verbs of the socket about hosts: who is part of the cluster, and who may be given work."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from clusterd import projection
+from clusterd.config import HostOptions
+from clusterd.core import admission
+from clusterd.core import events as e
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.invite import Invite
+from clusterd.daemon.server import Peer, Verb
+from clusterd.errors import ClusterError, UsageError
+
+LOCAL = "local:"
+"""Address of hosts inside this machine: ``local:0``."""
+
+
+class Membership:
+    """Answers what is asked about hosts, and turns what is wanted of them into events."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, invite: Invite) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._invite = invite
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "hosts": self.hosts,
+            "host": self.host,
+            "host_inspect": self.host_inspect,
+            "host_add": self.host_add,
+            "host_trust": self.host_trust,
+            "host_drain": self.host_drain,
+            "host_undrain": self.host_undrain,
+            "host_remove": self.host_remove,
+        }
+
+    @property
+    def _state(self) -> Any:
+        return self._engine.scheduler.state
+
+    async def hosts(self, peer: Peer) -> list[dict[str, Any]]:
+        """Rows of hosts."""
+        return [projection.host_row(self._state, h, self._hosts.link_row(h.id)) for h in self._state.hosts.values()]
+
+    async def host(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Everything about one host."""
+        known = admission.find_host(self._state, host)
+        return projection.host_row(self._state, known, self._hosts.link_row(known.id))
+
+    async def host_inspect(self, peer: Peer, address: str, accept: list[str], new: bool = False) -> dict[str, Any]:
+        """The first key on the way to a host that nobody vouches for; those in `accept` are kept on the way.
+
+        Raises:
+            ClusterError: the host is to be `new`, and is in the cluster already.
+        """
+        need_operator(peer, "add hosts")
+        if new:
+            self._invite.name(address, self._state)
+        elif address.startswith(LOCAL):
+            return {"unknown": [], "changed": []}  # a server of our own, whose key is made at each start
+        return await self._invite.inspect(address, accept)
+
+    async def host_add(
+        self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Make a host part of the cluster; `accept` are the fingerprints its user saw and agreed to."""
+        need_operator(peer, "add hosts")
+        try:
+            known = msgspec.convert(options or {}, HostOptions)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the host's options are not well-formed: {error}") from None
+        name = await self._invite.admit(address, accept, self._state)
+        await self._hosts.add(name, address, known)
+        return {"name": name}
+
+    async def host_trust(self, peer: Peer, host: str, accept: list[str]) -> dict[str, Any]:
+        """Accept a host's changed key."""
+        need_operator(peer, "trust hosts")
+        known = admission.find_host(self._state, host)
+        answer = await self._invite.trust(str(self._hosts.link_row(known.id)["address"]), accept)
+        self._hosts.retry_now(known.id)
+        return answer
+
+    async def host_drain(self, peer: Peer, host: str, why: str = "") -> dict[str, Any]:
+        """Give the host nothing new."""
+        need_operator(peer, "drain hosts")
+        known = admission.find_host(self._state, host)
+        await self._engine.post(e.HostDrained(at_s=time.time(), host=known.id, by=peer.user, why=why))
+        return projection.host_row(self._state, known)
+
+    async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Use the host again."""
+        need_operator(peer, "undrain hosts")
+        known = admission.find_host(self._state, host)
+        await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
+        return projection.host_row(self._state, known)
+
+    async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Take the host out of the cluster."""
+        need_operator(peer, "remove hosts")
+        known = admission.find_host(self._state, host)
+        admission.may_remove(self._state, known)
+        await self._hosts.remove(known.id)
+        return {"name": known.id}
+
+
+def need_operator(peer: Peer, what: str) -> None:
+    """Refuse what is for operators.
+
+    Raises:
+        ClusterError: the peer is none.
+    """
+    if not peer.is_operator:
+        raise ClusterError(f"user {peer.user} may not {what}: ask an operator (operators = [...] in clusterd.toml)")

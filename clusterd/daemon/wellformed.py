@@ -1,0 +1,49 @@
+"""What no job may say, whichever client says it: a value that gets past here is in the journal for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from clusterd.errors import UsageError
+from clusterd.jobfile import checked_name
+from clusterd.types import JobSpec
+
+
+def refuse_malformed(spec: JobSpec) -> None:
+    """Refuse what neither a clock nor a process can be given.
+
+    Raises:
+        UsageError: naming the field and what would be right.
+    """
+    checked_name(spec.name, "the job")
+    seconds = {
+        "limits.time": spec.time_limit_s,
+        "limits.grace": spec.grace_s,
+        "checkpoints.every": spec.checkpoint_every_s,
+    }
+    for field, value in seconds.items():
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{field} is {value:g} s: it must be a time, as in 90s or 12h; leave it out for no limit")
+    if spec.target_loss is not None and not math.isfinite(spec.target_loss):
+        raise UsageError(f"target_loss is {spec.target_loss:g}; it must be a number that a loss can reach")
+    if spec.command and not spec.command[0]:
+        raise UsageError("command begins with an empty word: give the program to run")
+    if spec.retries < 0:
+        raise UsageError(f"limits.retries is {spec.retries}; it must be 0 or more")
+    for name in (*spec.env, *spec.secrets):
+        if not name or "=" in name:
+            raise UsageError(f"env: {name!r} is no name of a variable: it must not be empty, nor hold '='")
+    for field, text in _texts(spec):
+        if "\0" in text:
+            raise UsageError(f"{field} holds a null byte, which no process can be given: take it out")
+
+
+def _texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    yield from (("command", word) for word in spec.command)
+    yield from (("env", text) for pair in spec.env.items() for text in pair)
+    yield from (("secrets", name) for name in spec.secrets)
+    yield from (("datasets", text) for pair in spec.datasets.items() for text in pair)
+    for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
+        if given is not None:
+            yield field, given
