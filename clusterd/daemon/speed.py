@@ -14,7 +14,7 @@ from clusterd.core import admission, trials
 from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.state import Job, State
 from clusterd.daemon.engine import Engine
-from clusterd.daemon.profiler import Profiler
+from clusterd.daemon.learned import Learned
 from clusterd.daemon.server import Peer, Verb
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobSpec
@@ -38,18 +38,21 @@ Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
 
 
 class Speed:
-    """Answers out of the profiler's knowledge."""
+    """Answers out of what was learned."""
 
     def __init__(
         self,
         engine: Engine,
-        profiler: Profiler,
+        learned: Learned,
+        imported: Callable[[], None],
         store: Path,
         admit: Callable[[Peer, dict[str, Any]], JobSpec],
         describe: Describe,
     ) -> None:
+        """`imported` is called when measurements were added from elsewhere."""
         self._engine = engine
-        self._profiler = profiler
+        self._learned = learned
+        self._imported = imported
         self._store = store
         self._admit = admit
         self._describe = describe
@@ -156,7 +159,7 @@ class Speed:
         wanted = self._admit(peer, spec)
         told = await self._describe(wanted, f"estimate-{next(self._tries)}")
         shape = ModelShape.from_dict(told)
-        found = await self._profiler.knowledge(shape.signature, shape)
+        found = await self._learned.on_each(shape.signature, shape)
         if not found:
             raise ClusterError("no host with devices is connected: nothing to estimate for (clusterd host ls)")
         known = found[0]
@@ -204,7 +207,7 @@ class Speed:
             count = await anyio.to_thread.run_sync(read)
         except TableError as error:
             raise UsageError(str(error)) from None
-        self._profiler.forget()
+        self._imported()
         return {"count": count, "path": path}
 
     async def _of(self, text: str) -> tuple[Knowledge, Job]:
@@ -216,7 +219,7 @@ class Speed:
                 f"nothing is known of the speed of {job.spec.name}: "
                 + ("its model is being learned" if job.spec.kind == "elastic" else f"it is a {job.spec.kind.value} job")
             )
-        found = await self._profiler.knowledge(job.model, ModelShape.from_dict(job.shape))
+        found = await self._learned.on_each(job.model, ModelShape.from_dict(job.shape))
         if not found:
             raise ClusterError("no host with devices is connected (clusterd host ls)")
         if job.attempt is not None:

@@ -1,0 +1,194 @@
+"""What is known of the speed of models on this cluster's devices, and the tables of it that the core decides by.
+
+Out of what was measured here, ever, of the same model on the same type of device, and out of beliefs about the hardware
+where nothing was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from clusterd.core import events as e
+from clusterd.core import trials
+from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.daemon.engine import Engine
+from plans.model_shape import ModelShape
+from profiling import fleet
+from profiling.coefficients import INDEX
+from profiling.fleet import DeviceType
+from profiling.knowledge import Knowledge, Ranked, workload_of
+from profiling.online import Observation, OnlineFit
+from profiling.store import Key, Measurement, Store
+
+log = logging.getLogger(__name__)
+
+KEPT_PER_SHAPE = 4
+SHAPES_MOST = 256
+
+
+class Learned:
+    """Knowledge by model and type of device; fits are made in a thread."""
+
+    def __init__(self, engine: Engine, store: Path) -> None:
+        self._engine = engine
+        self._path = store
+        self._known: dict[tuple[str, str], Knowledge] = {}
+        self._told_s: dict[str, float] = {}
+        self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    def of(self, job: Job, attempt: Attempt) -> Knowledge | None:
+        """Of the job's model on what it holds; None: nothing yet, or it holds devices of several types."""
+        names = {d.name for d in trials.held(attempt, self._state.hosts)}
+        return self._known.get((job.model, names.pop())) if len(names) == 1 else None
+
+    def has_steps_of(self, model: str) -> bool:
+        """Whether steps of this model were ever measured."""
+        return any(name == model and known.online.observations for (name, _), known in self._known.items())
+
+    async def on_each(self, model: str, shape: ModelShape) -> list[Knowledge]:
+        """Of a model on each type of device, the best-measured first."""
+        found = [await self._on(model, shape, devices) for devices in types_of(self._state).values()]
+        return sorted(found, key=lambda k: (-len(k.online.observations), k.devices.kind != "cuda", k.devices.name))
+
+    async def keep(self, measurement: Measurement) -> None:
+        """For later jobs of the same model."""
+
+        def write() -> None:
+            with Store(self._path) as store:
+                store.add(measurement)
+
+        await anyio.to_thread.run_sync(write)
+
+    # --- probes -------------------------------------------------------------------------------------------------------
+
+    def wants_probe(self, device_types: Iterable[str], hosts: int) -> bool:
+        """Whether one of these types, or the links between so many hosts, was never measured on this cluster."""
+        link = "network_rate" if hosts > 1 else "compute_rate"
+        return any(link not in self._probes.get(name, {}) for name in device_types)
+
+    async def probed(self, device_type: str, figures: dict[str, Any]) -> None:
+        """New beliefs about a type of device; what was measured stays."""
+        usable = {k: float(v) for k, v in figures.items() if k in INDEX and v > 0}
+        self._probes[device_type] = {**self._probes.get(device_type, {}), **usable}
+        await self._engine.journal.keep_fact("probes", json.dumps(self._probes))
+        log.info("%s does %s", device_type, ", ".join(f"{k} {v:.3g}" for k, v in sorted(usable.items())))
+        for (model, name), known in list(self._known.items()):
+            if name == device_type:
+                prior = fleet.prior(known.devices.kind, self._probes[name])
+                kept = known.online.observations
+                known.online = await anyio.to_thread.run_sync(
+                    OnlineFit.start, prior, kept, fleet.beliefs(known.devices.kind)
+                )
+                await self.tell(model, f"{name} was probed")
+
+    # --- tables for the core ------------------------------------------------------------------------------------------
+
+    def age_s(self, model: str) -> float:
+        """Since the core was last told of a model; infinite: never."""
+        return time.monotonic() - self._told_s.get(model, float("-inf"))
+
+    async def devices_changed(self) -> None:
+        """Other shapes for every model that may still run."""
+        now = types_of(self._state)
+        self._known = {key: known for key, known in self._known.items() if now.get(key[1]) == known.devices}
+        models = {job.model for job in self._state.jobs.values() if job.model and not job.state.is_final}
+        for model in sorted(models):
+            await self.tell(model, "the cluster's devices changed")
+
+    async def described(self, model: str) -> None:
+        """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
+        outlook = self._state.outlooks.get(model)
+        wishes = {job.spec.resources.plan for job in self._alive(model)} - {None}
+        if outlook is None or model not in self._told_s or not wishes <= {x.plan for x in outlook.estimates}:
+            await self.tell(model, "its model is known")
+
+    async def tell(self, model: str, why: str) -> None:
+        """A new table of the model."""
+        jobs = [j for j in self._state.jobs.values() if j.model == model and j.shape is not None]
+        if not jobs:
+            return
+        shape = ModelShape.from_dict(jobs[-1].shape or {})
+        always = {a.plan for j in jobs for a in j.attempts[-1:] if a.plan is not None}
+        always |= {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
+        estimates: list[Estimate] = []
+        measured = 0
+        for devices in types_of(self._state).values():
+            known = await self._on(model, shape, devices)
+            measured += len({o.row.plan for o in known.online.observations})
+            shapes = fleet.shapes(devices)[:SHAPES_MOST]
+            found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, KEPT_PER_SHAPE, always))
+            estimates += [_estimate(devices, one) for one in found]
+        self._told_s[model] = time.monotonic()
+        outlook = Outlook(tuple(estimates), shape.global_batch, measured)
+        await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, outlook=outlook, why=why))
+
+    def forget(self) -> None:
+        """What is in the store has changed: it is read again."""
+        self._known.clear()
+
+    def _alive(self, model: str) -> Iterator[Job]:
+        return (job for job in self._state.jobs.values() if job.model == model and not job.state.is_final)
+
+    async def _on(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
+        key = (model, devices.name)
+        if key not in self._known:
+            known = await anyio.to_thread.run_sync(self._remembered, model, shape, devices)
+            self._known[key] = known
+        return self._known[key]
+
+    def _remembered(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
+        """With what was measured of the model before, whichever job it was."""
+        with Store(self._path) as store:
+            found = store.find(Key(model, devices.name))
+        observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
+        online = OnlineFit.start(
+            fleet.prior(devices.kind, self._probes.get(devices.name)), observations, fleet.beliefs(devices.kind)
+        )
+        refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
+        return Knowledge(shape, workload_of(shape), devices, online, refused)
+
+
+def types_of(state: State) -> dict[str, DeviceType]:
+    """The cluster's devices by name."""
+    hosts: dict[str, list[Host]] = {}
+    for host in state.hosts.values():
+        for name in {d.name for d in host.devices}:
+            hosts.setdefault(name, []).append(host)
+    found: dict[str, DeviceType] = {}
+    for name, some in sorted(hosts.items()):
+        mine = [[d for d in host.devices if d.name == name] for host in some]
+        cores = min(host.facts.cpu_cores // max(len(host.devices), 1) for host in some if host.facts is not None)
+        found[name] = DeviceType(
+            name=name,
+            kind=mine[0][0].kind,
+            per_host=tuple(sorted((len(devices) for devices in mine), reverse=True)),
+            memory_bytes=min(d.memory_bytes for devices in mine for d in devices),
+            cores_per_device=cores,
+        )
+    return found
+
+
+def _estimate(devices: DeviceType, one: Ranked) -> Estimate:
+    return Estimate(
+        plan=one.plan,
+        device_type=devices.name,
+        shape=one.shape,
+        step_time_s=one.step_time_s,
+        lower_s=one.lower_s,
+        upper_s=one.upper_s,
+        device_bytes=one.memory.device_bytes,
+        host_bytes=one.memory.host_bytes,
+    )
