@@ -131,7 +131,7 @@ def _from_git(directory: Path) -> list[str] | None:
 
 def _walk(directory: Path) -> Iterator[str]:
     ignored = (*_ALWAYS_IGNORED, *_patterns(directory))
-    for parent, directories, files in os.walk(directory):
+    for parent, directories, files in os.walk(directory, onerror=_refuse_unreadable):
         relative = Path(parent).relative_to(directory)
         directories[:] = [d for d in directories if not _is_ignored((relative / d).as_posix(), ignored)]
         for file in files:
@@ -141,11 +141,24 @@ def _walk(directory: Path) -> Iterator[str]:
                 yield name
 
 
+def _refuse_unreadable(error: OSError) -> None:
+    # Left out without a word, it would be missed only on the host.
+    raise UsageError(
+        f"workdir: {error.filename} cannot be read: {error.strerror}: make it readable, or exclude it in {IGNORE_FILE}"
+    )
+
+
 def _patterns(directory: Path) -> tuple[str, ...]:
     file = directory / IGNORE_FILE
-    if not file.exists():
+    if not os.path.lexists(file):
         return ()
-    lines = (line.strip() for line in file.read_text(encoding="utf-8").splitlines())
+    try:
+        if not file.is_file():  # a FIFO would be waited for, for ever
+            raise OSError(0, "it is no file")
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UsageError(f"{file} cannot be read: {said}: make it a text file of patterns, or remove it") from None
     return tuple(line.rstrip("/") for line in lines if line and not line.startswith("#"))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -91,6 +93,10 @@ def cli() -> None:
 
 def main() -> None:
     """The entry point: errors meant for people become one line and an exit code."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the rest of the process
+    stdout = sys.stdout
     try:
         code: Any = cli.main(standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that is gone can still be caught
@@ -109,12 +115,17 @@ def main() -> None:
         sys.exit(130)
     except SystemExit as leaving:
         # click itself ends with 1 where a pipe is closed, and wraps the stream so that nothing is tried again.
-        sys.exit(0 if isinstance(sys.stdout, click.utils.PacifyFlushWrapper) else leaving.code)
+        sys.exit(0 if sys.stdout is not stdout else leaving.code)
     except BrokenPipeError:
-        # `clusterd ls | head` is no error, and nobody is left to tell; what is still buffered must not be tried again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # `clusterd ls | head` is no error, and nobody is left to tell
         sys.exit(0)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _drop_output()
+            print(
+                f"clusterd: the output cannot be written: {error.strerror}: free space where it goes", file=sys.stderr
+            )
+            sys.exit(1)
         if os.environ.get("CLUSTERD_TRACEBACK"):
             raise
         print(
@@ -124,6 +135,11 @@ def main() -> None:
         )
         sys.exit(EXIT_BUG)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere: the interpreter tries it once more at its end, and says what came of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ class Api:
         """One chunk of a workdir."""
         if offset + len(data) > self._config.workdir_bytes_max + (1 << 20):
             raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
-        await self._archive.put_snapshot(digest, offset, data, last)
+        await self._archive.put_snapshot(digest, offset, data, last, peer.connection)
 
     async def jobs(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
         """Rows of jobs: those that are not over, and on request the others."""

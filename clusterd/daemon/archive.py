@@ -34,6 +34,8 @@ class Archive:
         self._journal = journal
         for name in ("snapshots", "attempts"):
             (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        for left in (directory / "snapshots").glob("*.partial"):  # of clients of a daemon that was killed
+            left.unlink()
 
     # --- code snapshots -----------------------------------------------------------------------------------------------
 
@@ -41,14 +43,16 @@ class Archive:
         """It was received whole."""
         return self._snapshot(digest).exists()
 
-    async def put_snapshot(self, digest: str, offset: int, data: bytes, last: bool) -> None:
+    async def put_snapshot(self, digest: str, offset: int, data: bytes, last: bool, sender: int = 0) -> None:
         """Take one chunk of a snapshot; the last one is checked against the digest.
+
+        Each `sender` has a file of its own: two that submit the same directory at once do not write into each other's.
 
         Raises:
             UsageError: chunks out of order, or content that is not what the digest says.
             ClusterError: no room.
         """
-        partial = self._snapshot(digest).with_suffix(".partial")
+        partial = self._snapshot(digest).with_suffix(f".{sender}.partial")
         try:
             await anyio.to_thread.run_sync(self._write_chunk, partial, offset, data)
         except OSError as error:
@@ -61,6 +65,11 @@ class Archive:
                 partial.unlink()
                 raise UsageError("the workdir's snapshot arrived damaged: submit again")
             await anyio.to_thread.run_sync(_make_durable, partial, self._snapshot(digest))
+
+    def drop_partial(self, sender: int) -> None:
+        """It will send no more of what it began."""
+        for left in (self.directory / "snapshots").glob(f"*.{sender}.partial"):
+            left.unlink(missing_ok=True)
 
     def _write_chunk(self, partial: Path, offset: int, data: bytes) -> None:
         with partial.open("r+b" if offset else "wb") as file:
@@ -169,6 +178,11 @@ def _make_durable(partial: Path, target: Path) -> None:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     partial.replace(target)
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _write(target: Path, data: bytes) -> None:

@@ -130,7 +130,14 @@ class Daemon:
                 describer.describe_unsubmitted,
             )
             verbs = {**api.verbs, **speed.verbs}
-            server = Server(config.socket, config.socket_group, config.operators, verbs, api.streams)
+            server = Server(
+                config.socket,
+                config.socket_group,
+                config.operators,
+                verbs,
+                api.streams,
+                lambda peer: archive.drop_partial(peer.connection),
+            )
             listener = await server.listen()
             stack.callback(config.socket.unlink, missing_ok=True)
             tasks.start_soon(engine.run)

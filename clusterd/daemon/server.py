@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import grp
 import inspect
+import itertools
 import logging
 import os
 import pwd
@@ -38,6 +39,7 @@ class Peer:
     user: str
     uid: int
     is_operator: bool
+    connection: int = 0  # number of the connection since the daemon's start
 
 
 Verb = Callable[..., Awaitable[Any]]
@@ -54,12 +56,16 @@ class Server:
         operators: tuple[str, ...],
         verbs: dict[str, Verb],
         streams: dict[str, Streaming],
+        on_gone: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
+        """`on_gone` is told of every connection that ended."""
         self._path = path
         self._group = group
         self._operators = operators
         self._verbs = verbs
         self._streams = streams
+        self._on_gone = on_gone
+        self._connections = itertools.count(1)
 
     async def listen(self) -> anyio.abc.SocketListener:
         """The listener, with nobody let in but the owner and the configured group.
@@ -109,6 +115,8 @@ class Server:
             pass  # the client went away in the middle of an answer: its right
         except* protocol.ProtocolError as errors:
             log.warning("a client of user %s was cut off: %s", peer.user, errors.exceptions[0])
+        finally:
+            self._on_gone(peer)
 
     async def _serve(
         self,
@@ -150,7 +158,7 @@ class Server:
             user = pwd.getpwuid(uid).pw_name
         except KeyError:
             user = str(uid)
-        return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators)
+        return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators, next(self._connections))
 
 
 def _check_arguments(verb: Verb | Streaming | None, peer: Peer, request: dict[str, Any], name: str) -> None:

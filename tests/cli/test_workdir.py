@@ -1,0 +1,87 @@
+"""Working directories as people have them: odd files, two submits at once, folders that cannot be read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from clusterd.client import Client
+from clusterd.errors import ClusterError, UsageError
+from clusterd.workdir import pack
+from tests.conftest import RunningCluster
+
+LIMIT = 1 << 20
+
+
+def names(directory: Path) -> list[str]:
+    with pack(directory, LIMIT).archive as packed, tarfile.open(fileobj=packed) as archive:
+        return sorted(archive.getnames())
+
+
+def test_what_is_no_file_stays_behind(tmp_path: Path) -> None:
+    """A FIFO, a socket, and links in circles beside the script."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "self").symlink_to(".")
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "sock"))
+        assert "train.py" in names(tmp_path)
+        assert not {"fifo", "sock"} & set(names(tmp_path))
+
+
+def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
+    """Binary, a folder, a FIFO that nobody writes into, a link to itself."""
+    file = tmp_path / ".clusterdignore"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match=r"\.clusterdignore cannot be read: it is no UTF-8 text"):
+        pack(tmp_path, LIMIT)
+    file.unlink()
+    for make in (file.mkdir, lambda: os.mkfifo(file), lambda: file.symlink_to(file.name)):
+        make()
+        with pytest.raises(UsageError, match=r"\.clusterdignore cannot be read: it is no file"):
+            pack(tmp_path, LIMIT)
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would miss it only on its host."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "train.py").touch()
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if os.fspath(path).endswith("private"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UsageError, match=r"private cannot be read: Permission denied: make it readable, or exclude"):
+        pack(tmp_path, LIMIT)
+    (tmp_path / ".clusterdignore").write_text("private\n")
+    assert names(tmp_path) == [".clusterdignore", "train.py"]
+
+
+def test_two_send_the_same_directory_at_once(cluster: RunningCluster) -> None:
+    """Chunk by chunk in turn; a third one hangs up half-way and leaves nothing behind."""
+    cluster.start()
+    content = os.urandom(3000)
+    digest = hashlib.sha256(content).hexdigest()
+    with Client(cluster.socket) as one, Client(cluster.socket) as other, Client(cluster.socket) as third:
+        third.call("snapshot_put", digest=digest, offset=0, data=content[:1000], last=False)
+        for offset in range(0, 3000, 1000):
+            for client in (one, other):
+                chunk = content[offset : offset + 1000]
+                client.call("snapshot_put", digest=digest, offset=offset, data=chunk, last=offset == 2000)
+        with pytest.raises(ClusterError, match="out of order"):
+            third.call("snapshot_put", digest=digest, offset=7, data=b"x", last=False)
+        assert one.call("snapshot_has", digest=digest)["have"]
+    cluster.run("stop")
+    assert [file.name for file in (cluster.directory / "snapshots").iterdir()] == [f"{digest}.tar"]
