@@ -34,7 +34,7 @@ def recording(path: Path, policy: str = "default") -> Iterator[Item]:
     Raises:
         ClusterError: nothing there, no recording, or a journal that this version cannot replay.
     """
-    file = path / JOURNAL if path.is_dir() else path
+    file = journal_file(path)
     try:
         with file.open("rb") as opened:
             start = opened.read(len(_SQLITE))
@@ -43,6 +43,11 @@ def recording(path: Path, policy: str = "default") -> Iterator[Item]:
             f"{file}: {error.strerror}: give a recording (clusterd simulate --record FILE) or a state directory"
         ) from None
     return _from_journal(file, policy) if start == _SQLITE else _from_lines(file)
+
+
+def journal_file(path: Path) -> Path:
+    """The journal that a path means: itself, or that of a state directory."""
+    return path / JOURNAL if path.is_dir() else path
 
 
 def _from_lines(file: Path) -> Iterator[Item]:
@@ -72,7 +77,7 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
         raise UsageError(f"there is no policy {policy!r}; there are {', '.join(sorted(POLICIES))}")
     scheduler = Scheduler(POLICIES[policy]())
     first = True
-    for batch in _batches(file):
+    for batch in journal_batches(file):
         if first:
             yield {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": batch[0].at_s}
             first = False
@@ -88,8 +93,12 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
         raise ClusterError(f"{file} holds no events yet")
 
 
-def _batches(file: Path) -> Iterator[list[Event]]:
-    """Read beside a daemon that may be writing: never locked, never changed."""
+def journal_batches(file: Path) -> Iterator[list[Event]]:
+    """Events of a journal, as they were handled together; beside a daemon that may be writing, never locked or changed.
+
+    Raises:
+        ClusterError: it is no journal, or one of another version.
+    """
     try:
         db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
         (version,) = db.execute("PRAGMA user_version").fetchone()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterd.errors import UsageError
+from clusterd.units import duration
 
 if TYPE_CHECKING:
     from clusterd.simulate.run import Outcome, Setting
@@ -36,6 +37,13 @@ _FIGURES = (
 @click.option("--cluster", default="8x8:a800", show_default=True, help="HOSTSxDEVICES:TYPE, several joined by +.")
 @click.option("--workload", type=click.Path(path_type=Path), help="Jobs: a file of a known format.")
 @click.option("--truth", type=click.Path(path_type=Path), help="Measured step times; progress follows them.")
+@click.option(
+    "--from-journal",
+    "journal",
+    type=click.Path(path_type=Path),
+    help="Instead of cluster, workload and truth: what a daemon did, from its state directory or journal.",
+)
+@click.option("--journal-policy", default="default", show_default=True, help="What decided in that daemon.")
 @click.option(
     "--format", "form", default="auto", show_default=True, help="Of the workload: a800, arena, gavel, pollux."
 )
@@ -76,6 +84,8 @@ def simulate(
     cluster: str,
     workload: Path | None,
     truth: Path | None,
+    journal: Path | None,
+    journal_policy: str,
     form: str,
     policies: tuple[str, ...],
     scale_steps: float,
@@ -115,9 +125,7 @@ def simulate(
     from clusterd.simulate.importers import read
 
     names = tuple(POLICIES) if "all" in policies else tuple(dict.fromkeys(policies)) or ("default",)
-    run.check_policies(names)
-    if workload is None or truth is None:
-        raise UsageError("--workload and --truth are needed: jobs, and how fast they go")
+    run.check_policies((*names, journal_policy))
     for name, share in (("--predictable", predictable), ("--guaranteed", guaranteed)):
         if share is not None and not 0 <= share <= 1:
             raise UsageError(f"{name} {share:g}: give a share from 0 to 1")
@@ -129,8 +137,21 @@ def simulate(
         raise UsageError(f"--round {round_s:g}: give seconds; 0 is without rounds")
     if whole_steps and not round_s:
         raise UsageError("--whole-steps: steps are cut by rounds only; give --round SECONDS too")
-    hosts = parse_cluster(cluster)
-    world, given = read(form, workload, truth, hosts)
+    recorded: tuple[float, ...] = ()
+    if journal is not None:
+        if workload is not None or truth is not None:
+            raise UsageError("--from-journal brings jobs and speeds along: leave --workload and --truth out")
+        from clusterd.replay import journal_batches, journal_file
+        from clusterd.simulate.history import history
+
+        past = history(journal_batches(journal_file(journal)), journal_policy)
+        hosts, world, given, recorded = past.cluster, past.truth, past.workload, past.completion_s
+        cluster, workload, truth = str(hosts), journal, journal
+    elif workload is None or truth is None:
+        raise UsageError("--workload and --truth are needed: jobs, and how fast they go; or --from-journal")
+    else:
+        hosts = parse_cluster(cluster)
+        world, given = read(form, workload, truth, hosts)
     given = jobs.with_steps(given, scale_steps)
     if resample:
         given = jobs.resampled(given, random.Random(f"resample {seed}"))
@@ -173,6 +194,8 @@ def simulate(
         "left_out": given.left_out,
         "plans_replaced": given.replaced,
         "jobs": len(given.arrivals),
+        "recorded_average_completion_s": sum(recorded) / len(recorded) if recorded else None,
+        "recorded_finished": len(recorded),
     }
     if record is not None:
         from clusterd.simulate.record import Recording
@@ -254,16 +277,18 @@ def _show(found: dict[str, Outcome], about: dict[str, Any]) -> None:
             table.add_row(name, *(_cell(one.figures[key], form) for key, _, form in part))
         console.print(table)
         title = ""
+    if about["recorded_finished"]:
+        average = duration(about["recorded_average_completion_s"])
+        console.print(f"as it was: {about['recorded_finished']} jobs finished, after {average} on average")
     if about["left_out"]:
-        missing = ", ".join(f"{count} of {model}" for model, count in sorted(about["left_out"].items()))
-        console.print(f"left out, for the truth does not hold their model: {missing}")
+        missing = ", ".join(f"{count} {model}" for model, count in sorted(about["left_out"].items()))
+        console.print(f"left out, for nothing says how fast they are: {missing}")
     if about["plans_replaced"]:
         count = about["plans_replaced"]
         console.print(f"{count} jobs ask for a plan that the truth does not hold: the next best stands for it")
 
 
 def _cell(value: Any, form: str) -> str:
-    from clusterd.units import duration
 
     if value is None:
         return "-"

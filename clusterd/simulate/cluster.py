@@ -29,6 +29,9 @@ class Cluster:
 
     groups: tuple[Group, ...]
 
+    def __str__(self) -> str:
+        return "+".join(f"{g.hosts}x{g.devices}:{g.device_type}" for g in self.groups)
+
     @property
     def devices(self) -> int:
         """In all."""

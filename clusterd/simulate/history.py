@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import Job, State
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, InvalidTransition
 from clusterd.simulate.cluster import Cluster, Group
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
@@ -53,12 +54,18 @@ def history(batches: Iterable[Sequence[e.Event]], policy: str = "default") -> Hi
         batches: of a journal, from its first event on.
         policy: what decided there.
     Raises:
-        ClusterError: there was no job that ran.
+        ClusterError: there was no job that ran, or another policy was at work.
     """
     scheduler = Scheduler(POLICIES[policy]())
     state, seen = scheduler.state, _Seen()
     for batch in batches:
-        scheduler.handle(*batch)
+        try:
+            scheduler.handle(*batch)
+        except InvalidTransition as error:
+            raise ClusterError(
+                f"the journal's event {batch[0].id} does not follow from what policy {policy!r} would have decided "
+                f"({error}): name the policy that was at work with --journal-policy"
+            ) from None
         for event in batch:
             _see(event, state, seen)
     ran = {job.id: job for job in state.jobs.values() if _has_run(job) and _held(job, seen)}
@@ -170,11 +177,11 @@ def _arrival(job: Job, first_s: float, models: dict[str, ModelTruth]) -> Arrival
 
 def _cluster(seen: _Seen) -> Cluster:
     """Every host that was ever there, by device type: hosts with two types become two."""
-    groups: list[Group] = []
+    groups: Counter[Group] = Counter()
     for facts in seen.hosts.values():
         for name in dict.fromkeys(d.name for d in facts.devices):
             count = sum(d.name == name for d in facts.devices)
             each_cores = max(facts.cpu_cores // max(len(facts.devices), 1), 1)
             each_bytes = facts.memory_bytes // max(len(facts.devices), 1)
-            groups.append(Group(1, count, name, each_cores, each_bytes))
-    return Cluster(tuple(groups))
+            groups[Group(1, count, name, each_cores, each_bytes)] += 1
+    return Cluster(tuple(replace(group, hosts=hosts) for group, hosts in groups.items()))

@@ -1,0 +1,80 @@
+"""A daemon's journal, simulated again: its jobs, hosts and speeds, and what another policy would have made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import anyio
+import pytest
+from click.testing import CliRunner
+
+from clusterd.cli.simulate import simulate as command
+from clusterd.core import events as e
+from clusterd.daemon.journal import Journal
+from clusterd.simulate import run
+from tests.simulate.test_simulate import files, setting
+
+__all__ = ["files"]
+
+
+def written(directory: Path, batches: Sequence[Sequence[e.Event]]) -> None:
+    """A journal with these batches, in a state directory."""
+
+    async def write() -> None:
+        journal = Journal(directory / "journal.db")
+        for batch in batches:
+            await journal.append(batch)
+        journal.close()
+
+    anyio.run(write)
+
+
+@pytest.fixture
+def past(files: tuple[Path, Path], tmp_path: Path) -> tuple[Path, list[float]]:
+    """The state directory of a cluster that ran three jobs, and their completion times."""
+    batches: list[Sequence[e.Event]] = []
+
+    def keep(state: Any, events: Sequence[e.Event], decisions: Any) -> None:
+        batches.append(events)
+
+    result = run.simulate(setting(files, move_s=2.0), "default", keep)
+    directory = tmp_path / "state"
+    directory.mkdir()
+    written(directory, batches)
+    return directory, [(r.end_s or 0.0) - r.arrival.at_s for r in result.runs]
+
+
+def told(*arguments: str) -> dict[str, Any]:
+    answer = CliRunner().invoke(command, [*arguments, "--json", "--processes", "1"], catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    found: dict[str, Any] = json.loads(answer.output)
+    return found
+
+
+def test_the_same_policy_on_the_same_past_gives_the_same_present(past: tuple[Path, list[float]]) -> None:
+    directory, times_s = past
+    found = told("--from-journal", str(directory), "--policy", "default", "--policy", "fifo", "--move-cost", "2")
+    assert found["cluster"] == "1x8:g"
+    assert found["jobs"] == found["recorded_finished"] == 3
+    assert found["recorded_average_completion_s"] == pytest.approx(fmean(times_s), rel=1e-6)
+    policies = found["policies"]
+    assert policies["default"]["average_completion_s"] == pytest.approx(fmean(times_s), rel=0.02)
+    assert policies["fifo"]["average_completion_s"] > policies["default"]["average_completion_s"]
+
+
+def test_a_journal_needs_nothing_else_and_has_to_be_one(past: tuple[Path, list[float]], tmp_path: Path) -> None:
+    from clusterd.errors import ClusterError, UsageError
+
+    with pytest.raises(UsageError, match="leave --workload and --truth out"):
+        told("--from-journal", str(past[0]), "--truth", "x.csv")
+    with pytest.raises(ClusterError, match="cannot be read as a journal"):
+        told("--from-journal", str(tmp_path / "nowhere"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    written(empty, [[e.HostAdded(at_s=1.0, id=e.EventId(1), host="a")]])  # type: ignore[arg-type]
+    with pytest.raises(ClusterError, match="no job of this journal has run yet"):
+        told("--from-journal", str(empty))
