@@ -33,6 +33,10 @@ from clusterd.core.matching import match, total_s
 from tests.benchmarks.report import Report
 
 TYPES = 3
+SIZES = (
+    (3, 6), (4, 9), (5, 12), (6, 18), (8, 24), (10, 40), (12, 48), (16, 64), (24, 96), (32, 128), (48, 192), (64, 256),
+)  # fmt: skip
+"""Jobs and workers, until the solver does not finish."""
 GAP = 0.006
 """To the optimum: the aim for ours on average, and what the solver is asked for."""
 
@@ -146,7 +150,7 @@ def main() -> None:
         fairness.append(float(x.sum() ** 2 / (len(x) * (x * x).sum())))
     sizes: dict[str, Any] = {}
     speedup: float | None = None
-    for jobs, workers in ((3, 6), (4, 9), (5, 12), (6, 18), (8, 24), (10, 40), (12, 48), (16, 64), (24, 96), (32, 128), (48, 192), (64, 256)):
+    for jobs, workers in SIZES:
         work, rates = instance(jobs, workers, 1000 + jobs, alike=False)
         theirs, solver_s = solve(work, rates, given.solver_s)
         times = []
