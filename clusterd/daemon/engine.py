@@ -129,7 +129,12 @@ class Engine:
             return
         self._last_id = events[-1].id
         started_s = time.process_time()
-        decisions = self.scheduler.handle(*events)
+        try:
+            decisions = self.scheduler.handle(*events)
+        except Exception:
+            # Nobody was told that it is done. Kept, it would end every later daemon too, in its replay.
+            await self._keep(self.journal.retract(events[0].id))
+            raise
         self.scheduling_s += time.process_time() - started_s
         self._on_handled(events, decisions)
         for posted in batch:

@@ -118,6 +118,10 @@ class Journal:
         rows = [(event.id, batch, event.at_s, type(event).__name__, codec.encode(event)) for event in events]
         await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
 
+    async def retract(self, first: int) -> None:
+        """Take back the events from `first` on, which nobody was told of."""
+        await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
+
     async def record(self, at_s: float, decisions: Sequence[Any]) -> None:
         """Keep decisions with their reasons, for people: replay makes them again."""
         rows = [

@@ -6,6 +6,7 @@ client does not read waits in its own small buffer and holds up nobody else.
 
 from __future__ import annotations
 
+import functools
 import grp
 import inspect
 import itertools
@@ -14,6 +15,7 @@ import os
 import pwd
 import socket
 import struct
+import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd import __version__, protocol
@@ -128,13 +131,15 @@ class Server:
         number = request.pop("id", None)
         verb = request.pop("verb", None)
         try:
-            _check_arguments(self._streams.get(verb) or self._verbs.get(verb), peer, request, verb)
-            if verb in self._streams:
-                async for item in self._streams[verb](peer, **request):
+            if not isinstance(verb, str):
+                raise UsageError(f"a request names its verb as text, not as {verb!r}")
+            if streaming := self._streams.get(verb):
+                async for item in streaming(peer, **_arguments(streaming, peer, request, verb)):
                     await send({"id": number, "item": item})
                 await send({"id": number, "ok": None})
-            elif verb in self._verbs:
-                await send({"id": number, "ok": await self._verbs[verb](peer, **request)})
+            elif answering := self._verbs.get(verb):
+                answer = await answering(peer, **_arguments(answering, peer, request, verb))
+                await send({"id": number, "ok": answer})
             else:
                 raise UsageError(
                     f"this daemon ({__version__}) does not know {verb!r}: is the client of another version?"
@@ -161,18 +166,29 @@ class Server:
         return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators, next(self._connections))
 
 
-def _check_arguments(verb: Verb | Streaming | None, peer: Peer, request: dict[str, Any], name: str) -> None:
-    """Tell a wrong argument from a bug within the verb.
+def _arguments(verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: str) -> dict[str, Any]:
+    """What was given, as the verb's annotations want it: a wrong type must not get as far as the journal.
 
     Raises:
-        UsageError: an argument is missing or unknown.
+        UsageError: an argument is missing, unknown, or of another type.
     """
-    if verb is None:
-        return
     try:
-        inspect.signature(verb).bind(peer, **request)
+        inspect.signature(verb).bind(peer, **given)
     except TypeError as error:
         raise UsageError(f"{name}: {error}") from None
+    wanted = _types(getattr(verb, "__func__", verb))
+    converted: dict[str, Any] = {}
+    for key, value in given.items():
+        try:
+            converted[key] = msgspec.convert(value, wanted[key])
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{name}: {key}: {error}") from None
+    return converted
+
+
+@functools.cache
+def _types(verb: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(verb)
 
 
 class _Reader:

@@ -1,0 +1,104 @@
+"""Whatever comes over the socket: refused with a word, and neither daemon nor journal is any the worse for it."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import anyio
+import msgpack
+import pytest
+
+from clusterd import protocol
+from clusterd.core import events as e
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.journal import Journal
+from clusterd.errors import UsageError
+from clusterd.types import HostId
+from tests.conftest import RunningCluster
+
+SPEC = {"name": "x", "command": ["true"]}
+
+
+def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
+    """A browser, a scanner, a client that dies in the middle."""
+    cluster.start()
+    pieces = (
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\x00",
+        b"\xff" * 100,
+        struct.pack("!I", 2) + b"\xc1\xc1",
+        struct.pack("!I", 3) + msgpack.packb([1, 2]),
+        struct.pack("!I", 1000) + b"half",
+    )
+    for piece in pieces:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(cluster.socket))
+            client.sendall(piece)
+            client.shutdown(socket.SHUT_WR)
+            try:
+                assert client.recv(100) == b""
+            except ConnectionResetError:
+                pass  # cut off before everything was read
+    assert cluster.call("status")["jobs"] == {}
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "said"),
+    [
+        ("job", {"job": None}, "job: job: Expected `str`, got `null`"),
+        ("cancel", {"job": 1}, "cancel: job: Expected `str`, got `int`"),
+        ("watch", {"after": "x"}, "watch: after: Expected `int | null`, got `str`"),
+        ("history", {"limit": "x"}, "history: limit: Expected `int`"),
+        ("host_drain", {"host": "local0", "why": 5}, "host_drain: why: Expected `str`, got `int`"),
+        ("submit", {"spec": SPEC, "secrets": {"KEY": {}}}, "Expected `str`, got `object`"),
+        ("submit", {"spec": SPEC, "secrets": [1]}, "submit: secrets: Expected `object | null`, got `array`"),
+        ("logs", {"job": "1", "offsets": 5}, "logs: offsets: Expected `object | null`, got `int`"),
+        ("status", {"peer": 1}, "multiple values for argument 'peer'"),
+        ("host_add", {"address": "a", "accept": "b"}, "host_add: accept: Expected `array`, got `str`"),
+    ],
+)
+def test_arguments_of_another_type(cluster: RunningCluster, verb: str, arguments: dict[str, Any], said: str) -> None:
+    """A reason of a drain that was no text was in the journal for ever, and ended the daemon at every start."""
+    cluster.start()
+    with pytest.raises(UsageError) as refused, cluster.client() as client:
+        list(client.stream(verb, **arguments))
+    assert said in str(refused.value)
+    assert cluster.call("status")["jobs"] == {}
+
+
+def test_a_client_that_never_reads(cluster: RunningCluster) -> None:
+    """It holds up nobody but itself."""
+    cluster.start()
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.connect(str(cluster.socket))
+        deaf.setblocking(False)
+        frame = protocol.encode({"id": 1, "verb": "status"})
+        try:
+            while True:
+                deaf.send(frame)
+        except BlockingIOError:
+            pass
+        assert cluster.call("status")["jobs"] == {}
+
+
+def test_an_event_that_ends_the_scheduler_is_not_kept(tmp_path: Any) -> None:
+    """It was acknowledged to nobody; the next daemon starts without it."""
+    journal = Journal(tmp_path / "journal.db")
+    engine = Engine(journal, Scheduler(), lambda *_: None)
+
+    async def run() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            await engine.post(e.HostAdded(at_s=1.0, host=HostId("a")))
+            await engine.post(e.HostDrained(at_s=2.0, host=HostId("never added")))
+
+    with pytest.raises(BaseExceptionGroup) as ended:
+        anyio.run(run)
+    assert ended.group_contains(KeyError)
+    again = Engine(journal, Scheduler(), lambda *_: None)
+    assert again.restore() == 1
+    assert list(again.scheduler.state.hosts) == ["a"]
+    journal.close()
