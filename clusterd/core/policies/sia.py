@@ -73,6 +73,8 @@ class Sia(Rounds):
         cost_s = view.move_costs_s.get(job.model, max(view.move_costs_s.values(), default=30.0))
         age_s = executed_s(job, view.now_s)
         made = len(job.migrations) + max(len(job.attempts) - 1, 0)
+        if age_s + cost_s <= 0:
+            return 1.0  # it has just come, and moves cost nothing
         return max((age_s - made * cost_s) / (age_s + cost_s), 1e-2)
 
 
