@@ -126,7 +126,7 @@ class Acting:
             )
         source = self._app.shared.source
         try:
-            known = rows.plans(await source.call("plans", job=job.id))
+            known = rows.read(rows.Plans, await source.call("plans", job=job.id))
         except ClusterError as refused:
             known = rows.Plans(known=str(refused))
         plan: str | None = OTHER

@@ -85,7 +85,7 @@ class JobBoard(Board):
 
 
 def _take_detail(known: Known, answer: Any) -> None:
-    known.detail = rows.detail(answer)
+    known.detail = rows.read(rows.Detail, answer)
 
 
 def _take_steps(known: Known, answer: Any) -> None:
@@ -93,4 +93,4 @@ def _take_steps(known: Known, answer: Any) -> None:
 
 
 def _take_profile(known: Known, answer: Any) -> None:
-    known.profile = rows.profile(answer)
+    known.profile = rows.read(rows.Profile, answer)

@@ -78,11 +78,11 @@ class Model:
             Malformed: it has not the form of one; nothing was taken in.
         """
         if "snapshot" in item:
-            self._restart(rows.snapshot(item["snapshot"]), item)
+            self._restart(rows.read(rows.Snapshot, item["snapshot"]), item)
             return Touched(everything=True)
         if "alive_s" in item:
             return Touched()
-        change = rows.change(item)
+        change = rows.read(rows.Change, item)
         happenings = [rows.happening(event) for event in change.events]
         for job in change.jobs:
             self._keep_loss(job)
@@ -109,7 +109,7 @@ class Model:
         known = {event.id for _, event in self.events}
         first_cause = min((decision.cause for _, decision in self.decisions), default=None)
         old_events = [made for row in events if (made := rows.happening(dict(row))).id not in known]
-        old_decisions = [rows.decision(row) for row in decisions]
+        old_decisions = [rows.read(rows.Decision, row) for row in decisions]
         if first_cause is not None:
             old_decisions = [decision for decision in old_decisions if decision.cause < first_cause]
         newer_events, newer_decisions = list(self.events), list(self.decisions)

@@ -5,7 +5,7 @@ Fields that a daemon of another version does not send have defaults; those that 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -192,41 +192,16 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 Malformed = msgspec.ValidationError
 
-
-def snapshot(value: Any) -> Snapshot:
-    """The rows of a snapshot.
-
-    Raises:
-        Malformed: they are not of this form.
-    """
-    return msgspec.convert(value, Snapshot)
+Row = TypeVar("Row")
 
 
-def change(value: Any) -> Change:
-    """The rows of a change.
+def read(kind: type[Row], value: Any) -> Row:
+    """The rows that a message holds.
 
     Raises:
         Malformed: they are not of this form.
     """
-    return msgspec.convert(value, Change)
-
-
-def job(value: Any) -> Job:
-    """One job's row.
-
-    Raises:
-        Malformed: it is not of this form.
-    """
-    return msgspec.convert(value, Job)
-
-
-def decision(value: Any) -> Decision:
-    """A decision, as the journal keeps it.
-
-    Raises:
-        Malformed: it is not of this form.
-    """
-    return msgspec.convert(value, Decision)
+    return msgspec.convert(value, kind)
 
 
 def happening(value: dict[str, Any]) -> Happening:
@@ -312,30 +287,3 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     trials: tuple[Trial, ...] = ()
     curve: tuple[Speed, ...] = ()
-
-
-def detail(value: Any) -> Detail:
-    """Attempts and decisions of a job.
-
-    Raises:
-        Malformed: they are not of this form.
-    """
-    return msgspec.convert(value, Detail)
-
-
-def plans(value: Any) -> Plans:
-    """Ranked plans of a job.
-
-    Raises:
-        Malformed: they are not of this form.
-    """
-    return msgspec.convert(value, Plans)
-
-
-def profile(value: Any) -> Profile:
-    """What was learned of a job.
-
-    Raises:
-        Malformed: it is not of this form.
-    """
-    return msgspec.convert(value, Profile)

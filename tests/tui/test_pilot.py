@@ -105,7 +105,7 @@ def test_why_and_priority_of_a_job_that_waits(shared: RunningCluster, running: s
         await pilot.press("w")
         said = await window(pilot)
         assert isinstance(said, Say)
-        assert "waits for 4 free devices" in said.text
+        assert "no host has more than 2" in said.text
         assert "steady has 2 devices" in said.text
         await pilot.press("escape", "p")
         await window(pilot)

@@ -25,7 +25,7 @@ from tui.playback import Player
 from tui.verbs import VERBS
 from tui.view import SCREENS
 
-JOBS = [rows.job(row) for row in snapshot()["jobs"]]
+JOBS = [rows.read(rows.Job, row) for row in snapshot()["jobs"]]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_listing_kept_up_to_date_is_the_one_built_anew(changes: list[tuple[int
         if goes:
             table.pop(key, None)
         else:
-            table[key] = rows.job(job(number, "abc"[step % 3], "running", step=step))
+            table[key] = rows.read(rows.Job, job(number, "abc"[step % 3], "running", step=step))
         kept.update(table, [key])
         anew = made()
         anew.rebuild(table)
@@ -132,7 +132,7 @@ def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, c
 def test_a_drained_host_says_what_is_still_there_and_not_since_when() -> None:
     """It was up for two hours; nobody knows for how long it has been drained."""
     here = [host("gpu01", drained="ann: new fan", jobs=["gpt-large"]), host("gpu02")]
-    drained, used = rows.snapshot({"status": {}, "jobs": [], "hosts": here}).hosts
+    drained, used = rows.read(rows.Snapshot, {"status": {}, "jobs": [], "hosts": here}).hosts
     said = [lines.plain(one) for one in host_summary(drained, {}, Look(), NOW_S)]
     assert said[0] == "gpu01  ◇ drained"
     assert any("still here" in one and "gpt-large" in one for one in said)
