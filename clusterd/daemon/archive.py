@@ -111,6 +111,13 @@ class Archive:
         """Where a rank's log is kept once it is over; it need not exist."""
         return self._attempt(job, attempt) / f"rank-{rank}.{generation}.log"
 
+    def log_begins_at(self, job: str, attempt: int, generation: int, rank: int) -> int:
+        """Bytes of the rank's log before what is kept here; the host alone has them."""
+        try:
+            return int(_begin(self.log_file(job, attempt, generation, rank)).read_text())
+        except FileNotFoundError:
+            return 0
+
     def steps_file(self, job: str, attempt: int, generation: int) -> Path:
         """Where the training steps of one generation are kept; it need not exist."""
         return self._attempt(job, attempt) / f"steps.{generation}.jsonl"
@@ -146,6 +153,8 @@ class Archive:
         offset = max(int(answer["size"]) - LOG_BYTES_KEPT, 0)
         partial = target.with_suffix(".partial")
         await anyio.to_thread.run_sync(_write, partial, b"")
+        if offset:
+            await anyio.to_thread.run_sync(_write, _begin(target), str(offset).encode())
         async with await anyio.open_file(partial, "wb") as file:
             while True:
                 answer = await hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
@@ -167,6 +176,10 @@ class Archive:
     def remove_attempt(self, job: str, attempt: int) -> None:
         """Forget what was kept of an attempt."""
         shutil.rmtree(self._attempt(job, attempt), ignore_errors=True)
+
+
+def _begin(log: Path) -> Path:
+    return log.with_suffix(".begin")
 
 
 def _digest(file: Path) -> str:

@@ -18,6 +18,7 @@ from clusterd.daemon.server import Peer
 from clusterd.errors import AgentLost, ClusterError, UsageError
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import AttemptState, HostId
+from clusterd.units import size
 
 CHUNK_BYTES = 1 << 18
 POLL_S = 0.2
@@ -117,10 +118,22 @@ class JobLogs:
 
     async def _read(self, job: Job, attempt: Attempt, generation: int, rank: int, offset: int) -> dict[str, Any]:
         kept = self._archive.log_file(job.id, attempt.number, generation, rank)
-        if kept.exists():
-            return await _read_file(kept, offset)
         which = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
-        return await self._pull(_hosts_of(attempt, generation)[rank], "logs", offset, which)
+        host = _hosts_of(attempt, generation)[rank]
+        if not kept.exists():
+            return await self._pull(host, "logs", offset, which)
+        begin = self._archive.log_begins_at(job.id, attempt.number, generation, rank)
+        if offset >= begin:
+            return await _read_file(kept, offset, begin)
+        try:
+            answer = await self._pull(host, "logs", offset, which)
+        except ClusterError:
+            answer = {"data": b""}
+        if answer["data"]:
+            return answer
+        rest = await _read_file(kept, begin, begin)
+        missing = f"\n[clusterd: {size(begin - offset)} of this log are on {host} alone, which does not answer]\n"
+        return {**rest, "data": missing.encode() + rest["data"]}
 
     async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -177,8 +190,9 @@ def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
     return {number: rank.place.host for number, rank in attempt.ranks.items()}
 
 
-async def _read_file(file: Path, offset: int) -> dict[str, Any]:
+async def _read_file(file: Path, offset: int, begin: int = 0) -> dict[str, Any]:
+    """From `offset` of a log on; the file holds what comes after its first `begin` bytes."""
     async with await anyio.open_file(file, "rb") as opened:
-        await opened.seek(offset)
+        await opened.seek(offset - begin)
         data = await opened.read(CHUNK_BYTES)
     return {"data": data, "offset": offset + len(data)}

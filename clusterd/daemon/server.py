@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 REQUESTS_AT_ONCE = 512
 """Of one connection; the next ones wait in its socket."""
 
+LOOK_EVERY_S = 1.0
+"""Between two looks whether the socket is still there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -91,8 +94,32 @@ class Server:
         return listener
 
     async def serve(self, listener: anyio.abc.SocketListener) -> None:
-        """Serve for ever."""
-        await listener.serve(self._connection)
+        """Serve for ever; where the socket is removed, as a runtime directory is at logout, at another one there."""
+        async with anyio.create_task_group() as connections:
+            while True:
+                made = self._inode()
+                async with anyio.create_task_group() as accepting:
+                    accepting.start_soon(listener.serve, self._connection, connections)
+                    while made is not None and self._inode() == made:  # noqa: ASYNC110 - the file system rings no bell
+                        await anyio.sleep(LOOK_EVERY_S)
+                    accepting.cancel_scope.cancel()
+                log.warning("the socket %s was removed: listening there again", self._path)
+                await listener.aclose()
+                listener = await self._listen_again()
+
+    async def _listen_again(self) -> anyio.abc.SocketListener:
+        while True:
+            try:
+                return await self.listen()
+            except ClusterError as error:  # its directory is gone too, and may not be made by us
+                log.error("%s", error)
+                await anyio.sleep(LOOK_EVERY_S)
+
+    def _inode(self) -> int | None:
+        try:
+            return self._path.stat().st_ino
+        except OSError:
+            return None
 
     async def _connection(self, stream: anyio.abc.SocketStream) -> None:
         peer = self._peer(stream)

@@ -27,6 +27,8 @@ def refuse_malformed(spec: JobSpec) -> None:
             raise UsageError(f"{field} is {value:g} s: it must be a time, as in 90s or 12h; leave it out for no limit")
     if spec.target_loss is not None and not math.isfinite(spec.target_loss):
         raise UsageError(f"target_loss is {spec.target_loss:g}; it must be a number that a loss can reach")
+    if spec.resources.kind not in (None, "cuda", "cpu"):
+        raise UsageError(f"resources.kind is {spec.resources.kind!r}; it must be cuda or cpu, or left out for any")
     if spec.command and not spec.command[0]:
         raise UsageError("command begins with an empty word: give the program to run")
     if spec.retries < 0:

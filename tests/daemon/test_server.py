@@ -17,7 +17,7 @@ from clusterd.daemon.engine import Engine
 from clusterd.daemon.journal import Journal
 from clusterd.errors import UsageError
 from clusterd.types import HostId
-from tests.conftest import RunningCluster
+from tests.conftest import RunningCluster, until
 
 SPEC = {"name": "x", "command": ["true"]}
 
@@ -55,6 +55,7 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
         ("host_drain", {"host": "local0", "why": 5}, "host_drain: why: Expected `str`, got `int`"),
         ("submit", {"spec": SPEC, "secrets": {"KEY": {}}}, "Expected `str`, got `object`"),
         ("submit", {"spec": SPEC, "secrets": [1]}, "submit: secrets: Expected `object | null`, got `array`"),
+        ("submit", {"spec": {**SPEC, "resources": {"kind": "tpu"}}}, "resources.kind is 'tpu'; it must be cuda or cpu"),
         ("logs", {"job": "1", "offsets": 5}, "logs: offsets: Expected `object | null`, got `int`"),
         ("status", {"peer": 1}, "multiple values for argument 'peer'"),
         ("host_add", {"address": "a", "accept": "b"}, "host_add: accept: Expected `array`, got `str`"),
@@ -82,6 +83,32 @@ def test_a_client_that_never_reads(cluster: RunningCluster) -> None:
         except BlockingIOError:
             pass
         assert cluster.call("status")["jobs"] == {}
+
+
+def test_the_socket_is_removed_under_the_daemon(cluster: RunningCluster) -> None:
+    """A logout took the runtime directory: it comes back, and who was connected stays so."""
+    cluster.start()
+    with cluster.client() as client:
+        pid = client.call("status")["pid"]
+        cluster.socket.unlink()
+        until(cluster.socket.exists)
+        assert client.call("status")["pid"] == pid == cluster.pid
+
+
+def test_a_log_that_is_kept_in_part_is_read_whole(
+    local_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 MB without a newline: 16 MiB are on the head node, the rest comes from its host; gone with it, it is said."""
+    made = "import sys; sys.stdout.buffer.write(b'a' * 4_000_000 + b'b' * 16_000_000)"
+    job = local_cluster.run("run", "-d", "--", "python3", "-c", made).stdout.strip()
+    followed = local_cluster.run("logs", "-f", job).stdout
+    local_cluster.run("wait", job)
+    for log in (followed, local_cluster.run("logs", job).stdout):
+        assert (len(log), log.count("a"), log[:1], log[-1]) == (20_000_000, 4_000_000, "a", "b")
+    local_cluster.run("host", "remove", "local0", "local1")
+    log = local_cluster.run("logs", job).stdout
+    assert "[clusterd: 3.1 MiB of this log are on local" in log
+    assert log.count("b" * 1_000_000) == 16
 
 
 def test_an_event_that_ends_the_scheduler_is_not_kept(tmp_path: Any) -> None:
