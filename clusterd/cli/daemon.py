@@ -35,9 +35,15 @@ def start(local: int | None, devices: int, file: Path | None, system: bool, fore
         from clusterd.daemon.main import main
 
         return main([*arguments, "--foreground"])
-    config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     said = config.state_dir / "start.err"
-    with said.open("wb") as errors:
+    try:
+        config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        opened = said.open("wb")
+    except OSError as error:
+        raise ClusterError(
+            f"{error.filename}: {error.strerror}: set CLUSTERD_STATE_DIR to a directory that can be written"
+        ) from None
+    with opened as errors:
         started = subprocess.Popen(
             [sys.executable, "-m", "clusterd.daemon", *arguments],
             stdin=subprocess.DEVNULL,
@@ -63,7 +69,8 @@ def _wait_until_it_answers(
     while time.monotonic() < deadline_s:
         code = started.poll()
         if code is not None:
-            print(said.read_text(errors="replace").strip(), file=sys.stderr)
+            words = said.read_text(errors="replace").strip()
+            note(words or f"clusterd: the daemon ended with {code} and could not write why: is {said.parent} full?")
             return code or 1
         try:
             with Client(config.socket, timeout_s=5.0) as cluster:

@@ -237,3 +237,10 @@ def test_a_reader_that_is_gone(cluster: RunningCluster) -> None:
     done = subprocess.run(command, env=cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_state_directory_that_cannot_be(cluster: RunningCluster) -> None:
+    """A file is in its place."""
+    (cluster.directory / "file").touch()
+    cluster.environment["CLUSTERD_STATE_DIR"] = str(cluster.directory / "file" / "state")
+    assert "set CLUSTERD_STATE_DIR to a directory that can be written" in refused(cluster, "start", code=1)
