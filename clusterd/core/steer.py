@@ -1,8 +1,8 @@
 """Third stage, second half: what of the desired sizes is worth doing now, moves not being free.
 
-Four questions, in this order: does a waiting job start now or do better to wait; do others make room for it; for whom
-is a place kept; and who grows into what is left. A move is made only if what it saves is more than what it costs, by a
-margin, and within a budget for the whole life of a job.
+Five questions, in this order: who must leave a drained host; does a waiting job start now or do better to wait; do
+others make room for it; for whom is a place kept; and who grows into what is left. A move is made only if what it saves
+is more than what it costs, by a margin, and within a budget for the whole life of a job.
 """
 
 from __future__ import annotations
@@ -11,40 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterd.core import elastic
-from clusterd.core.choose import USABLE_SHARE
 from clusterd.core.clearing import Clearing, Making
 from clusterd.core.forecast import Forecast, Opening
+from clusterd.core.mobility import DEFAULT_HABITS, Habits, Mobility, fits_beside
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
 from clusterd.core.room import Room, seat
-from clusterd.core.service import executed_s
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Proposal, Refusal, Start, View
-from clusterd.types import Device, HostId, HostState, JobId
+from clusterd.types import Device, HostId, JobId
 from clusterd.units import duration
-
-MOVE_S = 30.0
-"""What a move is taken to cost where none was made yet."""
 
 MOST_CONSIDERED = 12
 """Waiting jobs for which the future and other people's devices are looked at, in one pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """How eagerly running jobs are changed."""
-
-    grow: float = 1.0  # times its cost that a growth must bring beyond its cost
-    shrink: float = 2.0  # seconds spared to the one who waits, for each second that others lose
-    budget: float = 0.3  # of a job's life that moves may cost in all
-    settle: float = 4.0  # times its cost between two moves of a job
-    settle_s: float = 10.0  # ... and at least so long
-    price: float = 1.0  # of a device-second, in seconds of delay for each job that could use it
-    thrift: float = 0.3  # likewise, where nobody waits
-    failed_s: float = 30.0  # after a move that failed
-
-
-DEFAULT_HABITS = Habits()
 
 
 @dataclass(slots=True)
@@ -70,6 +49,7 @@ class Steering:
     behind: Mapping[JobId, int] = field(default_factory=dict)  # jobs with more work left
     leaving: int = 0  # devices that moves under way will free
     forecast: Forecast = field(init=False)
+    mobility: Mobility = field(init=False)
     reservation: Reservation | None = None
     considered: int = 0
     moved: set[JobId] = field(default_factory=set)
@@ -78,6 +58,7 @@ class Steering:
 
     def __post_init__(self) -> None:
         self.forecast = Forecast(self.room, self.running)
+        self.mobility = Mobility(self.view, self.habits)
 
     # --- those who must leave -----------------------------------------------------------------------------------------
 
@@ -151,7 +132,7 @@ class Steering:
         if opening is None:
             return False
         now_s, best_s = self._burden_s(p, offer), self._burden_s(p, opening.offer)
-        grown_s = opening.at_s + self.cost_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
+        grown_s = opening.at_s + self.mobility.cost_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
         return opening.at_s + best_s < min(now_s, grown_s)
 
     def _may_pass(self, p: Prospect, offer: Estimate, devices: Sequence[Device]) -> bool:
@@ -209,7 +190,7 @@ class Steering:
             run_s = self._burden_s(p, offer)
             if run_s >= ends_s and not claims:
                 break
-            making = clearing.make(offer, lambda v: self._sizes_of(v, v.job.id in claims), self.cost_s)
+            making = clearing.make(offer, lambda v: self._sizes_of(v, v.job.id in claims), self.mobility.cost_s)
             if making is None:
                 continue
             lost_s = sum(change.lost_s for change in making.changes if change.v.job.id not in claims)
@@ -240,7 +221,7 @@ class Steering:
         return tuple(
             x
             for x in v.curve.upto(len(v.devices))
-            if x.devices >= least and _fits_beside(v, x) and (by_right or self._within_budget(v, v.left_s(x)))
+            if x.devices >= least and fits_beside(v, x) and (by_right or self.mobility.within_budget(v, v.left_s(x)))
         )
 
     # --- those who grow -----------------------------------------------------------------------------------------------
@@ -255,11 +236,11 @@ class Steering:
                 ((self._gain_s(p, x), x) for x in p.curve.upto(self._at_most(p))),
                 key=lambda item: -item[0],
             )
-            least_s = self.habits.grow * self.cost_s(p.job)
+            least_s = self.habits.grow * self.mobility.cost_s(p.job)
             good = [
                 x
                 for gain_s, x in offers
-                if gain_s > least_s and self._within_budget(p, p.left_s(x)) and _fits_beside(p, x)
+                if gain_s > least_s and self.mobility.within_budget(p, p.left_s(x)) and fits_beside(p, x)
             ]
             if good:
                 more = max(good[0].devices - len(p.devices), 1)
@@ -274,7 +255,7 @@ class Steering:
     def _gain_s(self, p: Prospect, offer: Estimate) -> float:
         """Seconds saved by running so, the move and what the further devices could do for others paid."""
         price = self.habits.thrift * self.behind.get(p.job.id, 0) / self.total
-        cost_s = self.cost_s(p.job)
+        cost_s = self.mobility.cost_s(p.job)
         then_s = (p.left_s(offer) + cost_s) * (1.0 + price * offer.devices)
         return p.now_s * (1.0 + price * len(p.devices)) - then_s
 
@@ -288,7 +269,7 @@ class Steering:
         self.room.take(more, {}, {})
         self.view.quotas.take(p.job.spec.tenant, len(more))
         self._occupy(p.left_s(offer), offer, more)
-        saved_s, cost_s = p.now_s - p.left_s(offer), self.cost_s(p.job)
+        saved_s, cost_s = p.now_s - p.left_s(offer), self.mobility.cost_s(p.job)
         saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}"
         self._move(p, offer, devices, saved)
 
@@ -316,12 +297,8 @@ class Steering:
             Move(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, f"{offer.plan}: {why}")
         )
 
-    def cost_s(self, job: Job) -> float:
-        """Of a move of this job: as moves of its model took, or of any, or a guess."""
-        known = self.view.move_costs_s
-        if job.model in known:
-            return known[job.model]
-        return max(known.values(), default=MOVE_S)
+    def _may_move(self, p: Prospect) -> bool:
+        return p.job.id not in self.moved and self.mobility.may_move(p)
 
     def _movable(self) -> list[Prospect]:
         """Those that may be moved now; asked for each who waits, so it is kept until somebody is moved."""
@@ -329,32 +306,6 @@ class Steering:
             self._asked = len(self.moved)
             self._may = [v for v in self.running if self._may_move(v)]
         return self._may
-
-    def _may_move(self, p: Prospect) -> bool:
-        """Not pinned, not moved a moment ago, and its hosts are there."""
-        job = p.job
-        if job.pinned or job.id in self.moved or job.step < 1 or p.now is None:
-            return False
-        if any(self.view.hosts[d.host].state is not HostState.UP for d in p.devices):
-            return False
-        last = job.migrations[-1] if job.migrations else None
-        if last is None:
-            return True
-        since_s = self.view.now_s - (last.ended_s if last.ended_s is not None else last.started_s)
-        settle_s = max(self.habits.settle * self.cost_s(job), self.habits.settle_s)
-        return since_s >= (self.habits.failed_s if last.failure else settle_s)
-
-    def _within_budget(self, p: Prospect, left_s: float) -> bool:
-        """All its moves, this one included, stay within a share of its life."""
-        made = sum(not m.failure for m in p.job.migrations) + 1
-        life_s = executed_s(p.job, self.view.now_s) + left_s
-        return made * self.cost_s(p.job) <= self.habits.budget * life_s
-
-
-def _fits_beside(p: Prospect, offer: Estimate) -> bool:
-    """Its ranks can be made ready while the old ones train; of a simulated job nobody knows the memory."""
-    there = p.now.device_bytes if p.now is not None else 0
-    return not p.devices or there + offer.device_bytes <= USABLE_SHARE * min(d.memory_bytes for d in p.devices)
 
 
 def _per_host(devices: Sequence[Device]) -> dict[HostId, int]:

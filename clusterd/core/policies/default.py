@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from clusterd.core import elastic
 from clusterd.core.allocate import Grant, allocate
+from clusterd.core.mobility import DEFAULT_HABITS, Habits
 from clusterd.core.order import order
 from clusterd.core.prospects import Curves, Prospect, census, prospect
 from clusterd.core.realise import is_settled
 from clusterd.core.room import Room
 from clusterd.core.sizing import by_work, shares
 from clusterd.core.state import Job
-from clusterd.core.steer import DEFAULT_HABITS, Habits, Steering
+from clusterd.core.steer import Steering
 from clusterd.core.view import Proposal, Refusal, Start, View
 from clusterd.types import JobId
 

@@ -1,0 +1,74 @@
+"""Whether a running job may be moved now, and what that costs it: between proposing a move and its being worth it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from clusterd.core.choose import USABLE_SHARE
+from clusterd.core.outlook import Estimate
+from clusterd.core.prospects import Prospect
+from clusterd.core.service import executed_s
+from clusterd.core.state import Job
+from clusterd.core.view import View
+from clusterd.types import HostState
+
+MOVE_S = 30.0
+"""What a move is taken to cost where none was made yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How eagerly running jobs are changed."""
+
+    grow: float = 1.0  # times its cost that a growth must bring beyond its cost
+    shrink: float = 2.0  # seconds spared to the one who waits, for each second that others lose
+    budget: float = 0.3  # of a job's life that moves may cost in all
+    settle: float = 4.0  # times its cost between two moves of a job
+    settle_s: float = 10.0  # ... and at least so long
+    price: float = 1.0  # of a device-second, in seconds of delay for each job that could use it
+    thrift: float = 0.3  # likewise, where nobody waits
+    failed_s: float = 30.0  # after a move that failed
+
+
+DEFAULT_HABITS = Habits()
+
+
+@dataclass(frozen=True, slots=True)
+class Mobility:
+    """Of the jobs of one view, by these habits."""
+
+    view: View
+    habits: Habits
+
+    def cost_s(self, job: Job) -> float:
+        """Of a move of this job: as moves of its model took, or of any, or a guess."""
+        known = self.view.move_costs_s
+        if job.model in known:
+            return known[job.model]
+        return max(known.values(), default=MOVE_S)
+
+    def may_move(self, p: Prospect) -> bool:
+        """Not pinned, not moved a moment ago, and its hosts are there."""
+        job = p.job
+        if job.pinned or job.step < 1 or p.now is None:
+            return False
+        if any(self.view.hosts[d.host].state is not HostState.UP for d in p.devices):
+            return False
+        last = job.migrations[-1] if job.migrations else None
+        if last is None:
+            return True
+        since_s = self.view.now_s - (last.ended_s if last.ended_s is not None else last.started_s)
+        settle_s = max(self.habits.settle * self.cost_s(job), self.habits.settle_s)
+        return since_s >= (self.habits.failed_s if last.failure else settle_s)
+
+    def within_budget(self, p: Prospect, left_s: float) -> bool:
+        """All its moves, this one included, stay within a share of its life."""
+        made = sum(not m.failure for m in p.job.migrations) + 1
+        life_s = executed_s(p.job, self.view.now_s) + left_s
+        return made * self.cost_s(p.job) <= self.habits.budget * life_s
+
+
+def fits_beside(p: Prospect, offer: Estimate) -> bool:
+    """Its ranks can be made ready while the old ones train; of a simulated job nobody knows the memory."""
+    there = p.now.device_bytes if p.now is not None else 0
+    return not p.devices or there + offer.device_bytes <= USABLE_SHARE * min(d.memory_bytes for d in p.devices)
