@@ -34,6 +34,7 @@ def check(
     reasons = [*_batch(plan, batch), *_sharding(plan), *_devices(kinds)]
     if shape is not None:
         reasons += [*_samples(batch, shape), *_pipeline(plan, shape), *_tensors(plan, shape), *_optimizer(plan, shape)]
+        reasons += _parameters(plan, shape)
     return reasons
 
 
@@ -130,6 +131,21 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{plan} cuts tensors, but {shape.optimizer} does not treat every element alike: its update of a part is "
             "not the part of its update; dp, zero=1 and pp leave tensors whole"
+        )
+
+
+def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    if plan.zero >= 2 and (scalar := next((p.name for p in shape.parameters if not p.shape), "")):
+        yield (
+            f"zero={plan.zero} is carried by FSDP2, which cuts no parameter without dimensions: make {scalar} one of "
+            "shape (1,)"
+        )
+    trainable = [p for p in shape.parameters if p.trainable]
+    if plan.zero == 1 and (other := [p for p in trainable if p.dtype_bytes != trainable[0].dtype_bytes]):
+        yield (
+            "zero=1 is carried by ZeroRedundancyOptimizer, which wants parameters of one dtype: "
+            f"{trainable[0].name} has {trainable[0].dtype_bytes} bytes per element, {other[0].name} "
+            f"{other[0].dtype_bytes}; zero=2 shards the same state"
         )
 
 

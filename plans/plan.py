@@ -49,12 +49,16 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if self.zero not in (0, 1, 2, 3):
+        if type(self.zero) is not int or self.zero not in (0, 1, 2, 3):
             raise PlanError(f"zero is {self.zero!r}; ZeRO stages are 0, 1, 2 and 3")
+        if not isinstance(self.checkpointing, bool):
+            raise PlanError(f"checkpointing is {self.checkpointing!r}; it must be true or false")
         if self.offload not in OFFLOADS:
             raise PlanError(f"offload is {self.offload!r}; it must be one of {', '.join(OFFLOADS)}")
         if self.schedule not in SCHEDULES:
             raise PlanError(f"schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+        if any(type(share) is not int for share in self.shares):
+            raise PlanError(f"shares is {list(self.shares)!r}; it must be a list of whole numbers, one per replica")
         if self.shares and (len(self.shares) != self.dp or min(self.shares) < 1):
             raise PlanError(
                 f"shares has {len(self.shares)} entries; it must have one of at least 1 per replica ({self.dp})"
@@ -127,6 +131,8 @@ class Plan:
             if name not in _DEFAULTS:
                 raise PlanError(f"a plan has no field {name!r}; it has {', '.join(_DEFAULTS)}")
         if "shares" in known:
+            if not isinstance(known["shares"], (list, tuple)):
+                raise PlanError(f"shares is {known['shares']!r}; it must be a list of whole numbers, one per replica")
             known["shares"] = tuple(known["shares"])
         return cls(**known)
 
@@ -149,7 +155,8 @@ class Plan:
             elif name == "shares":
                 values[name] = tuple(_whole(name, v) for v in value.split(":"))
             elif name == "checkpointing":
-                values[name] = value.lower() in ("1", "true", "yes")
+                words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+                values[name] = words.get(value.lower(), value)
             else:
                 values[name] = _whole(name, value)
         return cls.from_dict(values)

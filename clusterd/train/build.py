@@ -105,32 +105,46 @@ def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[li
         PlanRefused: there are fewer layers with parameters than stages.
     """
     paths = layer_paths(model, layers)
-    weights = [sum(p.nbytes for p in model.get_submodule(path).parameters()) for path in paths]
+    # A parameter that several layers share counts once, as in the model's description: both must cut alike.
+    weights = [0] * len(paths)
+    for name, parameter in named_parameters(model):
+        if (layer := layer_of(name, paths)) >= 0:
+            weights[layer] += parameter.nbytes
     try:
         return [[paths[i] for i in stage] for stage in split_layers(weights, stages)]
     except ValueError as error:
         raise PlanRefused(str(error)) from None
 
 
+def layer_of(name: str, paths: Sequence[str]) -> int:
+    """Index of the layer in which a parameter or a buffer lies; -1: in none."""
+    return next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1)
+
+
 def block_paths(model: nn.Module) -> list[str]:
     """Paths of the repeated blocks (items of the outermost module lists): the units of sharding and of recomputing.
 
-    A model without a list has its direct children as blocks.
+    A list of lists has the items of these. A model without a list has its direct children as blocks. A container
+    that is never called is no block: nothing would put its parameters together.
     """
     found: list[str] = []
 
-    def walk(module: nn.Module, prefix: str) -> None:
+    def walk(module: nn.Module, prefix: str, listed: bool) -> None:
         for name, child in module.named_children():
+            if listed and _is_called(child):
+                found.append(f"{prefix}{name}")
+                continue
             # A stage holds the items of a list in a plain container with numbered children.
-            if isinstance(child, (nn.ModuleList, nn.Sequential)) or (
-                type(child) is nn.Module and all(n.isdigit() for n, _ in child.named_children())
-            ):
-                found.extend(f"{prefix}{name}.{n}" for n, _ in child.named_children())
-            else:
-                walk(child, f"{prefix}{name}.")
+            numbered = type(child) is nn.Module and all(n.isdigit() for n, _ in child.named_children())
+            items = numbered or isinstance(child, (nn.ModuleList, nn.Sequential))
+            walk(child, f"{prefix}{name}.", listed or items)
 
-    walk(model, "")
-    return found or [name for name, _ in model.named_children()]
+    walk(model, "", listed=False)
+    return found or [name for name, child in model.named_children() if _is_called(child)]
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def global_name(name: str) -> str:

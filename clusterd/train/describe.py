@@ -64,7 +64,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
             name=name,
             shape=tuple(p.shape),
             dtype_bytes=p.element_size(),
-            layer=_layer_of(name, paths),
+            layer=build.layer_of(name, paths),
             trainable=p.requires_grad,
             tp_dim=tp_dims.get(name, -1),
         )
@@ -96,14 +96,10 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         parameter_slots=state.parameter_slots if state is not None else (),
         odd_slots=state.odd_slots if state is not None else (),
         buffers=tuple(
-            BufferShape(build.global_name(name), tuple(b.shape), b.element_size(), _layer_of(name, paths))
+            BufferShape(build.global_name(name), tuple(b.shape), b.element_size(), build.layer_of(name, paths))
             for name, b in model.named_buffers()
         ),
     )
-
-
-def _layer_of(name: str, paths: Sequence[str]) -> int:
-    return next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1)
 
 
 def _optimizer_state(job: Job, model: nn.Module) -> OptimizerState | None:
@@ -136,6 +132,9 @@ def optimizer_traits(job: Job) -> tuple[bool, str]:
 def _updated(job: Job, value: torch.Tensor, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer]:
     parameter = nn.Parameter(value.clone())
     optimizer = job.optimizer([parameter])
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), (int, float)):
+            group["lr"] = max(group["lr"], 1e-2)  # updates too small to be seen would all look alike
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()

@@ -64,7 +64,8 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
             return cause
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
             return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
-        if "EADDRINUSE" in text or "address already in use" in text.lower():
+        # torch's store tells it as a RuntimeError; an OSError is of a socket of the script's own.
+        if not isinstance(cause, OSError) and ("EADDRINUSE" in text or "address already in use" in text.lower()):
             return PortTaken(f"the rendezvous port is taken, {where}: {first_line(text)}")
         cause = cause.__cause__
     return None

@@ -68,7 +68,10 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
             options["store"] = _store(context)
         dist.init_process_group(backend, **options)
     except Exception as error:
-        raise exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}") or error from error
+        refusal = exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}")
+        if refusal is None:
+            raise
+        raise refusal from error
     from torch.distributed.device_mesh import init_device_mesh
 
     try:

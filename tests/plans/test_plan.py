@@ -59,6 +59,7 @@ def test_tensor_shards_are_neighbours() -> None:
         ("offload=disk", "one of none, optimizer, parameters"),
         ("dp=2,shares=3", "one of at least 1 per replica"),
         ("fast", "write it as in"),
+        ("checkpointing=maybe", "must be true or false"),
     ],
 )
 def test_what_is_no_plan_is_refused_with_what_would_be(text: str, says: str) -> None:
@@ -80,7 +81,17 @@ def test_a_batch_that_cannot_be_cut_is_refused(plan: Plan, batch: int) -> None:
         plan.batch_shares(batch)
 
 
-def test_an_unknown_type_is_not_taken_for_a_number() -> None:
-    values: dict[str, Any] = {"dp": True}
-    with pytest.raises(PlanError, match="dp is True"):
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"dp": True}, "dp is True"),
+        ({"zero": 1.0}, "zero is 1.0"),
+        ({"checkpointing": "no"}, "checkpointing is 'no'"),
+        ({"shares": 5}, "shares is 5"),
+        ({"dp": 2, "shares": [1.5, 2.5]}, "must be a list of whole numbers"),
+        ({"dp": 2, "shares": ["3", "13"]}, "must be a list of whole numbers"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
         Plan.from_dict(values)

@@ -9,11 +9,13 @@ import torch
 from scenarios import Recorded, job
 from torch import nn
 
-from clusterd.train.describe import describe
+from clusterd.train import build
+from clusterd.train.describe import describe, optimizer_traits
 from clusterd.train.exits import PlanRefused
 from clusterd.train.job import Job
 from plans.legality import check
 from plans.plan import Plan
+from plans.stages import split_layers
 
 
 def described(**options: Any) -> Any:
@@ -151,3 +153,46 @@ def small(model: Any, tp_plan: dict[str, str] | None, **changes: Any) -> Job:
         tp_plan=tp_plan,
         **changes,
     )
+
+
+def test_an_optimizer_that_begins_at_rate_zero_is_still_found_out() -> None:
+    """A schedule warms it up; updates of nothing are alike for every optimizer."""
+    from types import SimpleNamespace
+
+    for optimizer, alike in ((torch.optim.Adafactor, False), (torch.optim.AdamW, True)):
+        traits = optimizer_traits(SimpleNamespace(optimizer=lambda p, o=optimizer: o(p, lr=0.0)))  # type: ignore[arg-type]
+        assert traits == (alike, optimizer.__name__)
+
+
+def test_layers_that_share_parameters_are_cut_alike_by_ranks_and_by_whoever_plans() -> None:
+    """One block, applied four times: counted four times it would be torn apart, and trained as two."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([nn.Linear(4, 4)] * 4)
+
+    names = ("first", "blocks", "last")
+    paths = build.layer_paths(model := Again(), names)
+    weights = [0] * len(paths)
+    weights[0] = weights[1] = weights[-1] = sum(p.nbytes for p in model.first.parameters())
+    expected = [[paths[i] for i in stage] for stage in split_layers(weights, 2)]
+    assert build.stage_paths(model, names, 2) == expected
+    assert any(set(paths[1:5]) <= set(stage) for stage in expected)
+
+
+def test_containers_that_are_never_called_are_no_blocks() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)])
+
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrices = nn.ParameterList([nn.Parameter(torch.ones(2, 2))])
+            self.out = nn.Linear(2, 2)
+
+    assert build.block_paths(Pairs()) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+    assert build.block_paths(Loose()) == ["out"]

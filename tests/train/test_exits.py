@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rank_pool import ROOT, RankPool, Run, free_port
+
+from clusterd.train import exits, groups
+from clusterd.train.context import Context
+from plans.plan import Plan
 
 
 def assert_ends(run: Run, code: int, *says: str) -> None:
@@ -31,6 +36,7 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
         ("pp=2,accumulation=2", {"model": "tied"}, "are one parameter"),
         ("tp=2", {"model": "tied"}, "are one parameter"),
         ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
+        ("dp=2,zero=3", {"model": "stray"}, "make scale one of shape (1,)"),
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
         ("dp=2", {"unseeded": True}, "different weights on different ranks"),
@@ -79,3 +85,19 @@ def test_an_environment_without_torch_ends_with_97() -> None:
     assert ended.returncode == 97
     assert "cannot import torch" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host of rank 0 is down; whoever looks for the error's cause must come to an end."""
+    monkeypatch.setattr(groups, "RENDEZVOUS_TIMEOUT_S", 0.3)
+    context = Context(
+        launcher="clusterd", rank=1, world_size=2, plan=Plan(dp=2), master_addr="127.0.0.1", master_port=free_port()
+    )
+    with pytest.raises(Exception, match="timed out") as raised, groups.process_groups(context, torch.device("cpu")):
+        pass
+    assert raised.value.__cause__ is not raised.value
+    assert exits.of(raised.value, where="") is None
+
+
+def test_a_port_of_the_scripts_own_is_not_taken_for_the_rendezvous() -> None:
+    assert exits.of(OSError(98, "Address already in use"), where="") is None
