@@ -127,19 +127,45 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
         group: that nobody else talks over meanwhile; None for a lone process.
     """
     part = f"{directory.rstrip('/')}.part"
-    dcp.save(
-        {},
-        storage_writer=dcp.FileSystemWriter(part),
-        planner=_Saver(staged),
-        process_group=group,
-        no_dist=group is None,
-    )
-    if group is None or dist.get_rank(group) == 0:
-        if os.path.isdir(directory):
-            shutil.rmtree(directory)
+    first = group is None or dist.get_rank(group) == 0
+    try:
+        dcp.save(
+            {},
+            storage_writer=dcp.FileSystemWriter(part),
+            planner=_Saver(staged),
+            process_group=group,
+            no_dist=group is None,
+        )
+    except Exception:  # all ranks have ended writing, and all of them raise
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+        raise
+    failed: list[OSError | None] = [None]
+    if first:
+        try:
+            _replace(part, directory)
+        except OSError as error:
+            failed = [error]
+            shutil.rmtree(part, ignore_errors=True)
+    if group is not None:  # all wait for the first rank, so it tells them how it went whatever happens
+        dist.broadcast_object_list(failed, src=0, group=group)
+    if failed[0] is not None:
+        raise failed[0]
+
+
+def _replace(part: str, directory: str) -> None:
+    """Puts `part` in the place of `directory`; one that is there goes last, so that one of both is whole throughout."""
+    before = f"{part}.before"
+    shutil.rmtree(before, ignore_errors=True)
+    if replaces := os.path.isdir(directory):
+        os.rename(directory, before)
+    try:
         os.rename(part, directory)
-    if group is not None:
-        dist.barrier(group)
+    except OSError:
+        if replaces:
+            os.rename(before, directory)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:

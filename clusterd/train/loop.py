@@ -196,13 +196,12 @@ class Loop:
             self._seen(self._pending[0], float("nan"), self._pending[1], {})
         if no_memory:
             training.stepper.clear()
-        self._control.say(
-            "orphaned", step=training.step, updated=True, may_finish=may_finish, out_of_memory=no_memory
-        )
+        self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish, out_of_memory=no_memory)
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:
             if may_finish and move.step == training.step + 1:
                 # Another survivor got through the reduction and changed its parameters: so must this one.
+                self._snapshots.copied()
                 training.stepper.update()
                 training.step += 1
                 may_finish = False

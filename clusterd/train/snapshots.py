@@ -2,11 +2,14 @@
 
 The copy is taken beside the next step's forward and backward pass, and is complete before a parameter changes. Two
 segments take turns, so that one is whole at any moment.
+
+Buffers are the exception: a forward pass changes them. They are copied apart before it begins.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +49,7 @@ class Snapshots:
     def __init__(self, training: Kept, control: Control, every: int) -> None:
         self._training, self._control, self._every = training, control, every
         self._segments: list[Segment] = []
+        self._newest = 1  # index of the segment that was published last
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
@@ -60,9 +64,13 @@ class Snapshots:
         if not self._every or self._training.step % self._every or len(self._segments) < 2 or self._busy():
             return
         training = self._training
-        which = training.step // self._every % 2
+        which = 1 - self._newest
         live = holdings(training, training.shape)
         tensors = self._shared.tensors
+        for tensor in (tensors[part.tensor] for part in self._outbox.parts):
+            if tensor.kind == "buffer":
+                key = tensor.name, tensor.kind
+                live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
         pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in self._outbox.parts]
         meta = {
             "step": training.step,
@@ -76,7 +84,8 @@ class Snapshots:
                 meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
             finally:
                 self._copied.set()
-            self._tell("publish", name=self._name(which), meta=meta)
+            if self._tell("publish", name=self._name(which), meta=meta) is not None:
+                self._newest = which
 
         self._thread = threading.Thread(target=keep, name="clusterd-snapshot", daemon=True)
         self._thread.start()
@@ -89,8 +98,8 @@ class Snapshots:
         return self._thread is not None and self._thread.is_alive()
 
     def _make_room(self) -> None:
-        size = self._outbox.size_bytes
-        for which in (0, 1) if size else ():
+        size = max(self._outbox.size_bytes, 8)  # a rank that has nothing to write says that too: the step is whole
+        for which in (0, 1):
             answer = self._tell("segment", name=self._name(which), bytes=size)
             if answer is None:
                 return

@@ -202,6 +202,12 @@ class Mover:
         self.wait(lambda: len(self._said(self.now, "checkpointed", "")) == self.now.plan.ranks, "checkpointed")
         return self._said(self.now, "checkpointed", "")[0]
 
+    def checkpoint_fails(self, path: Path) -> list[str]:
+        """Asks for one where none can be; why not, as every rank says."""
+        self._tell(self.now, {"event": "checkpoint", "path": str(path)})
+        self.wait(lambda: len(self._said(self.now, "checkpoint_failed", "")) == self.now.plan.ranks, "all to fail")
+        return [str(said["why"]) for said in self._said(self.now, "checkpoint_failed", "").values()]
+
     def train(self, steps: int) -> None:
         """Waits until the present ranks have logged so many steps more."""
         last = self._last_step()

@@ -84,3 +84,19 @@ def test_what_is_no_checkpoint_of_this_job_is_refused(pools: tuple[RankPool, Ran
     run = pools[0].run_each(tmp_path, "dp=1", [{"steps": 1}], more=lambda _: {"restore": str(tmp_path / "none")})[0]
     assert run.ranks[0].exit_code == 96
     assert "no checkpoint in" in run.ranks[0].output
+
+
+def test_a_checkpoint_that_cannot_be_put_in_its_place_keeps_no_rank_waiting(
+    moving: Callable[..., Mover], tmp_path: Path
+) -> None:
+    """A file lies where the directory should be: rank 0 finds out, and all the others wait for its word."""
+    mover = moving()
+    mover.start("dp=2")
+    mover.train(3)
+    (tmp_path / "taken").write_text("somebody else's")
+    assert all("Not a directory" in why for why in mover.checkpoint_fails(tmp_path / "taken"))
+    assert not (tmp_path / "taken.part").exists()
+    mover.checkpoint(tmp_path / "free")
+    mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
+    assert sorted(p.name for p in tmp_path.glob("free*")) == ["free"]
+    mover.stop()

@@ -1,0 +1,128 @@
+"""What a snapshot holds is the state between two steps, whatever happens while it is copied."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from scenarios import Recorded, job
+
+from clusterd.train import snapshots
+from clusterd.train.context import Context
+from clusterd.train.control import AgentRefused, Control
+from clusterd.train.entry import Training
+from clusterd.train.segments import Segment
+from clusterd.train.snapshots import Snapshots
+from plans.layout import layout
+from plans.plan import Plan
+from plans.snapshots import snapshot_of
+
+DEADLINE_S = 30.0
+
+
+class Agent:
+    """Makes segments, and answers a published one when the test lets it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.published, self.refuses = directory, [], False
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
+
+    def ask(self, verb: str, *, name: str, **more: Any) -> dict[str, Any]:
+        path = self.directory / name
+        if verb == "segment":
+            path.write_bytes(bytes(more["bytes"]))
+            return {"path": str(path)}
+        self.published.append((name, more["meta"]["step"]))
+        self.asked.set()
+        assert self.may_answer.wait(DEADLINE_S)
+        if self.refuses:
+            raise AgentRefused("store", "no room")
+        return {}
+
+
+def training(rank: int = 0, plan: Plan | None = None, **options: Any) -> Training:
+    context = Context(rank=rank, plan=plan or Plan(), control_socket="an agent's")
+    made = Training(job(Recorded(32), depth=1, **options), context, torch.device("cpu"), None)
+    made.optimizer.make_state()
+    return made
+
+
+def ready(made: Any, agent: Agent) -> Snapshots:
+    taken = Snapshots(made, cast(Control, agent), every=10)
+    settle(taken)
+    return taken
+
+
+def settle(taken: Snapshots) -> None:
+    assert taken._thread is not None
+    taken._thread.join(DEADLINE_S)
+    assert not taken._thread.is_alive()
+
+
+def at_step(made: Any, taken: Snapshots, step: int) -> None:
+    made.step = step
+    taken.begin()
+
+
+def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters wait for the copy; running statistics do not."""
+    forward = threading.Event()
+    fill = snapshots.fill
+
+    def late(*args: Any) -> list[int]:
+        assert forward.wait(DEADLINE_S)
+        return fill(*args)
+
+    monkeypatch.setattr(snapshots, "fill", late)
+    made = training(model="tables")
+    taken = ready(made, Agent(tmp_path))
+    seen = dict(made.parallel.module.named_buffers())["embed.seen"]
+    seen.fill_(160)
+    at_step(made, taken, 10)
+    seen.add_(16)
+    forward.set()
+    settle(taken)
+    shared = layout(made.shape, Plan()).shared_out()
+    part = next(p for p in snapshot_of(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
+    assert Segment(str(tmp_path / "..g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
+
+
+def test_the_newest_snapshot_is_never_written_over(tmp_path: Path) -> None:
+    """A slow network makes one fall out; the next must not take the place of the only whole one."""
+    agent = Agent(tmp_path)
+    made = training()
+    taken = ready(made, agent)
+    agent.may_answer.clear()
+    at_step(made, taken, 10)
+    assert agent.asked.wait(DEADLINE_S)
+    at_step(made, taken, 20)  # the one before is still being fetched
+    agent.may_answer.set()
+    settle(taken)
+    at_step(made, taken, 30)
+    settle(taken)
+    agent.refuses = True
+    at_step(made, taken, 40)
+    settle(taken)
+    at_step(made, taken, 50)
+    settle(taken)
+    (first, _), *_ = agent.published
+    other = agent.published[1][0]
+    assert other != first
+    assert agent.published == [(first, 10), (other, 30), (first, 40), (first, 50)]
+
+
+def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More ranks than tensors: a step whose parts never all come would be no snapshot."""
+    agent = Agent(tmp_path)
+    made = training()
+    monkeypatch.setattr(snapshots, "snapshot_of", lambda shared, _: snapshot_of(shared, 10**6))
+    taken = ready(made, agent)
+    at_step(made, taken, 10)
+    settle(taken)
+    assert [step for _, step in agent.published] == [10]
