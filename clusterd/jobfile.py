@@ -176,6 +176,8 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
 
 
 def _plan(given: Any, where: str) -> Plan:
+    if not isinstance(given, str | dict):
+        raise ConfigError(f'{where} is {given!r}; write it as "dp=2,tp=2" or {{ dp = 2, tp = 2 }}')
     try:
         return Plan.parse(given) if isinstance(given, str) else Plan.from_dict(given)
     except (PlanError, TypeError) as error:
@@ -251,6 +253,8 @@ class _Getter:
         return value
 
     def duration_s(self, key: str, default: float | None) -> float | None:
+        if isinstance(self.values.get(key), list | dict):
+            raise ConfigError(f"{self.where}: {key} is {self.values[key]!r}; it must be a time, as in 90s or 12h")
         try:
             return parse_duration_s(self.values[key]) if key in self.values else default
         except (ValueError, OverflowError) as error:

@@ -188,6 +188,8 @@ def test_arguments_that_nothing_can_be_made_of(cluster: RunningCluster, argument
     [
         ("command = ['true', 'a\\u0000b']", "command holds a null byte"),
         ("command = ['true']\n[env]\n'A=B' = 'x'", "'A=B' is no name of a variable"),
+        ("command = ['true']\n[resources]\nplan = ['dp=2']", "plan is ['dp=2']; write it as \"dp=2,tp=2\""),
+        ("command = ['true']\n[limits]\ntime = ['1h']", "[limits]: time is ['1h']; it must be a time"),
         ("command = ['true']\n[limits]\nretries = -1", "limits.retries is -1; it must be 0 or more"),
         ("command = ['true']\n[limits]\ngrace = -1", "limits.grace is -1 s: it must be a time"),
         ("command = ['true']\ntarget_loss = nan", "target_loss is nan"),
