@@ -61,6 +61,7 @@ class Parallel:
         self.runner: nn.Module = module
         self.averages = False
         self._gradient_sum: GradientSum | None = None
+        self._all_trained = False  # every parameter got a gradient in the last step
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
         if plan.checkpointing:
@@ -98,6 +99,17 @@ class Parallel:
         """After the last backward pass of a step: gradients are complete when this returns."""
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
+        if self._looks_for_unused:
+            self._all_trained = all(p.grad is not None for p in self.module.parameters() if p.requires_grad)
+
+    def settle(self) -> None:
+        """Between two steps, without gradients: where the last one trained every parameter, the next need not look."""
+        if self._looks_for_unused and self._all_trained:
+            self.runner = self._replicated(look_for_unused=False)
+
+    @property
+    def _looks_for_unused(self) -> bool:
+        return isinstance(self.runner, nn.parallel.DistributedDataParallel) and self.runner.find_unused_parameters
 
     def _shard_tensors(self, tp_plan: Mapping[str, str]) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -142,14 +154,20 @@ class Parallel:
             assert group is not None
             self._gradient_sum = GradientSum(parameters, group, micro_batches=self.plan.accumulation)
             return
-        self.runner = nn.parallel.DistributedDataParallel(
+        # Only a step tells whether the model leaves parameters out; without looking for them DDP fails at the second
+        # step. It costs a walk of the graph, and, where there are none, a warning: only the first step does.
+        self.runner = self._replicated(look_for_unused=True)
+        self.averages = True
+
+    def _replicated(self, *, look_for_unused: bool) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(
             self.module,
             process_group=self.dp_group,
             init_sync=False,  # all replicas are built under the same seed
             **_NO_BUFFER_SYNC,
             gradient_as_bucket_view=True,
+            find_unused_parameters=look_for_unused,
         )
-        self.averages = True
 
 
 def matches_here(tp_plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:

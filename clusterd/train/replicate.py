@@ -31,8 +31,18 @@ class GradientSum:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def finish(self) -> None:
-        """Waits until every gradient of the step is summed; to be called after the last backward pass."""
+        """Waits until every gradient of the step is summed; to be called after the last backward pass.
+
+        Raises:
+            RuntimeError: the model left a parameter out of some micro-batches only: its gradient was not summed.
+        """
         self._flush()
+        for parameter, seen in self._seen.items():
+            if seen < self._micro_batches:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} got a gradient in {seen} of {self._micro_batches} "
+                    "micro-batches; under dp with tp or pp the model must use a parameter in all of them or in none"
+                )
         for work, flat, gradients in self._in_flight:
             work.wait()
             for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):

@@ -67,6 +67,7 @@ class Stepper:
         """
         self.complete = False
         self._optimizer.zero_grad()
+        self._parallel.settle()
         loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
         self.phases.lap("sync")
@@ -101,6 +102,7 @@ class Stepper:
         self.step(inputs, targets)
         self._scheduler = scheduler
         self._optimizer.make_state()
+        self._parallel.settle()
 
     def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
         total = torch.zeros((), device=self._parallel.device)

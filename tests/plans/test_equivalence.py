@@ -97,6 +97,16 @@ def test_equivalence_with_clipping_groups_and_a_schedule(plan: str, ranks: RankP
     assert one[1].losses[-1] != pytest.approx(free.losses[-1], rel=0.05)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1,accumulation=2", "dp=2,tp=2"])
+def test_equivalence_where_the_model_leaves_parameters_out(plan: str, ranks: RankPool, tmp_path: Path) -> None:
+    """What never gets a gradient is no reason to fail, under replicas either, and is not decayed."""
+    options: dict[str, Any] = {"model": "frozen", "depth": DEPTH, "optimizer": "nesterov"}
+    one = ranks.run(tmp_path / "one", "dp=1", **options).checked()
+    run = ranks.run(tmp_path / "many", plan, **options).checked()
+    assert run.losses == pytest.approx(one.losses, rel=RELATIVE)
+    assert_same_parameters(run, one)
+
+
 def test_equivalence_over_epochs_of_odd_length(ranks: RankPool, tmp_path: Path) -> None:
     """53 samples make three batches of 16 per epoch; the last five rest, other five in each epoch."""
     one = ranks.run(tmp_path / "one", "dp=1", samples=53, depth=DEPTH).checked()
