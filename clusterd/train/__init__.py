@@ -13,7 +13,8 @@ What holds under every plan, and across changes of plan:
 - **Initial weights** are those that the factory makes under the seed, on every rank alike; it must draw from torch's,
   NumPy's or Python's global generator, and be callable on torch's meta device.
 - **Random numbers in a step** (dropout) depend on (seed, step, replica, stage): repeatable under one plan,
-  statistically equal under another. Augmentation in data-loader workers is not repeatable across plans.
+  statistically equal under another. What a data set draws from torch's generator does so too, by (seed, step,
+  replica), alike on all stages; in data-loader workers it is not repeatable across plans.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) count as replica 0 has them.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.

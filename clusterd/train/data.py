@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from clusterd.train import build
 from clusterd.train.exits import PlanRefused
 from plans.plan import Plan
-from plans.sample_order import TooFewSamples, replica_indices, steps_per_epoch
+from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
+
+_READING = 0xFFFF
+"""In the place of a pipeline stage in `build.seed_step`: no stage draws the same numbers."""
 
 
 class ShareSampler:
@@ -62,33 +67,46 @@ def batches(
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
         worker_init_fn=_ignore_sigterm,
-        generator=torch.Generator().manual_seed(seed),
+        # Replicas, and runs that go on at another step, must not augment other samples with the same numbers again.
+        generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
-    for batch in loader:
-        inputs, targets = batch
+    fetched = iter(loader)
+    for step in range(first_step, steps):
+        # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs and
+        # one for its targets: what is drawn must be the same for both.
+        build.seed_step(seed, step, replica, _READING)
+        inputs, targets = next(fetched)
         yield moved(inputs, device), moved(targets, device)
 
 
 def moved(value: Any, device: torch.device) -> Any:
     """Tensors of a nested batch, on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {k: moved(v, device) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(moved(v, device) for v in value)
-    return value
+    return nested(value, lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part)
 
 
 def cut(value: Any, start: int, stop: int) -> Any:
-    """Samples [start, stop) of a nested batch."""
-    if isinstance(value, torch.Tensor):
-        return value[start:stop]
-    if isinstance(value, dict):
-        return {k: cut(v, start, stop) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(cut(v, start, stop) for v in value)
-    return value
+    """Samples [start, stop) of a nested batch.
+
+    Raises:
+        TypeError: a part of it cannot be cut, so that every micro-batch would get all of it.
+    """
+    return nested(value, lambda part: part[start:stop])
+
+
+def nested(value: Any, of_part: Callable[[Any], Any]) -> Any:
+    """A batch as `torch.utils.data.default_collate` makes it, with `of_part` of its tensors and lists of texts."""
+    if isinstance(value, Mapping):
+        parts = {k: nested(v, of_part) for k, v in value.items()}
+        if isinstance(value, dict) or not isinstance(value, MutableMapping):
+            return parts
+        same = copy.copy(value)  # a tokenizer's batch, whose items are attributes too
+        same.update(parts)
+        return same
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(nested(v, of_part) for v in value))
+    if isinstance(value, (list, tuple)) and not all(isinstance(v, (str, bytes)) for v in value):
+        return type(value)(nested(v, of_part) for v in value)
+    return of_part(value)
 
 
 def micro_batch_sizes(share: int, accumulation: int) -> list[int]:

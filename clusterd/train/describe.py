@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from clusterd.train import build
+from clusterd.train.data import nested
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import Job
 from clusterd.train.slots import OptimizerState, optimizer_state
@@ -271,13 +272,7 @@ class _Forward:
         return model
 
     def _faked(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._fake.from_tensor(value)
-        if isinstance(value, dict):
-            return {k: self._faked(v) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._faked(v) for v in value)
-        return value
+        return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
 
 
 def _cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -194,6 +195,11 @@ class Loop:
         peers.cut_off()
         if self._pending is not None:  # its loss was never summed up, but it was done
             self._seen(self._pending[0], float("nan"), self._pending[1], {})
+        # The step's activations hang on the frames of its traceback, and the ranks to come need their room.
+        cause: BaseException | None = error
+        while cause is not None:  # a pipeline stage wraps what happened in it
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__
         if no_memory:
             training.stepper.clear()
         self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish, out_of_memory=no_memory)

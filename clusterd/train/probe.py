@@ -28,12 +28,16 @@ def probe(device: torch.device, hosts: int) -> dict[str, float]:
         "copy_rate": _copies(device),
     }
     if device.type == "cuda":
-        figures["host_update_rate"] = _updates(torch.device("cpu")) * max(torch.get_num_threads(), 1)
+        figures["host_update_rate"] = _updates(torch.device("cpu"))  # by all threads of this rank
     if dist.is_initialized() and dist.get_world_size() > 1:
         where = "network" if hosts > 1 else "local"
         rate, delay_s = _ring(device)
         figures[f"{where}_rate"] = rate
         figures[f"{where}_latency_s"] = delay_s
+    if device.type == "cuda":
+        # What was measured with is no part of what the job needs.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return {name: value for name, value in figures.items() if value > 0}
 
 

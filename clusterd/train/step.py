@@ -49,6 +49,7 @@ class Stepper:
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
+        self._pipeline_stage: Any = None
         self._schedule = self._pipeline() if plan.pp > 1 else None
         # Shards of one replica have the same loss; it is counted once.
         self._counts_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
@@ -88,8 +89,10 @@ class Stepper:
         self.complete = self.updating = False
 
     def clear(self) -> None:
-        """Gradients are given up; the step that they were for can be made again."""
+        """Gradients and activations are given up; the step that they were for can be made again."""
         self._optimizer.zero_grad()
+        if self._pipeline_stage is not None:
+            self._pipeline_stage.clear_runtime_states()
         if self._parallel.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -142,6 +145,7 @@ class Stepper:
 
         parallel, plan = self._parallel, self._parallel.plan
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
+        self._pipeline_stage = stage
         kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
         # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
         # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.

@@ -1,0 +1,78 @@
+"""A replica's batches: nested as the script has them, cut and drawn alike wherever they are read."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from clusterd.train import data
+from plans.plan import Plan
+
+CPU = torch.device("cpu")
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Encoding(UserDict[str, torch.Tensor]):
+    """As tokenizers give: a mapping that is no dict."""
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples that are made when they are asked for: input and target hang on the same draw."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.rand(3)
+        return index + noise, noise
+
+
+def test_every_nesting_is_cut_into_micro_batches() -> None:
+    """What is passed over would be whole in every micro-batch."""
+    samples = [{"pair": Pair(torch.tensor(i), torch.tensor(-i)), "name": str(i), "parts": [i, i]} for i in range(4)]
+    batch = data.moved(default_collate(samples), CPU)
+    part = data.cut(batch, 1, 3)
+    assert isinstance(part["pair"], Pair)
+    assert part["pair"].right.tolist() == [-1, -2]
+    assert part["name"] == ["1", "2"]
+    assert [p.tolist() for p in part["parts"]] == [[1, 2], [1, 2]]
+    encoding = data.cut(Encoding(ids=torch.arange(4)), 2, 4)
+    assert isinstance(encoding, Encoding)
+    assert encoding["ids"].tolist() == [2, 3]
+    with pytest.raises(TypeError):
+        data.cut(object(), 0, 1)
+
+
+def batches(replica: int, workers: int, first_step: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    for batch in data.batches(
+        Noisy(), Plan(dp=2), replica, CPU, global_batch=4, seed=3, first_step=first_step, steps=4, num_workers=workers
+    ):
+        found.append(batch)
+        torch.rand(len(found) + workers)  # a stage's dropout, which differs from the others'
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stages_of_a_replica_draw_alike_and_replicas_do_not(workers: int) -> None:
+    torch.manual_seed(1)
+    first = batches(0, workers)
+    torch.manual_seed(2)
+    last, other = batches(0, workers), batches(1, workers)
+    for (inputs, _), (_, targets) in zip(first, last, strict=True):
+        assert torch.allclose(inputs % 1, targets, atol=1e-5)
+    noise = torch.cat([*(t for _, t in first), *(t for _, t in other)])
+    assert len(noise.unique(dim=0)) == len(noise)
+
+
+def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:
+    whole, rest = batches(1, 0), batches(1, 0, first_step=2)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole[2:], rest, strict=True))
