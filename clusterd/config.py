@@ -17,6 +17,8 @@ from clusterd.errors import ConfigError
 from clusterd.types import Tenant
 from clusterd.units import parse_duration_s, parse_size
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
 SOCKET_PATH_BYTES_MAX = 100
 """The kernel's limit is 108 bytes, with room for a suffix."""
 
@@ -79,7 +81,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     Raises:
         ConfigError: unreadable, unknown keys, values that cannot be; names file and key.
     """
-    chosen = file or _usual_file(system)
+    chosen = file or usual_file(system)
     values = read_toml(chosen) if chosen else {}
     where = str(chosen)
     daemon = _table(values, "daemon", where)
@@ -97,8 +99,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
     hosts: dict[str, HostOptions] = {}
     for name, table in _table(values, "hosts", where).items():
-        check_keys(table, {f.name for f in fields(HostOptions)}, f"{where}: [hosts.{name}]")
-        hosts[name] = HostOptions(**table)
+        hosts[name] = _host_options(table, f"{where}: [hosts.{name}]")
     tenants = {
         name: _tenant(table, f"{where}: [tenants.{name}]") for name, table in _table(values, "tenants", where).items()
     }
@@ -107,19 +108,23 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             state_dir=Path(str(daemon.get("state_dir", state_dir(system)))).expanduser(),
             socket=Path(str(daemon.get("socket", socket_path(system)))).expanduser(),
             socket_group=daemon.get("socket_group"),
-            operators=tuple(daemon.get("operators", ())),
+            operators=_names(daemon.get("operators", []), "operators"),
             policy=str(daemon.get("policy", "default")),
             host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
             workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
             ssh_config=daemon.get("ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
-            log_level=str(daemon.get("log_level", "info")),
+            log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
             hosts=hosts,
             datasets=datasets,
             tenants=tenants,
         )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: [daemon]: {error}") from None
+    except RuntimeError:
+        raise ConfigError(
+            f"{where}: [daemon]: a path begins with the home of a user who has none: write it out"
+        ) from None
     if len(os.fsencode(made.socket)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
@@ -137,6 +142,31 @@ def _tenant(table: Any, where: str) -> Tenant:
     if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share < float("inf"):
         raise ConfigError(f"{where}: share is {share!r}; it must be a number above 0")
     return Tenant(quota, float(share))
+
+
+def _host_options(table: Any, where: str) -> HostOptions:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    check_keys(table, {f.name for f in fields(HostOptions)}, where)
+    for key, least in (("cpu_devices", 0), ("cores_per_device", 1)):
+        value = table.get(key, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} on")
+    if not isinstance(table.get("agent_home", ""), str):
+        raise ConfigError(f"{where}: agent_home is {table['agent_home']!r}; it must be a path")
+    return HostOptions(**table)
+
+
+def _names(value: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f'{name} is {value!r}; it must be a list of names, as in ["ann", "bob"]')
+    return tuple(value)
+
+
+def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    return str(value)
 
 
 def _yes_or_no(value: Any, name: str) -> bool:
@@ -182,7 +212,8 @@ def _table(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     return table
 
 
-def _usual_file(system: bool) -> Path | None:
+def usual_file(system: bool) -> Path | None:
+    """The file that is read where none is given, if there is one."""
     if given := os.environ.get("CLUSTERD_CONFIG"):
         return Path(given)
     if system:

@@ -77,7 +77,7 @@ class OnHosts(OnAttempts):
 
     def _on_host_drained(self, event: e.HostDrained) -> None:
         self.state.hosts[event.host].drained = (
-            " ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
+            ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
         )
         self._pass_due = True
 

@@ -256,7 +256,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         config = configuration.load(options.config, system=options.system)
-        file = options.config or configuration._usual_file(options.system)
+        file = options.config or configuration.usual_file(options.system)
         with only_instance(config.state_dir):
             logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

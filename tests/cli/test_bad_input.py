@@ -75,6 +75,16 @@ def test_a_second_daemon(cluster: RunningCluster) -> None:
     ("text", "said"),
     [
         ("[daemon]\npolicie = 'default'", "[daemon]: unknown key 'policie'; did you mean 'policy'?"),
+        (
+            "[daemon]\noperators = 'ann'",
+            '[daemon]: operators is \'ann\'; it must be a list of names, as in ["ann", "bob"]',
+        ),
+        (
+            "[daemon]\nsocket = '~nosuch/x'",
+            "[daemon]: a path begins with the home of a user who has none: write it out",
+        ),
+        ("[hosts]\ngpu01 = 5", "[hosts.gpu01] is 5; it must be a table"),
+        ("[hosts.a]\ncpu_devices = 'two'", "[hosts.a]: cpu_devices is 'two'; it must be a whole number from 0 on"),
         ("[tenants.vision]\nquota = 'many'", "[tenants.vision]: quota is 'many'; it must be a number of devices"),
         ("[tenants.vision]\nshare = 0", "[tenants.vision]: share is 0; it must be a number above 0"),
     ],
