@@ -138,6 +138,9 @@ class Loop:
         self._agreement = Agreement(contribution, self._control.flags())
         if self._replicated:
             self._agreement.wait()
+        if self._cut_off:
+            # Groups that were torn down on a GPU raise nothing: gradients may be any, and no parameter may follow them.
+            raise ConnectionError("the agent said that peers are gone")
         self._snapshots.copied()
 
     def _settle(self) -> set[str]:
@@ -220,7 +223,7 @@ class Loop:
     def _gradients_arrived(self) -> bool:
         """Whether what is complete for the interpreter is so for the device too, before its streams are torn up."""
         device = self._training.device
-        return device.type != "cuda" or bool(torch.cuda.current_stream(device).query())
+        return device.type != "cuda" or (not self._cut_off and bool(torch.cuda.current_stream(device).query()))
 
     def _on_peers_lost(self, message: Message) -> None:
         """Somebody knows before the connections do: a host that is gone closes none."""

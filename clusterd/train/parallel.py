@@ -145,6 +145,9 @@ class Parallel:
         fully_shard(self.module, **options)
         if any(p.is_meta for p in self.module.parameters()):
             allocate(self.module, torch.device("cpu") if self.plan.offload == "parameters" else self.device)
+            for module in self.module.modules():  # what is offloaded is parameters: buffers are computed with
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
         self.averages = True
 
     def _replicate(self) -> None:

@@ -57,7 +57,7 @@ def cut_off() -> None:
                 # A listening socket has no peer, and gloo ends the process when its own fails.
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and dist.is_initialized():  # not once more, if another thread did it
         from torch.distributed.distributed_c10d import _abort_process_group
 
         # Kernels that wait for a peer would keep the device from copying anything out.

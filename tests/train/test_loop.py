@@ -9,6 +9,7 @@ import pytest
 import torch
 from scenarios import Recorded, job
 
+from clusterd.train import build, peers
 from clusterd.train.context import Context
 from clusterd.train.control import Control
 from clusterd.train.entry import Training
@@ -41,3 +42,23 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
     control.request("stop", "enough")
     loop._wait_as_orphan(cast(Exception, raised.value), no_memory=True)
     assert activations[0]() is None
+
+
+def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> None:
+    """Groups may be torn down beside the step, and reductions then end as if all were well."""
+    context = Context()
+    training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
+    loop = Loop(training, Control(context), lambda *_: None)
+    before = build.fingerprint(training.parallel.module)
+    loop._cut_off = True
+    with pytest.raises(ConnectionError, match="peers are gone"):
+        loop.run()
+    assert training.step == 0
+    assert build.fingerprint(training.parallel.module) == before
+
+
+def test_groups_that_are_torn_down_already_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's word and the failed collective both come to it, on two threads."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("os.listdir", lambda _: [])  # the tests' own connections
+    peers.cut_off()  # torch raises when there is no group to tear down
