@@ -21,18 +21,21 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
     Returns:
         The norm before clipping, on `device`.
     """
-    alike: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and (gradient := local_gradient(parameter)).numel():
-            alike.setdefault((_copies(parameter, plan), gradient.device), []).append(gradient)
+            # A norm in bfloat16 has three digits: others for a shard and for the whole.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            alike.setdefault((_copies(parameter, plan), gradient.device, wide), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (copies, _), gradients in alike.items():
-        total += (torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies).to(device)
+    for (copies, _, wide), gradients in alike.items():
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=wide))
+        total += (norms.double().square().sum() / copies).to(device)
     if dist.is_initialized():
         dist.all_reduce(total)
     norm = total.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for (_, where), gradients in alike.items():
+    for (_, where, _), gradients in alike.items():
         torch._foreach_mul_(gradients, scale.to(where))
     return norm
 

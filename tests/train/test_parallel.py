@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clusterd.train.clip import clip_gradients
 from clusterd.train.replicate import GradientSum
+from plans.plan import Plan
 
 
 @pytest.fixture
@@ -29,3 +31,15 @@ def test_a_gradient_that_only_some_micro_batches_have_is_not_passed_over(group: 
     (always.sum() + sometimes.sum()).backward()
     with pytest.raises(RuntimeError, match=r"shape .3,. got a gradient in 1 of 2 micro-batches"):
         sums.finish()
+
+
+def test_the_norm_of_narrow_gradients_is_not_narrow() -> None:
+    """Otherwise shards and whole tensors would be clipped to different lengths."""
+    parameters = [nn.Parameter(torch.ones(n, dtype=d)) for n, d in ((999, torch.bfloat16), (77, torch.float32))]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).to(parameter.dtype)
+    expected = torch.cat([p.grad.double() for p in parameters if p.grad is not None]).norm().item()
+    norm = clip_gradients(parameters, Plan(), torch.device("cpu"), 0.5)
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
+    clipped = torch.cat([p.grad.double() for p in parameters if p.grad is not None]).norm().item()
+    assert clipped == pytest.approx(0.5, rel=1e-2)
