@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,8 @@ def build_blank(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The whole model on the meta device; with memory and values after all if it cannot live without.
 
     A factory that computes with what it initialises fails on the meta device, and a tensor that is a plain attribute
-    of a module is filled by nobody: such models are built as ever, at the cost of that time and memory.
+    of a module, or in a list or a map there, is filled by nobody: such models are built as ever, at the cost of that
+    time and memory.
     """
     try:
         model = build.build(factory, seed, meta=True)
@@ -47,8 +49,16 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def _has_loose_tensors(model: nn.Module) -> bool:
+    known = {id(parameter) for parameter in model.parameters()}  # they get memory in place, whoever else has them
+
+    def loose(value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return value.is_meta and id(value) not in known
+        if isinstance(value, Mapping):
+            return any(map(loose, value.values()))
+        return isinstance(value, (list, tuple)) and any(map(loose, value))
+
+    registered = ("_parameters", "_buffers", "_modules")
     return any(
-        isinstance(value, torch.Tensor) and value.is_meta
-        for module in model.modules()
-        for value in vars(module).values()
+        loose(value) for module in model.modules() for name, value in vars(module).items() if name not in registered
     )

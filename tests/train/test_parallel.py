@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clusterd.train.blank import allocate, build_blank
 from clusterd.train.clip import clip_gradients
 from clusterd.train.replicate import GradientSum
 from plans.plan import Plan
@@ -43,3 +44,25 @@ def test_the_norm_of_narrow_gradients_is_not_narrow() -> None:
     assert norm.item() == pytest.approx(expected, rel=1e-5)
     clipped = torch.cat([p.grad.double() for p in parameters if p.grad is not None]).norm().item()
     assert clipped == pytest.approx(0.5, rel=1e-2)
+
+
+class Masks(nn.Module):
+    """Keeps tensors that torch knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 2)
+        self.masks = {"causal": [torch.ones(2, 2).tril()]}
+
+
+def test_tensors_in_a_modules_own_lists_are_not_left_without_values() -> None:
+    """A job with such a model could start, and never move or go on from a checkpoint."""
+    assert build_blank(Masks, 0).masks["causal"][0].tolist() == [[1.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_list_of_a_modules_own_parameters_is_filled_with_them() -> None:
+    """As recurrent networks keep one."""
+    model = build_blank(lambda: nn.LSTM(2, 3), 0)
+    assert all(p.is_meta for p in model.parameters())
+    allocate(model, torch.device("cpu"))
+    assert model(torch.ones(1, 1, 2))[0].shape == (1, 1, 3)
