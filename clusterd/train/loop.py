@@ -196,8 +196,10 @@ class Loop:
         print(f"clusterd: {what} after step {training.step}: {exits.first_line(error)}", flush=True)
         may_finish = training.stepper.complete and self._replicated and self._gradients_arrived()
         peers.cut_off()
-        if self._pending is not None:  # its loss was never summed up, but it was done
-            self._seen(self._pending[0], float("nan"), self._pending[1], {})
+        if self._pending is not None:
+            # Done, though its loss may never have been summed up; replicas waited for that within the step.
+            step, time_s, agreement = self._pending
+            self._seen(step, agreement.settle()[0] if self._replicated else float("nan"), time_s, {})
         # The step's activations hang on the frames of its traceback, and the ranks to come need their room.
         cause: BaseException | None = error
         while cause is not None:  # a pipeline stage wraps what happened in it

@@ -10,6 +10,7 @@ import torch
 from scenarios import Recorded, job
 
 from clusterd.train import build, peers
+from clusterd.train.agree import Agreement
 from clusterd.train.context import Context
 from clusterd.train.control import Control
 from clusterd.train.entry import Training
@@ -62,3 +63,20 @@ def test_groups_that_are_torn_down_already_are_left_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("os.listdir", lambda _: [])  # the tests' own connections
     peers.cut_off()  # torch raises when there is no group to tear down
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_known(
+    replicated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterd.train.peers.cut_off", lambda: None)
+    context = Context()
+    control = Control(context)
+    seen: list[tuple[int, float]] = []
+    training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
+    loop = Loop(training, control, lambda step, loss, *_: seen.append((step, loss)))
+    loop._replicated = replicated
+    loop._pending = 7, 0.1, Agreement(torch.tensor(2.5), control.flags())
+    control.request("stop", "enough")
+    loop._wait_as_orphan(ConnectionError("gone"), no_memory=False)
+    assert seen == [(7, pytest.approx(2.5 if replicated else float("nan"), nan_ok=True))]

@@ -100,7 +100,10 @@ def test_moves_change_no_loss(
             {"model": "tables", "optimizer": "two groups", "warmup": True},
             ["dp=2,zero=1", "tp=2", "pp=2,accumulation=2"],
         ),
-        ({"model": "frozen", "optimizer": "nesterov"}, ["pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8", "tp=2", "dp=2"]),
+        (
+            {"model": "frozen", "optimizer": "nesterov"},
+            ["pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8", "tp=2", "dp=2"],
+        ),
         ({"optimizer": "adafactor"}, ["pp=2,accumulation=2", "dp=2,zero=1", "dp=1"]),
         ({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
     ],
