@@ -127,7 +127,8 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
         "step_s": 1e-3,
         "offload_s": 1e-3,
     }
-    wide = Prior.typical(known=cpu, known_width=0.9)
+    # FSDP scatters block by block, and each block takes milliseconds of Python on a core that has nothing else to spare.
+    wide = Prior.typical(known=cpu, known_width=0.9).holding("scatter_messages", 30.0, 1.0)
     for name, value in (known or {}).items():
         # A probe is the best case of one kernel; a model's are smaller and many.
         wide = wide.holding(name, value * (0.6 if name == "compute_rate" else 1.0), 0.7)
