@@ -127,7 +127,7 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
         "step_s": 1e-3,
         "offload_s": 1e-3,
     }
-    # FSDP scatters block by block, and each block takes milliseconds of Python on a core that has nothing else to spare.
+    # FSDP scatters block by block, and each block takes milliseconds of Python on a core that has none to spare.
     wide = Prior.typical(known=cpu, known_width=0.9).holding("scatter_messages", 30.0, 1.0)
     for name, value in (known or {}).items():
         # A probe is the best case of one kernel; a model's are smaller and many.
