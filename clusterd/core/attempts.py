@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterd.core import migrations
 from clusterd.core.state import Attempt, Job, Lease, Outcome, Rank, State
-from clusterd.core.tenants import Quotas
+from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState, RankEnd, RankReport, Reason
 
@@ -54,8 +54,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
         if place.device not in {d.id for d in host.devices}:
             return f"{place.device} does not exist"
         seen.add(place.device)
-    quotas = Quotas(state.tenants, (state.jobs[j] for j in state.active)) if state.tenants else None
-    return quotas.why_not(job.spec.tenant, len(seen)) if quotas is not None else None
+    return beyond_quota(state, job.spec.tenant, len(seen))
 
 
 def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:

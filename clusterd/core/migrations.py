@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping
 from clusterd.core.choose import crowding
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Lease, Migration, Rank, Retired, State
-from clusterd.core.tenants import Quotas
+from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Move
 from clusterd.types import AttemptState, DeviceId, HostId, RankPlace
 from plans.model_shape import ModelShape
@@ -48,11 +48,9 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         seen.add(place.device)
     if after_loss:
         return None
-    if state.tenants:
-        quotas = Quotas(state.tenants, (state.jobs[j] for j in state.active))
-        beyond = quotas.why_not(job.spec.tenant, len(seen - own))
-        if beyond is not None and len(seen) > len(own):
-            return beyond
+    beyond = beyond_quota(state, job.spec.tenant, len(seen - own)) if len(seen) > len(own) else None
+    if beyond is not None:
+        return beyond
     if is_there(job, move):
         return f"{job.spec.name} runs under {move.plan} on these devices already"
     return crowded(state.hosts, job, attempt, move.plan, seen)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from clusterd.core.state import Attempt, Job
+from clusterd.core.state import Attempt, Job, State
 from clusterd.types import Tenant
 
 ALL = 1 << 30
 """Devices: more than any cluster has."""
 
 _PLAIN = Tenant()
+
+
+def beyond_quota(state: State, tenant: str, devices: int) -> str | None:
+    """Why a tenant must not be given so many more now, whoever proposes it; None: it may."""
+    if not state.tenants:
+        return None
+    return Quotas(state.tenants, (state.jobs[job] for job in state.active)).why_not(tenant, devices)
 
 
 class Quotas:

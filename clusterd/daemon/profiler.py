@@ -80,7 +80,9 @@ class Profiler:
                 case e.RankOrphaned(out_of_memory=True) | e.RankExited(end=RankEnd(reason=Reason.DEVICE_OOM)):
                     attempt = self._state.attempt(event.job, event.attempt, event.generation)
                     if attempt is not None and attempt.plan is not None:
-                        self._put(partial(self._ran_out_of_memory, attempt, attempt.plan))
+                        # As it is now: the way back may be over when this is looked at.
+                        shape = shape_of(of_ranks(self._state.hosts, attempt))
+                        self._put(partial(self._ran_out_of_memory, attempt, attempt.plan, shape))
                 case e.ModelDescribed():
                     self._put(partial(self._described, event.model))
                 case e.HostConnected() | e.HostRemoved() | e.HostChanged():
@@ -210,14 +212,14 @@ class Profiler:
         )
         await self._learned.tell(job.model, f"{attempt.plan} was tried: {seconds:.3g} s a step")
 
-    async def _ran_out_of_memory(self, attempt: Attempt, plan: Plan) -> None:
+    async def _ran_out_of_memory(self, attempt: Attempt, plan: Plan, shape: tuple[int, ...]) -> None:
         """That is a measurement too: nobody need try the plan there again."""
         job = self._state.jobs[attempt.job]
         known = self._learned.of(job, attempt)
         if known is None or plan in known.refused:
             return
         known.refused.add(plan)
-        row = known.row(plan, shape_of(of_ranks(self._state.hosts, attempt)))
+        row = known.row(plan, shape)
         key = Key(job.model, known.devices.name)
         await self._learned.keep(Measurement(key, row, 0.0, kind="out-of-memory", at_s=time.time()))
         await self._learned.tell(job.model, f"{plan} ran out of memory")
