@@ -18,6 +18,7 @@ class StreamBoard(TableBoard[Any]):
     """Newest first; a cursor that is moved down stays with its row."""
 
     stay_on_top = True
+    one = ""  # what a row is called
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
@@ -42,6 +43,17 @@ class StreamBoard(TableBoard[Any]):
         row = self.current
         return [row[1].host] if row is not None and row[1].host in self.context.model.hosts else []
 
+    def told(self, row: Any) -> list[Line]:
+        """One row in full."""
+        raise NotImplementedError
+
+    def show_side(self) -> None:
+        """The row under the cursor."""
+        row = self.current
+        self.detail.show([] if row is None else self.told(row))
+        if row is not None:
+            self.detail.border_title = f" {self.one} "
+
     def when_empty(self) -> list[Line]:
         """Nothing yet."""
         if self.context.model.number < 0:
@@ -53,6 +65,7 @@ class DecisionsBoard(StreamBoard):
     """What was decided, and what was turned down, with reasons."""
 
     title = "decisions"
+    one = "decision"
     all_columns = columns.DECISION_COLUMNS
     fields = columns.DECISION_FIELDS
     default_sort = "time"
@@ -67,12 +80,8 @@ class DecisionsBoard(StreamBoard):
         fields = columns.decision_fields(row)
         return {**fields, "job": f"{fields['job']} {known.name}"} if known else fields
 
-    def show_side(self) -> None:
-        """The decision under the cursor, its event, and what else that event brought about."""
-        row = self.current
-        if row is None:
-            self.detail.show([])
-            return
+    def told(self, row: Any) -> list[Line]:
+        """The decision, its event, and what else that event brought about."""
         decision: rows.Decision = row[1]
         model, now_s = self.context.model, self.context.clock()
         job = model.jobs.get(decision.job or "")
@@ -93,14 +102,14 @@ class DecisionsBoard(StreamBoard):
             named = model.jobs.get(other.job or "")
             about = f" {named.name}" if named else ""
             made.append(line(("also      ", "dim"), f"{columns.decided(other.kind)}{about}: {printable(other.reason)}"))
-        self.detail.show(made)
-        self.detail.border_title = " decision "
+        return made
 
 
 class EventsBoard(StreamBoard):
     """What happened."""
 
     title = "events"
+    one = "event"
     all_columns = columns.EVENT_COLUMNS
     fields = columns.EVENT_FIELDS
     default_sort = "number"
@@ -113,16 +122,11 @@ class EventsBoard(StreamBoard):
         """What a filter sees."""
         return columns.event_fields(row)
 
-    def show_side(self) -> None:
-        """The event under the cursor, field by field."""
-        row = self.current
-        if row is None:
-            self.detail.show([])
-            return
+    def told(self, row: Any) -> list[Line]:
+        """The event, field by field."""
         event: rows.Happening = row[1]
         made = [line((event_words.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
         made += [
             line((f"{name:<9} ", "dim"), printable(event_words.in_full(value))) for name, value in event.fields.items()
         ]
-        self.detail.show(made)
-        self.detail.border_title = " event "
+        return made
