@@ -2,13 +2,14 @@
 
 Whoever makes it (the daemon out of trial runs, the simulator out of measured tables) hands it over by an event; the
 core looks things up and never fits anything. An entry is a plan on a *shape* of allocation: so many devices of one type
-on each of so many hosts, most first.
+on each of so many hosts, most first. What is believed of hosts of different types follows from entries of each type
+(`clusterd.core.blend`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from plans.plan import Plan
@@ -30,11 +31,25 @@ class Estimate:
     cores_per_device: int = 0  # for which it holds; 0: what is usual there
     device_bytes: int = 0  # of a rank, at its peak; 0: not known
     host_bytes: int = 0  # of a rank in host memory (offload)
+    device_types: tuple[str, ...] = ()  # of each host of the shape, where they differ; empty: all `device_type`
 
     @property
     def devices(self) -> int:
         """In all."""
         return sum(self.shape)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Device type on each host of the shape."""
+        return self.device_types or (self.device_type,) * len(self.shape)
+
+    @property
+    def by_type(self) -> dict[str, int]:
+        """Devices of each type."""
+        found: dict[str, int] = {}
+        for name, count in zip(self.types, self.shape, strict=True):
+            found[name] = found.get(name, 0) + count
+        return found
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Outlook:
     estimates: tuple[Estimate, ...]
     global_batch: int = 1
     measured: int = 0  # plans that were run; 0: nothing but beliefs about the hardware
+    beyond: tuple[Estimate, ...] = ()  # on shapes for which no type has hosts: nothing to run on, part of mixed beliefs
 
     @cached_property
     def by_shape(self) -> dict[tuple[str, Shape], tuple[Estimate, ...]]:
@@ -64,6 +80,31 @@ class Outlook:
                 counts[sum(shape)] = some[0]
         return {device_type: dict(sorted(counts.items())) for device_type, counts in found.items()}
 
+    @cached_property
+    def alone(self) -> dict[Shape, dict[Plan, dict[str, Estimate]]]:
+        """By shape, plan without shares and device type: what hosts of several types are judged by.
+
+        Plans without pipeline only: stages wait for each other whatever their shares.
+        """
+        found: dict[Shape, dict[Plan, dict[str, Estimate]]] = {}
+        for estimate in (*self.estimates, *self.beyond):
+            if estimate.plan.pp == 1:
+                types = found.setdefault(estimate.shape, {}).setdefault(evenly(estimate.plan), {})
+                known = types.get(estimate.device_type)
+                if known is None or estimate.step_time_s < known.step_time_s:
+                    types[estimate.device_type] = estimate
+        return found
+
+    @cached_property
+    def mixable(self) -> dict[Shape, dict[Plan, dict[str, Estimate]]]:
+        """The part of `alone` that is known on several types, most devices first."""
+        several = {
+            shape: some
+            for shape, plans in self.alone.items()
+            if (some := {plan: types for plan, types in plans.items() if len(types) > 1})
+        }
+        return dict(sorted(several.items(), key=lambda item: (-sum(item[0]), len(item[0]))))
+
     def best(self, device_type: str, shape: Iterable[int]) -> Estimate | None:
         """The fastest plan on this shape; None: nothing is known to run there."""
         some = self.by_shape.get((device_type, tuple(sorted(shape, reverse=True))))
@@ -73,3 +114,8 @@ class Outlook:
         """What is believed of one plan there."""
         some = self.by_shape.get((device_type, tuple(sorted(shape, reverse=True))), ())
         return next((estimate for estimate in some if estimate.plan == plan), None)
+
+
+def evenly(plan: Plan) -> Plan:
+    """The plan with no more to say of shares than that they are as even as can be."""
+    return replace(plan, shares=()) if plan.shares else plan
