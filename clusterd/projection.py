@@ -91,6 +91,7 @@ def migration_row(migration: Migration) -> Row:
         "network_bytes": migration.network_bytes,
         "local_bytes": migration.local_bytes,
         "downtime_s": migration.downtime_s,
+        "restarts": migration.restarts,
         "failure": migration.failure,
     }
 

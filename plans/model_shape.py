@@ -101,6 +101,12 @@ class ModelShape:
         return sum(p.size_bytes for p in self.parameters)
 
     @property
+    def state_bytes(self) -> int:
+        """Parameters and what the optimizer keeps for them, each once."""
+        trained = sum(p.size_bytes for p in self.parameters if p.trainable)
+        return self.parameter_bytes + round(self.optimizer_state_ratio * trained)
+
+    @property
     def flops(self) -> int:
         """Of the forward pass of one sample."""
         return sum(layer.flops for layer in self.layers)

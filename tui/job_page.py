@@ -188,6 +188,8 @@ def move_lines(move: rows.Move, look: Look, now_s: float) -> list[Line]:
         made.append(line("  ", (f"failed, {move.old} goes on: {printable(move.failure)}", "bad")))
     elif move.downtime_s is not None:
         moved = f"{size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
+        if move.restarts:
+            moved = f"{size(move.local_bytes)} through host memory"
         stood = f"  stood still {duration(move.downtime_s)}; "
         made.append(line((stood, "good"), (f"{moved}; went on after step {move.step}", "dim")))
     else:

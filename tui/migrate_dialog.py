@@ -49,6 +49,8 @@ def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -
 def cost_lines(preview: dict[str, Any]) -> list[Line]:
     """What a move would do, out of `migrate`'s dry run."""
     moved = f"{size(preview['local_bytes'])} within hosts, {size(preview['network_bytes'])} over the network"
+    if preview.get("crowded"):  # no room for old and new ranks side by side
+        moved = f"{size(preview['local_bytes'])} through host memory; it stops and starts again"
     return [
         line(("from      ", "dim"), preview["from"]),
         line(("to        ", "dim"), (preview["plan"], "bold"), f" on {compact(preview['devices'])}"),

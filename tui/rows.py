@@ -33,6 +33,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     network_bytes: int = 0
     local_bytes: int = 0
     downtime_s: float | None = None
+    restarts: bool = False
     failure: str = ""
 
 

@@ -230,4 +230,6 @@ def move_line(move: rows.Move, look: Look, now_s: float) -> list[str | tuple[str
         return [way, (f" failed: {printable(move.failure)}", "bad")]
     stood = f"stood still {duration(move.downtime_s)}" if move.downtime_s is not None else "under way"
     moved = f", {size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
+    if move.restarts:
+        moved = f", {size(move.local_bytes)} through host memory"
     return [way, (f"  {stood}{moved} ({clock(move.started_s, now_s)})", "dim")]

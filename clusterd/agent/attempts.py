@@ -21,7 +21,7 @@ STRAGGLER_GRACE_S = 1.0
 """What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
 
 Emit = Callable[[dict[str, Any]], object]
-Ask = Callable[[Attempt, str, float], set[int]]
+Ask = Callable[[Attempt, str, float, bool], set[int]]
 
 
 class Attempts:
@@ -341,10 +341,15 @@ class Attempts:
 
     # ---- stop ----------------------------------------------------------------------------------------------------
 
-    async def stop(self, job: str, attempt: int, generation: int, grace_s: float, reason: str) -> Report:
+    async def stop(
+        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, keep: bool = False
+    ) -> Report:
         """End one generation of the attempt; returns when nothing that carries its tag is left.
 
         Of something unknown, only what carries its tag is looked for.
+
+        Args:
+            keep: ranks that can leave the state of their last step in this host's memory.
         """
         directory = self._home.attempt(job, attempt, generation)
         known = self._known.get(directory.name)
@@ -360,18 +365,18 @@ class Attempts:
             write_json(known.stop_marker, {"generation": generation, "reason": reason, "at_s": time.time()})
         known.stop_asked.set()
         if known.stopping is None or known.stopping.done():
-            known.stopping = asyncio.create_task(self._stop(known, grace_s, reason))
+            known.stopping = asyncio.create_task(self._stop(known, grace_s, reason, keep))
         # A caller whose connection breaks does not call the stop off.
         swept = await asyncio.shield(known.stopping)
         return {"ranks": [known.ranks[rank].report() for rank in sorted(known.ranks)], "swept": swept}
 
-    async def _stop(self, attempt: Attempt, grace_s: float, reason: str) -> list[int]:
+    async def _stop(self, attempt: Attempt, grace_s: float, reason: str, keep: bool = False) -> list[int]:
         async with attempt.lock:
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),
                 self.tag(attempt.name),
                 grace_s,
-                lambda: self._ask(attempt, reason, grace_s),
+                lambda: self._ask(attempt, reason, grace_s, keep),
             )
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:

@@ -40,8 +40,12 @@ class Copies:
         self._tell = tell
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
-    async def published(self, attempt: Attempt, segment: Segment) -> None:
-        """A rank's snapshot is whole: returns when a second host has it, or when that is not to be."""
+    async def published(self, attempt: Attempt, segment: Segment, wait: bool) -> None:
+        """A rank's snapshot is whole: returns when a second host has it, or when that is not to be.
+
+        Args:
+            wait: otherwise at once, for a rank that will not write again.
+        """
         found = NAME.fullmatch(segment.name)
         assert found is not None
         answer = self._waiting[segment.name] = asyncio.get_running_loop().create_future()
@@ -58,7 +62,7 @@ class Copies:
             }
         )
         try:
-            if heard:
+            if heard and wait:
                 await asyncio.wait_for(answer, KEPT_TIMEOUT_S)
         except asyncio.TimeoutError:
             pass

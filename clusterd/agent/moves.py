@@ -118,7 +118,7 @@ class Moves:
         """A rank filled its segment: all ranks of the attempt hear of it, and agents that wait for it are served."""
         made = self._store.publish(str(message["name"]), dict(message.get("meta") or {}))
         if set_of(made.name) is not None:
-            await self.copies.published(attempt, made)
+            await self.copies.published(attempt, made, wait=bool(message.get("wait", True)))
             return {}
         source = _OUTBOX.search(made.name)
         if source is not None:

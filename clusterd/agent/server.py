@@ -210,11 +210,11 @@ class Agent:
                 there = True
         return there
 
-    def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float) -> set[int]:
+    def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float, keep: bool) -> set[int]:
         asked = set()
         for connection in self._connections:
             if connection.rank is not None and connection.rank[0] is attempt:
-                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s})
+                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, "keep": keep})
                 # As forked: through a shell in between, the one that listens has another pid.
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
@@ -328,6 +328,7 @@ class Agent:
             int(message["generation"]),
             float(message.get("grace_s") or 0.0),
             str(message.get("reason") or "stopped"),
+            keep=bool(message.get("keep")),
         )
 
     async def _forget(self, _connection: Connection, message: Message) -> Message:

@@ -22,7 +22,11 @@ from clusterd.units import duration, size
 @click.option("--dry-run", is_flag=True, help="Say what would move and how long it would stand still.")
 @output_option
 def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run: bool, output: str) -> int:
-    """Move a running elastic job to another plan or other devices, in memory."""
+    """Move a running elastic job to another plan or other devices, in memory.
+
+    Where old and new ranks do not fit on a device side by side, the job stops, leaves its state in host memory, and
+    starts again from there: no step is lost, but it stands still for seconds.
+    """
     chosen = [device.strip() for device in devices.split(",")] if devices else []
     with Client() as cluster:
         answer = cluster.call("migrate", job=job, plan=plan, devices=chosen, pin=pin, dry_run=dry_run)
@@ -34,6 +38,8 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
         if dry_run:
             if output == "table":
                 print(f"{answer['name']}: {answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}")
+                if answer["crowded"]:
+                    print(f"  it stops and starts again: {answer['crowded']}")
                 print(f"  {_bytes(answer)}; predicted downtime {duration(answer['predicted_downtime_s'])}")
             else:
                 show_json(answer, output)
@@ -71,6 +77,8 @@ def _watch(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(row: dict[str, Any]) -> str:
+    if row.get("crowded") or row.get("restarts"):
+        return f"{size(row['local_bytes'])} through host memory"
     return f"{size(row['local_bytes'])} within hosts, {size(row['network_bytes'])} over the network"
 
 

@@ -70,7 +70,7 @@ def crowding(shape: ModelShape, old: Plan, new: Plan, kind: str, memory_bytes: i
         return None
     return (
         f"a rank of {new} needs {_gib(more)} beside the {_gib(there)} of {old}, which trains on the same device until "
-        f"then, and that has {_gib(memory_bytes)}: move it to other devices, or restart it from a checkpoint"
+        f"then, and that has {_gib(memory_bytes)}"
     )
 
 

@@ -6,6 +6,7 @@ from clusterd.core import attempts
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Attempt, Job, State
+from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState
 
 
@@ -34,7 +35,22 @@ class Deciding:
             )
         )
 
-    def _stop_on(self, host: HostId, job: JobId, number: int, generation: int, grace_s: float, reason: str) -> None:
+    def _start(self, start: Start) -> str | None:
+        """Begin an attempt; why not, if not. Asked again here, so that no policy can lease a device twice."""
+        job = self.state.jobs[start.job]
+        stale = attempts.objection(self.state, job, start)
+        if stale:
+            return stale
+        attempt = attempts.begin(self.state, job, start, self._now_s)
+        if job.spec.time_limit_s is not None:
+            left_s = job.spec.time_limit_s
+            self._set_timer(f"limit:{job.id}", self._now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
+        self._launch(attempt, start.reason)
+        return None
+
+    def _stop_on(
+        self, host: HostId, job: JobId, number: int, generation: int, grace_s: float, reason: str, keep: bool = False
+    ) -> None:
         self._decide(
             d.StopAttempt(
                 cause=self._cause,
@@ -44,6 +60,7 @@ class Deciding:
                 generation=generation,
                 host=host,
                 grace_s=grace_s,
+                keep=keep,
             )
         )
 

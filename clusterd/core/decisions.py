@@ -65,6 +65,7 @@ class StopAttempt(Decision):
     generation: int
     host: HostId
     grace_s: float
+    keep: bool = False  # ranks that can leave the state of their last step in the hosts' memory first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
             chosen = _spread(usable, count, 1, prefer=here)
     if len(chosen) != count:
         return Refusal(job.id, f"{wish} needs {count} devices, {len(chosen)} are given or free for it")
-    return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for", view.hosts)
+    return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for", None)
 
 
 def must_leave(job: Job, view: View) -> str:
@@ -192,7 +192,7 @@ def _first_that_works(
 def _move(
     job: Job, chosen: list[Device], wish: Plan | None, reason: str, hosts: Mapping[HostId, Host] | None
 ) -> Move | Refusal:
-    """`hosts`: where the old ranks train until the switch; None: they do not any more."""
+    """`hosts`: where the old ranks train until the switch; None: they need not, or do not any more."""
     memory_bytes = min(d.memory_bytes for d in chosen)
     answer: Choice | Impossible = choose(
         ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish

@@ -19,7 +19,10 @@ from plans.plan import Plan
 
 
 def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> str | None:
-    """Why a move must not begin now, whoever wants it; None: it may. After a loss, it may lead to where the job was."""
+    """Why a move must not begin now, whoever wants it; None: it may. After a loss, it may lead to where the job was.
+
+    Whether old and new ranks find memory side by side is asked apart (`crowded`): there is another way then.
+    """
     attempt = job.attempt
     if attempt is None or attempt.state is not AttemptState.RUNNING:
         return f"{job.spec.name} is {job.state.value}: only a running job can be moved"
@@ -53,11 +56,11 @@ def objection(state: State, job: Job, move: Move, after_loss: bool = False) -> s
         return beyond
     if is_there(job, move):
         return f"{job.spec.name} runs under {move.plan} on these devices already"
-    return crowded(state.hosts, job, attempt, move.plan, seen)
+    return None
 
 
 def crowded(
-    hosts: Mapping[HostId, Host], job: Job, attempt: Attempt, plan: Plan, devices: Container[DeviceId]
+    hosts: Mapping[HostId, Host], job: Job, attempt: Attempt, plan: Plan, devices: Container[DeviceId | None]
 ) -> str | None:
     """Why ranks of `plan` would find no memory beside those that train on these devices; None: they would."""
     shared = [d for d in of_ranks(hosts, attempt) if d.id in devices]
@@ -97,6 +100,28 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
     _book(state, _more(migration.cores, attempt.cores), _more(migration.memory_bytes, attempt.memory_bytes))
     attempt.migration = migration
     return migration
+
+
+def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: float) -> Migration:
+    """Book what the job lacks of the devices that it will start again on; its ranks are being stopped for that."""
+    assert attempt.plan is not None, "only what runs under a plan is moved"
+    for place in move.ranks:
+        if place.device is not None and place.device not in state.leases:
+            state.leases[place.device] = _lease(state, attempt, place, attempt.generation)
+            attempt.kept[place.device] = place.host
+    return Migration(
+        number=len(job.migrations) + 1,
+        generation=1,
+        plan=move.plan,
+        ranks={place.rank: Rank(place) for place in move.ranks},
+        old_plan=attempt.plan,
+        reason=move.reason,
+        started_s=now_s,
+        cores=dict(move.cores),
+        memory_bytes=dict(move.memory_bytes),
+        local_bytes=ModelShape.from_dict(job.shape or {}).state_bytes,
+        restarts=True,
+    )
 
 
 def switch(state: State, job: Job, attempt: Attempt) -> Retired:

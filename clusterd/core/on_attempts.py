@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from clusterd.core import attempts, migrations, recovery
+from clusterd.core import attempts, elastic, migrations, recovery
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_trials import OnTrials
-from clusterd.core.state import Attempt, Job, Outcome
+from clusterd.core.state import Attempt, Job, Migration, Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, JobState, RankReport
 
@@ -24,11 +24,23 @@ class OnAttempts(OnTrials):
         attempt.go(AttemptState.RUNNING)
         job = self.state.jobs[event.job]
         job.go(JobState.RUNNING)
+        onward = _under_way(job)
+        if onward is not None:
+            onward.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
         if event.restored_step is not None:
             lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
             self._hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
         self._next_checkpoint(job)
         self._settle(attempt)
+
+    def _went_on(self, job: Job, onward: Migration) -> None:
+        """A job that was stopped to start again elsewhere trains there."""
+        onward.downtime_s, onward.ended_s = self._now_s - onward.started_s, self._now_s
+        stopped_s = sum(seconds for _, seconds, _ in onward.phases)
+        onward.phases.append(("start", onward.downtime_s - stopped_s, f"{len(onward.ranks)} new ranks read it"))
+        before_s = self.state.restart_costs_s.get(job.model, onward.downtime_s)
+        self.state.restart_costs_s[job.model] = 0.7 * before_s + 0.3 * onward.downtime_s
+        self._set_timer(f"settle:{job.id}", self._now_s + elastic.SETTLE_S, f"{job.spec.name} was moved")
 
     def _is_target_reached(self, job: Job, attempt: Attempt) -> None:
         """A job that is good enough ends; one lucky batch is not enough."""
@@ -155,6 +167,9 @@ class OnAttempts(OnTrials):
         if job is None or attempt is None or event.step < attempt.step:
             return  # old news: what was held back on its way
         attempt.step = event.step
+        onward = _under_way(job)
+        if onward is not None and onward.step is not None and event.step > onward.step:
+            self._went_on(job, onward)
         job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
         if job.first_loss is None:
             job.first_loss = event.first_loss
@@ -162,3 +177,9 @@ class OnAttempts(OnTrials):
         self._is_target_reached(job, attempt)
         if job.trial is not None and job.trial.from_step is None:
             self._pass_due = True
+
+
+def _under_way(job: Job) -> Migration | None:
+    """The move through host memory after which the job has not trained yet."""
+    last = job.migrations[-1] if job.migrations else None
+    return last if last is not None and last.restarts and last.ended_s is None else None

@@ -33,7 +33,7 @@ class OnMigrations(Stopping):
         if event.pin and migrations.is_there(job, answer):
             self._hold(job, f"pinned to {answer.plan} where it is, by {event.by or 'its user'}")
             return
-        self._move(answer)
+        self._move(answer, may_restart=True)
 
     def _restart_as(self, job: Job, event: e.MigrationRequested) -> None:
         """What cannot be moved alive is asked to save, stopped, and started again at another size."""
@@ -59,13 +59,26 @@ class OnMigrations(Stopping):
             job.pinned, job.restart_as = False, None
             self._pass_due = True
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move, may_restart: bool = False) -> None:
+        """Begin a move, or say why not.
+
+        Args:
+            may_restart: where old and new ranks have no room side by side, the job may stop for it and start again.
+        """
         job = self.state.jobs[move.job]
         stale = migrations.objection(self.state, job, move)
         if stale:
             self._hold(job, f"a move was refused: {stale}")
             return
-        self._begin_migration(job, attempts.running(self.state, job.id), move)
+        attempt = attempts.running(self.state, job.id)
+        full = migrations.crowded(self.state.hosts, job, attempt, move.plan, {place.device for place in move.ranks})
+        if full is None:
+            self._begin_migration(job, attempt, move)
+        elif may_restart:
+            self._stop(attempt, Outcome.PREEMPTED, f"{move.reason}; through host memory: {full}")
+            attempt.onward = migrations.through_memory(self.state, job, attempt, move, self._now_s)
+        else:
+            self._hold(job, f"a move was refused: {full}")
 
     def _begin_migration(self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = ()) -> None:
         old_plan, old_ranks = attempt.plan, tuple(rank.place for _, rank in sorted(attempt.ranks.items()))

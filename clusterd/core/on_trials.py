@@ -74,9 +74,7 @@ class OnTrials(OnMigrations):
         if isinstance(answer, str):
             self._fail_trial(job, trial, answer)
             return
-        full = migrations.crowded(
-            self.state.hosts, job, attempt, trial.plan, {p.device for p in answer.ranks if p.device}
-        )
+        full = migrations.crowded(self.state.hosts, job, attempt, trial.plan, {p.device for p in answer.ranks})
         if full is not None:
             self._fail_trial(job, trial, full, is_refused=False)
             return

@@ -10,13 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from clusterd.core import attempts
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Description, Host, Job, Outcome
-from clusterd.core.view import Policy, Proposal, Start, View
+from clusterd.core.view import Policy, Proposal, View
 from clusterd.types import AttemptState, JobKind, JobState
 
 __all__ = ["HOST_LOST_AFTER_S", "Scheduler"]
@@ -65,7 +64,9 @@ class Scheduler(OnHosts):
             if not self._yields_to_trial(move):
                 self._move(move)
         for start in proposal.starts:
-            self._start(start)
+            stale = self._start(start)
+            if stale:
+                self._hold(self.state.jobs[start.job], f"the policy's proposal was refused: {stale}")
         for refusal in proposal.refusals:
             job = self.state.jobs[refusal.job]
             if refusal.forever:
@@ -80,19 +81,6 @@ class Scheduler(OnHosts):
             # On a grid: rounds do not drift, whenever work comes.
             at_s = (self._now_s // interval_s + 1.0) * interval_s
             self._set_timer("round", at_s, f"{self.policy.name} thinks again every {interval_s:g} s")
-
-    def _start(self, start: Start) -> None:
-        # Revalidated here, so that no policy, whatever its bugs, can lease a device twice.
-        job = self.state.jobs[start.job]
-        stale = attempts.objection(self.state, job, start)
-        if stale:
-            self._hold(job, f"the policy's proposal was refused: {stale}")
-            return
-        attempt = attempts.begin(self.state, job, start, self._now_s)
-        if job.spec.time_limit_s is not None:
-            left_s = job.spec.time_limit_s
-            self._set_timer(f"limit:{job.id}", self._now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
-        self._launch(attempt, start.reason)
 
     def _describe_models(self) -> None:
         for job_id in self.state.queue:

@@ -124,6 +124,7 @@ class Migration:
     downtime_s: float | None = None
     ended_s: float | None = None
     lost: tuple[int, ...] = ()  # old ranks that were dead when it began
+    restarts: bool = False  # the old ranks end before the new ones are made; the state waits in host memory
     failure: str = ""  # why it failed; empty: it did not
 
     @property
@@ -162,6 +163,7 @@ class Attempt:
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
     last_generation: int = 1  # that was given out
     migration: Migration | None = None  # under way, not switched
+    onward: Migration | None = None  # how the job is to go on at once when this attempt has been stopped for it
     resuming: bool = False  # switched, and not known to train yet
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
@@ -272,6 +274,7 @@ class State:
     outlooks: dict[str, Outlook] = field(default_factory=dict)  # by model
     tenants: dict[str, Tenant] = field(default_factory=dict)
     move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: what moves took lately
+    restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of moves through host memory
     timers: dict[str, float] = field(default_factory=dict)
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival here
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over

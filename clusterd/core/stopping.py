@@ -5,8 +5,12 @@ from __future__ import annotations
 from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
-from clusterd.core.state import Attempt, Job, Outcome
+from clusterd.core.state import Attempt, Job, Migration, Outcome
+from clusterd.core.view import Start
 from clusterd.types import AttemptState, HostId, JobKind, JobState
+
+KEEPING_S = 60.0
+"""At least, for ranks to end their step and copy their state to host memory; then they are killed."""
 
 
 class Stopping(Deciding):
@@ -30,14 +34,22 @@ class Stopping(Deciding):
         trials.let_go(self.state, attempt)
         job.trial, job.being_tried = None, False
         attempt.outcome, attempt.why = outcome, why
+        keep = self._leaves_state(attempt)
         attempt.pending = set(attempt.hosts)
         attempt.go(AttemptState.STOPPING)
         job.go(JobState.STOPPING)
         job.reason = why
         self.state.timers.pop(f"limit:{job.id}", None)
         self.state.timers.pop(f"recover:{job.id}", None)
+        grace_s = max(self._grace_s(attempt), KEEPING_S) if keep else self._grace_s(attempt)
         for host_id in attempt.hosts:
-            self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), why)
+            self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, grace_s, why, keep)
+
+    def _leaves_state(self, attempt: Attempt) -> bool:
+        """Whether ranks that are stopped can leave their state, for the job goes on elsewhere, and they all train."""
+        job = self.state.jobs[attempt.job]
+        trains = attempt.state is AttemptState.RUNNING and not attempt.orphaned
+        return attempt.outcome is Outcome.PREEMPTED and job.spec.kind is JobKind.ELASTIC and trains
 
     def _gone_from(self, attempt: Attempt, host_id: HostId) -> None:
         """Nothing of the attempt is left on the host, or the host is given up: free what it held there."""
@@ -54,6 +66,7 @@ class Stopping(Deciding):
             self._conclude(attempt)
 
     def _conclude(self, attempt: Attempt) -> None:
+        trials.let_go(self.state, attempt)
         attempt.go(AttemptState.ENDED)
         attempt.ended_s = self._now_s
         job = self.state.jobs[attempt.job]
@@ -73,9 +86,21 @@ class Stopping(Deciding):
             job.own_failures += 1
             job.reason = verdict.reason
         if job.state is JobState.QUEUED:
-            reason = f"{verdict.reason}; queued again{_from_where(job)}"
+            again = "starts again at once" if attempt.onward is not None else f"queued again{_from_where(job)}"
+            reason = f"{verdict.reason}; {again}"
             self._decide(d.RequeueJob(cause=self._cause, reason=reason, job=job.id, attempt=attempt.number))
+            if attempt.onward is not None:
+                self._go_onward(job, attempt.onward)
         self._pass_due = True
+
+    def _go_onward(self, job: Job, onward: Migration) -> None:
+        """Start the job again as it was stopped for, before anybody else is given its devices."""
+        onward.phases.append(("stop", self._now_s - onward.started_s, "its state waits in host memory"))
+        job.migrations.append(onward)
+        stale = self._start(Start(job.id, onward.plan, onward.places, onward.cores, onward.memory_bytes, onward.reason))
+        if stale:
+            onward.failure, onward.ended_s = stale, self._now_s
+            self._hold(job, f"cannot go on under {onward.plan}: {stale}")
 
     def _give_up_migration(self, attempt: Attempt, why: str) -> None:
         """Back to the old ranks: they are told to go on, the new ones to go."""

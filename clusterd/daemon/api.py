@@ -355,7 +355,12 @@ class Api:
 
     async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
         """What would move, and how long the job would stand still for it."""
-        return await anyio.to_thread.run_sync(foresee, job, move)
+        attempt = job.attempt
+        assert attempt is not None
+        devices = {place.device for place in move.ranks}
+        crowded = migrations.crowded(self._state.hosts, job, attempt, move.plan, devices)
+        restart_s = self._state.restart_costs_s.get(job.model)
+        return await anyio.to_thread.run_sync(foresee, job, move, crowded, restart_s)
 
     async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
         """Have a running elastic job write its state to a directory that its hosts share, while it trains on."""

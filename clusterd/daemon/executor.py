@@ -264,6 +264,7 @@ class Executor:
                 generation=decision.generation,
                 grace_s=decision.grace_s,
                 reason=decision.reason,
+                keep=decision.keep,
             )
         except AgentLost:
             return  # asked again when the host is back

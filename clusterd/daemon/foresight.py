@@ -18,8 +18,17 @@ FIXED_S = 0.1
 """Agreement on the last step, messages, and the commit of the switch."""
 
 
-def foresee(job: Job, move: Move) -> dict[str, Any]:
-    """Bytes within hosts and between them, and the predicted downtime."""
+RESTART_S = 10.0
+"""Ranks end, new ones start and build their model, where it was not measured yet."""
+
+
+def foresee(job: Job, move: Move, crowded: str | None = None, restart_s: float | None = None) -> dict[str, Any]:
+    """Bytes within hosts and between them, and the predicted downtime.
+
+    Args:
+        crowded: why the job has to stop for it and start again; None: it need not.
+        restart_s: what that took before.
+    """
     attempt = job.attempt
     assert attempt is not None and attempt.plan is not None and job.shape is not None
     shape = ModelShape.from_dict(job.shape)
@@ -33,6 +42,9 @@ def foresee(job: Job, move: Move) -> dict[str, Any]:
         [str(place.device) for place in move.ranks],
     )
     local, network = moves.local_bytes, moves.network_bytes
+    seconds = _downtime_s(job, local, network)
+    if crowded is not None:
+        local, network, seconds = shape.state_bytes, 0, restart_s or RESTART_S
     return {
         "plan": str(move.plan),
         "from": str(attempt.plan),
@@ -40,13 +52,16 @@ def foresee(job: Job, move: Move) -> dict[str, Any]:
         "reason": move.reason,
         "local_bytes": local,
         "network_bytes": network,
-        "predicted_downtime_s": _downtime_s(job, local, network),
+        "crowded": crowded,
+        "predicted_downtime_s": seconds,
     }
 
 
 def _downtime_s(job: Job, local: int, network: int) -> float:
     """Scaled from the job's own moves where there are any."""
-    done = [m for m in job.migrations if m.downtime_s is not None and m.local_bytes + m.network_bytes]
+    done = [
+        m for m in job.migrations if m.downtime_s is not None and not m.restarts and m.local_bytes + m.network_bytes
+    ]
     seconds = FIXED_S + local / COPY_BYTES_PER_S + network / NETWORK_BYTES_PER_S
     if not done:
         return seconds

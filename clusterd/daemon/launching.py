@@ -105,8 +105,7 @@ class Launches:
         if len(up) < 2 or told is None:
             return 0
         shape = ModelShape.from_dict(told)
-        state_bytes = shape.parameter_bytes * (1.0 + shape.optimizer_state_ratio)
-        if 4 * state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
+        if 4 * shape.state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
             return 0
         known = state.jobs[JobId(job)]
         outlook = state.outlooks.get(known.model)

@@ -108,7 +108,7 @@ class Trying:
         return bool(spent_s + expected_s <= SHARE * (left_s + spent_s))
 
     def _move_s(self, job: Job) -> float:
-        took = [m.downtime_s for m in job.migrations if m.downtime_s is not None]
+        took = [m.downtime_s for m in job.migrations if m.downtime_s is not None and not m.restarts]
         return median(took) if took else MOVE_S
 
     def _note_refused(self, job: Job, known: Knowledge) -> None:

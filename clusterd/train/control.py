@@ -19,7 +19,7 @@ from typing import Any
 from clusterd import protocol
 from clusterd.train.context import Context
 
-SIGNALS = ("stop", "quiesce", "checkpoint")
+SIGNALS = ("stop", "quiesce", "checkpoint", "keep")
 """Requests that ranks agree on, in the order of their places in the step's reduction."""
 
 RECONNECT_S = 1.0
@@ -217,6 +217,8 @@ class Control:
             return
         event = message["event"]
         if event == "stop":
+            if message.get("keep"):  # before the flag that it goes with: no step may see the one without the other
+                self.request("keep", "to go on from")
             self.request("stop", str(message.get("reason", "")))
         with self._lock:
             handler = self._handlers.get(event)

@@ -119,6 +119,8 @@ class Loop:
             training.stepper.phases.begin(training.step + 1)
             if "stop" in signals:
                 self._settle()
+                if "keep" in signals:
+                    self._snapshots.keep()
                 return control.why("stop")
             if "checkpoint" in signals:
                 # What the step under way was asked for too is asked again with the next one.
@@ -129,6 +131,8 @@ class Loop:
                 self._end_of_step()
                 self._settle()
                 if self._leaving.depart(self._ended_at_s) == "stop":
+                    if control.requested("keep"):
+                        self._snapshots.keep()
                     return control.why("stop")
                 began = time.perf_counter()
         self._settle()

@@ -4,12 +4,15 @@ The copy is taken beside the next step's forward and backward pass, and is compl
 segments take turns, so that one is whole at any moment.
 
 Buffers are the exception: a forward pass changes them. They are copied apart before it begins.
+
+A rank that is stopped so that its job can go on elsewhere leaves one more, of its last step.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +23,10 @@ from clusterd.train.context import Context
 from clusterd.train.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.leaving import piece_of
 from clusterd.train.moving import sums_to_bytes
-from clusterd.train.segments import Segment, fill
-from plans.layout import layout
+from clusterd.train.segments import Piece, Segment, fill
+from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
+from plans.packing import Outbox
 from plans.snapshots import snapshot_of
 
 
@@ -50,21 +54,61 @@ class Snapshots:
         self._training, self._control, self._every = training, control, every
         self._segments: list[Segment] = []
         self._newest = 1  # index of the segment that was published last
+        self._step = -1  # of that segment
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
         if every > 0 and training.context.control_socket:
-            self._shared = layout(training.shape, training.context.plan).shared_out()
-            self._outbox = snapshot_of(self._shared, training.context.rank)
-            self._thread = threading.Thread(target=self._make_room, name="clusterd-snapshots", daemon=True)
+            # The layout is found out here, between steps, and not on the thread.
+            room = [self._outbox.size_bytes, 2]
+            self._thread = threading.Thread(target=self._make_room, args=room, name="clusterd-snapshots", daemon=True)
             self._thread.start()
 
     def begin(self) -> None:
         """After a step: begins a snapshot if it is time for one, there is room, and the last one is done."""
         if not self._every or self._training.step % self._every or len(self._segments) < 2 or self._busy():
             return
-        training = self._training
         which = 1 - self._newest
+        pieces, meta = self._state()
+        self._copied.clear()
+
+        def take() -> None:
+            try:
+                meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
+            finally:
+                self._copied.set()
+            if self._tell("publish", name=self._name(which), meta=meta) is not None:
+                self._newest, self._step = which, meta["step"]
+
+        self._thread = threading.Thread(target=take, name="clusterd-snapshot", daemon=True)
+        self._thread.start()
+
+    def copied(self) -> None:
+        """Returns when nothing reads the state any more; before it changes."""
+        self._copied.wait()
+
+    def keep(self) -> None:
+        """After the last step: leaves its state in the agent's hands, whether or not any was taken before."""
+        training = self._training
+        if not training.context.control_socket:
+            return
+        if self._thread is not None:
+            self._thread.join()
+        if self._step == training.step:
+            return
+        if not self._segments:
+            self._make_room(self._outbox.size_bytes, 1)
+        if not self._segments:
+            return
+        which = 1 - self._newest
+        pieces, meta = self._state()
+        meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
+        # Whoever goes on from it may be on this very host: nobody waits for the copy on a second one.
+        self._tell("publish", name=self._name(which), meta=meta, wait=False)
+
+    def _state(self) -> tuple[list[Piece], dict[str, Any]]:
+        """Where this rank's share of the state lies now, and what goes with it."""
+        training = self._training
         live = holdings(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
@@ -77,29 +121,22 @@ class Snapshots:
             "plan": training.context.plan.to_dict(),
             "scalars": scalars.collect(training.optimizer, training.scheduler, training.shape),
         }
-        self._copied.clear()
-
-        def keep() -> None:
-            try:
-                meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
-            finally:
-                self._copied.set()
-            if self._tell("publish", name=self._name(which), meta=meta) is not None:
-                self._newest = which
-
-        self._thread = threading.Thread(target=keep, name="clusterd-snapshot", daemon=True)
-        self._thread.start()
-
-    def copied(self) -> None:
-        """Returns when nothing reads the state any more; before it changes."""
-        self._copied.wait()
+        return pieces, meta
 
     def _busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _make_room(self) -> None:
-        size = max(self._outbox.size_bytes, 8)  # a rank that has nothing to write says that too: the step is whole
-        for which in (0, 1):
+    @cached_property
+    def _shared(self) -> Layout:
+        return layout(self._training.shape, self._training.context.plan).shared_out()
+
+    @cached_property
+    def _outbox(self) -> Outbox:
+        return snapshot_of(self._shared, self._training.context.rank)
+
+    def _make_room(self, size_bytes: int, count: int) -> None:
+        size = max(size_bytes, 8)  # a rank that has nothing to write says that too: the step is whole
+        for which in range(count):
             answer = self._tell("segment", name=self._name(which), bytes=size)
             if answer is None:
                 return

@@ -1,0 +1,99 @@
+"""Where old and new ranks have no room side by side: the job stops, leaves its state, and starts again at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.types import DeviceId, HostId, JobId
+from plans.memory import estimate
+from plans.plan import Plan
+from tests.core.conftest import Lab, facts
+from tests.core.test_trials import progress, running
+from tests.plans.test_reshard import gpt
+
+WISH = Plan(dp=4, zero=1)
+
+
+@pytest.fixture
+def full(lab: Lab) -> tuple[Lab, JobId]:
+    """A job that takes more than half of its devices' memory; a fifth and sixth device are free."""
+    lab.host("a", gpus=6)
+    job = running(lab, devices=4)
+    each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
+    lab.tell(e.HostChanged(**lab.at(), host=HostId("a"), facts=facts("a", gpus=6, gpu_bytes=int(each * 1.8))))
+    return lab, job
+
+
+def ask(lab: Lab, job: JobId, plan: Plan, *devices: str) -> list[d.Decision]:
+    chosen = tuple(DeviceId(f"a:{name}") for name in devices)
+    return lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=plan, devices=chosen, by="ann"))
+
+
+def test_it_stops_with_its_state_kept_and_starts_again_under_the_new_plan(full: tuple[Lab, JobId]) -> None:
+    lab, job = full
+    decided = ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
+    assert d.StartMigration.match(decided, job=job) is None
+    stop = d.StopAttempt.match(decided, job=job)
+    assert stop is not None and stop.keep and stop.grace_s >= 60
+    assert "trains on the same device" in lab.why(job)
+    decided = lab.stopped(job)
+    launch = d.LaunchAttempt.match(decided, job=job)
+    assert launch is not None and launch.plan == WISH
+    assert [p.device for p in launch.ranks] == ["a:gpu1", "a:gpu2", "a:gpu3", "a:gpu5"]
+    lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
+    progress(lab, job, 8)
+    (move,) = lab.scheduler.state.jobs[job].migrations
+    assert (move.plan, move.step, move.failure) == (WISH, 7, "")
+    assert move.downtime_s is not None and [name for name, _, _ in move.phases] == ["stop", "start"]
+    assert set(lab.scheduler.state.leases) == {f"a:gpu{i}" for i in (1, 2, 3, 5)}
+
+
+def test_nobody_takes_the_devices_that_it_will_start_on(full: tuple[Lab, JobId]) -> None:
+    lab, job = full
+    ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
+    other, decided = lab.submit(devices=2)
+    assert d.LaunchAttempt.match(decided, job=other) is None
+    lab.stopped(job)
+    assert lab.state(job) == "starting"
+    lab.run(job)
+    assert lab.state(other) == "starting"
+    assert {p.device for p in lab.attempt(other).ranks.values() for p in [p.place]} == {"a:gpu0", "a:gpu4"}
+
+
+def test_a_host_that_is_drained_meanwhile_leaves_the_job_in_the_queue(full: tuple[Lab, JobId]) -> None:
+    lab, job = full
+    ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="a fan"))
+    decided = lab.stopped(job)
+    assert d.LaunchAttempt.match(decided, job=job) is None
+    (move,) = lab.scheduler.state.jobs[job].migrations
+    assert move.failure == "a is drained" and lab.state(job) == "queued"
+    assert lab.scheduler.state.leases == {}
+
+
+def test_a_cancelled_job_does_not_start_again(full: tuple[Lab, JobId]) -> None:
+    lab, job = full
+    ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
+    lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    lab.stopped(job)
+    assert lab.state(job) == "cancelled" and lab.scheduler.state.leases == {}
+
+
+def test_with_room_for_both_it_is_moved_as_ever(full: tuple[Lab, JobId]) -> None:
+    lab, job = full
+    each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
+    lab.tell(e.HostChanged(**lab.at(), host=HostId("a"), facts=facts("a", gpus=6, gpu_bytes=int(each * 3))))
+    assert d.StartMigration.match(ask(lab, job, WISH), job=job)
+
+
+def test_who_is_preempted_keeps_its_state_and_who_is_cancelled_does_not(lab: Lab) -> None:
+    """What a job has done since its last snapshot is worth the second that keeping it takes."""
+    lab.host("a", gpus=4)
+    job = running(lab, devices=4)
+    decided: list[Any] = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    stop = d.StopAttempt.match(decided, job=job)
+    assert stop is not None and not stop.keep

@@ -1,0 +1,71 @@
+"""A job that takes more than half of its devices' memory: it is moved by stopping it, without losing a step."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from tests.conftest import RunningCluster
+
+DEVICE_BYTES = 600 << 20
+SCRIPT = """
+import torch
+from torch.nn.functional import mse_loss
+from clusterd import train
+
+inputs = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+train.run(
+    model=lambda: torch.nn.Sequential(
+        torch.nn.Linear(64, 3000), torch.nn.Tanh(), torch.nn.Linear(3000, 4000), torch.nn.Tanh(),
+        torch.nn.Linear(4000, 1),
+    ),
+    loss=mse_loss, data=torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)),
+    optimizer=lambda p: torch.optim.Adam(p, lr=1e-4), global_batch=4, steps=STEPS,
+)
+"""
+
+
+def losses(cluster: RunningCluster, job: str, attempts: int) -> dict[int, float]:
+    """By step, over all attempts; a step that was done twice fails."""
+    found: dict[int, float] = {}
+    for attempt in range(1, attempts + 1):
+        for line in cluster.call("steps", job=job, attempt=attempt)["data"].splitlines():
+            row = json.loads(line)
+            assert row["step"] not in found, f"step {row['step']} was done twice"
+            found[row["step"]] = row["loss"]
+    return found
+
+
+def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningCluster) -> None:
+    """One host, so no snapshots on a second one: the state of the last step is all there is, and it is enough."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cluster.start(hosts=1, devices=max(total // DEVICE_BYTES, 4))
+    work = cluster.directory / "work"
+    work.mkdir()
+    (work / "train.py").write_text(SCRIPT.replace("STEPS", "60"))
+    text = f"""
+kind = "elastic"
+trials = false
+workdir = "{work}"
+command = ["python", "train.py"]
+resources = {{ devices = 1 }}
+"""
+    undisturbed = cluster.submit(text, "undisturbed")
+    cluster.wait_for(undisturbed, lambda row: row["state"] == "finished")
+    job = cluster.submit(text, "full")
+    cluster.wait_for(job, lambda row: row["step"] >= 3)
+    said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", "--dry-run").stdout
+    assert (
+        "through host memory" in said
+        and "it stops and starts again: a rank of dp=2" in said
+        and "trains on the same device" in said
+    )
+    said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1").stdout
+    assert "dp=1 -> dp=2" in said
+    row = cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert row["attempt"] == 2
+    (move,) = row["migrations"]
+    assert move["restarts"] and not move["failure"] and move["step"] >= 3
+    mine, theirs = losses(cluster, job, 2), losses(cluster, undisturbed, 1)
+    assert sorted(mine) == list(range(1, 61))
+    assert all(abs(mine[step] - theirs[step]) < 1e-4 * max(abs(theirs[step]), 1.0) for step in theirs)
