@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clusterd.core.outlook import Estimate, Outlook, evenly
+from clusterd.core.room import shape_of
+from clusterd.types import Device
 from plans.plan import Plan
 
 UNBOUNDED = 1 << 60
@@ -40,6 +42,15 @@ def blend(
         return None
     plan = evenly(base.plan) if len(set(shares)) == 1 else replace(base.plan, shares=shares)
     return _estimate(alone, plan, shares, owners, device_types, global_batch)
+
+
+def believed(outlook: Outlook, plan: Plan, devices: Sequence[Device]) -> Estimate | None:
+    """What is believed of a plan on these devices, by rank; None: nothing."""
+    names = {device.name for device in devices}
+    known = outlook.of(plan, names.pop(), shape_of(devices)) if len(names) == 1 else None
+    if known is not None or not (names or plan.shares):
+        return known
+    return pace(outlook, plan, [(device.host, device.name) for device in devices])
 
 
 def pace(outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]) -> Estimate | None:

@@ -88,7 +88,7 @@ class Clearing:
             for host in sorted(missing, key=lambda h: (missing[h], h)):
                 while missing[host] > 0:
                     changed = {c.v.job.id for c in changes}
-                    change = self._cheapest(host, missing, changed, self.p.left_s(offer), sizes_of, cost_of)
+                    change = self._cheapest(host, kind, missing, changed, self.p.left_s(offer), sizes_of, cost_of)
                     if change is None:
                         return None
                     changes.append(change)
@@ -98,7 +98,7 @@ class Clearing:
                     room.take(fresh, {}, {})
                     taken += fresh
                     for device in change.v.devices:
-                        if device.id not in stays and device.host in missing:
+                        if device.id not in stays and device.host in missing and device.name == kind:
                             missing[device.host] -= 1
             return Making(offer, tuple(changes), tuple(now))
         finally:
@@ -107,6 +107,7 @@ class Clearing:
     def _cheapest(
         self,
         host: HostId,
+        kind: str,
         missing: dict[HostId, int],
         changed: set[JobId],
         for_s: float,
@@ -118,12 +119,12 @@ class Clearing:
         for v in self.on_host.get(host, ()):
             if v.job.id in changed:
                 continue
-            found = self._elsewhere(v, missing, sizes_of(v))
+            found = self._elsewhere(v, kind, missing, sizes_of(v))
             if found is None:
                 continue
             offer, devices = found
             stays = {d.id for d in devices}
-            gives = sum(d.host == host and d.id not in stays for d in v.devices)
+            gives = sum(d.host == host and d.name == kind and d.id not in stays for d in v.devices)
             if gives == 0:
                 continue
             # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
@@ -136,13 +137,13 @@ class Clearing:
         return best[3] if best is not None else None
 
     def _elsewhere(
-        self, v: Prospect, missing: dict[HostId, int], sizes: Sequence[Estimate]
+        self, v: Prospect, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
     ) -> tuple[Estimate, list[Device]] | None:
         """Its fastest offer on devices that are free, or its own and not missing."""
         wanted = {host: max(count, 0) for host, count in missing.items()}
         keeps: list[Device] = []
         for device in v.devices:
-            if wanted.get(device.host, 0) > 0:
+            if device.name == kind and wanted.get(device.host, 0) > 0:
                 wanted[device.host] -= 1
             elif device.host in self.room.devices:
                 keeps.append(device)

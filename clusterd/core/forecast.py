@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
-from clusterd.core.room import Room
-from clusterd.types import HostId
+from clusterd.core.room import Room, by_type, per_host
+from clusterd.types import Device, HostId
 
 NEVER = float("inf")
 
@@ -22,6 +22,28 @@ class Opening:
     hosts: Mapping[HostId, int]  # devices that it will take
 
 
+@dataclass(slots=True)
+class Reservation:
+    """The place that is kept for the first who must wait: others may have it until then, or what is left beside it."""
+
+    at_s: float  # from now
+    device_type: str
+    spare: dict[HostId, int]  # devices of each host that will be left then
+
+    def admits(self, left_s: float, devices: Iterable[Device]) -> bool:
+        """The one who is kept a place starts no later if these are held for so long (backfill)."""
+        if left_s <= self.at_s:
+            return True
+        mine = per_host(d for d in devices if d.name == self.device_type)
+        return all(count <= self.spare.get(host, 0) for host, count in mine.items())
+
+    def take(self, left_s: float, devices: Iterable[Device]) -> None:
+        """These are held for so long."""
+        if left_s > self.at_s:
+            for host, count in per_host(d for d in devices if d.name == self.device_type).items():
+                self.spare[host] = self.spare.get(host, 0) - count
+
+
 class Forecast:
     """Free devices of each host and type over time."""
 
@@ -32,29 +54,30 @@ class Forecast:
                 self._now.setdefault(name, {})[host] = len(free)
         ends: list[tuple[float, str, dict[HostId, int]]] = []
         for p in running:
-            per_host: dict[HostId, int] = {}
-            for device in p.devices:
-                if device.host in room.devices:
-                    per_host[device.host] = per_host.get(device.host, 0) + 1
-            if per_host:
-                ends.append((p.now_s, p.devices[0].name, per_host))
+            usable = [device for device in p.devices if device.host in room.devices]
+            ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
         ends.sort(key=lambda e: e[0])
         self._ends = ends
 
-    def take(self, device_type: str, per_host: Mapping[HostId, int]) -> None:
+    def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
         """Given away in this pass, for longer than anybody looks ahead."""
         free = self._now.setdefault(device_type, {})
-        for host, count in per_host.items():
+        for host, count in taken.items():
             free[host] = free.get(host, 0) - count
+
+    def occupy(self, devices: Sequence[Device]) -> None:
+        """The same, of these devices."""
+        for name, some in by_type(devices).items():
+            self.take(name, per_host(some))
 
     def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
         """Devices free then, by host."""
         free = dict(self._now.get(device_type, {}))
-        for end_s, name, per_host in self._ends:
+        for end_s, name, held in self._ends:
             if end_s > at_s + 1e-6:
                 break
             if name == device_type:
-                for host, count in per_host.items():
+                for host, count in held.items():
                     free[host] = free.get(host, 0) + count
         return free
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from clusterd.core.blend import believed
 from clusterd.core.menu import Choice, Menu, Menus, is_alike
 from clusterd.core.outlook import Estimate, Outlook
-from clusterd.core.room import of_ranks, shape_of
+from clusterd.core.room import of_ranks
 from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
@@ -29,10 +30,11 @@ STALE = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Usable devices by type, and the kind of each type."""
+    """Usable devices by type, and the kind and memory of each type."""
 
     count: Mapping[str, int]
     kinds: Mapping[str, str]
+    memory_bytes: Mapping[str, int]  # of the smallest device
 
     @property
     def total(self) -> int:
@@ -44,13 +46,15 @@ def census(view: View) -> Census:
     """Of hosts that may be used, busy devices included."""
     count: dict[str, int] = {}
     kinds: dict[str, str] = {}
+    memory_bytes: dict[str, int] = {}
     for host in view.hosts.values():
         if host.unusable is None:
             for device in host.devices:
                 if not device.foreign:
                     count[device.name] = count.get(device.name, 0) + 1
                     kinds[device.name] = device.kind
-    return Census(count, kinds)
+                    memory_bytes[device.name] = min(memory_bytes.get(device.name, 1 << 62), device.memory_bytes)
+    return Census(count, kinds, memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Curve:
     points: Mapping[int, Estimate]  # the fastest for each number of devices where more devices pay
     effort_s: float  # device-seconds per step where a step takes fewest
     offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
+    promised: Estimate | None = None  # what a guaranteed job asks for
     _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
 
     @property
@@ -161,7 +166,7 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
     if job.spec.guaranteed:
         asked = max(wanted.devices, 1)
         kept = [promised] if promised is not None else []
-        kept += [x for x in possible if promised is not None and x != promised and _keeps(x, promised)]
+        kept += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
         possible = kept or [x for x in possible if x.devices >= asked]
     if not possible:
         return None
@@ -178,7 +183,7 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
         if offer.step_time_s < least_s * (1.0 - WORTHWHILE):
             points[count] = offer
             least_s = offer.step_time_s
-    return Curve(points, effort_s, tuple(offers))
+    return Curve(points, effort_s, tuple(offers), promised)
 
 
 def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:
@@ -194,7 +199,7 @@ def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:
     return min(asked, key=lambda x: (len(x.shape), x.step_time_s), default=None)
 
 
-def _keeps(estimate: Estimate, promised: Estimate) -> bool:
+def keeps(estimate: Estimate, promised: Estimate) -> bool:
     """As fast as what was asked for even if it is slower than believed, and the other faster."""
     return estimate.upper_s <= promised.lower_s
 
@@ -205,8 +210,5 @@ def prospect(job: Job, curve: Curve, view: View) -> Prospect:
     attempt = job.attempt
     if attempt is not None and attempt.plan is not None:
         found.devices = of_ranks(view.hosts, attempt)
-        kinds = {d.name for d in found.devices}
-        if len(kinds) == 1:
-            outlook = view.outlooks[job.model]
-            found.now = outlook.of(attempt.plan, kinds.pop(), shape_of(found.devices))
+        found.now = believed(view.outlooks[job.model], attempt.plan, found.devices)
     return found

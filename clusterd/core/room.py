@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from clusterd.core.outlook import Estimate
 from clusterd.core.place import Placement
@@ -53,6 +53,15 @@ class Room:
                 self.cores[name] -= count
                 self.memory_bytes[name] -= memory_bytes.get(name, 0)
 
+    def part(self, devices: Sequence[Device]) -> Room:
+        """Nothing but these devices, with cores and memory without end: they were counted when the whole was taken."""
+        found = Room.__new__(Room)
+        hosts = per_host(devices)
+        found.devices, found.count = {host: {} for host in hosts}, {}
+        found.cores, found.memory_bytes = dict.fromkeys(hosts, 1 << 60), dict.fromkeys(hosts, 1 << 60)
+        found.put(devices, {}, {})
+        return found
+
     def find(
         self, job: Job, estimate: Estimate, mine: Mapping[HostId, int] | None = None, own: Iterable[DeviceId] = ()
     ) -> list[Device] | None:
@@ -60,7 +69,7 @@ class Room:
 
         Takes hosts where the job is already, then those that it leaves fullest, so that whole hosts stay free.
         """
-        if self.count.get(estimate.device_type, 0) < estimate.devices:
+        if not estimate.device_types and self.count.get(estimate.device_type, 0) < estimate.devices:
             return None
         here = mine or {}
         admitted = job.spec.resources.hosts
@@ -68,11 +77,11 @@ class Room:
         kept = set(own)
         found: list[Device] = []
         used: set[HostId] = set()
-        for count in estimate.shape:
+        for count, kind in zip(estimate.shape, estimate.types, strict=True):
             best: HostId | None = None
             best_key: tuple[float, int, str] | None = None
             for name, types in self.devices.items():
-                free = types.get(estimate.device_type)
+                free = types.get(kind)
                 if free is None or len(free) < count or name in used or (admitted and name not in admitted):
                     continue
                 if self.cores[name] < count * each_cores or self.memory_bytes[name] < count * each_bytes:
@@ -83,7 +92,7 @@ class Room:
             if best is None:
                 return None
             used.add(best)
-            devices = self.devices[best][estimate.device_type].values()
+            devices = self.devices[best][kind].values()
             found += sorted(devices, key=lambda d: (d.id not in kept, d.id))[:count]
         return found
 
@@ -112,12 +121,25 @@ def seat(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
     return Placement(tuple(ranks), cores, memory_bytes)
 
 
-def shape_of(devices: Iterable[Device]) -> tuple[int, ...]:
-    """Devices on each host, most first."""
+def per_host(devices: Iterable[Device]) -> dict[HostId, int]:
+    """Devices on each host."""
     counts: dict[HostId, int] = {}
     for device in devices:
         counts[device.host] = counts.get(device.host, 0) + 1
-    return tuple(sorted(counts.values(), reverse=True))
+    return counts
+
+
+def by_type(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    """Devices of each type."""
+    found: dict[str, list[Device]] = {}
+    for device in devices:
+        found.setdefault(device.name, []).append(device)
+    return found
+
+
+def shape_of(devices: Iterable[Device]) -> tuple[int, ...]:
+    """Devices on each host, most first."""
+    return tuple(sorted(per_host(devices).values(), reverse=True))
 
 
 def held(hosts: Mapping[HostId, Host], places: Iterable[tuple[HostId, DeviceId | None]]) -> list[Device]:

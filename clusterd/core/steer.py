@@ -7,19 +7,21 @@ is more than what it costs, by a margin, and within a budget for the whole life 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from clusterd.core import elastic
+from clusterd.core.bargain import Seated
 from clusterd.core.clearing import Clearing, Making
-from clusterd.core.forecast import Forecast, Opening
-from clusterd.core.mobility import DEFAULT_HABITS, Habits, Mobility, fits_beside
+from clusterd.core.forecast import Opening, Reservation
+from clusterd.core.growing import Growing
+from clusterd.core.mixing import Found, shared_by
+from clusterd.core.mobility import fits_beside
 from clusterd.core.outlook import Estimate
-from clusterd.core.prospects import Prospect
-from clusterd.core.room import Room, seat
+from clusterd.core.prospects import WORTHWHILE, Prospect
+from clusterd.core.room import seat
 from clusterd.core.state import Job
-from clusterd.core.view import Move, Proposal, Refusal, Start, View
-from clusterd.types import Device, HostId, JobId
+from clusterd.core.view import Refusal, Start
+from clusterd.types import Device
 from clusterd.units import duration
 
 MOST_CONSIDERED = 12
@@ -27,57 +29,8 @@ MOST_CONSIDERED = 12
 
 
 @dataclass(slots=True)
-class Reservation:
-    """The place that is kept for the first who must wait: others may have it until then, or what is left beside it."""
-
-    at_s: float  # from now
-    device_type: str
-    spare: dict[HostId, int]  # devices of each host that will be left then
-
-
-@dataclass(slots=True)
-class Steering:
+class Steering(Growing):
     """One pass over jobs whose speed is known."""
-
-    view: View
-    room: Room
-    sizes: dict[JobId, int]
-    running: Sequence[Prospect]  # that are not in the middle of anything
-    proposal: Proposal
-    habits: Habits = DEFAULT_HABITS
-    total: int = 1  # devices that this pass may give
-    behind: Mapping[JobId, int] = field(default_factory=dict)  # jobs with more work left
-    leaving: int = 0  # devices that moves under way will free
-    forecast: Forecast = field(init=False)
-    mobility: Mobility = field(init=False)
-    reservation: Reservation | None = None
-    considered: int = 0
-    moved: set[JobId] = field(default_factory=set)
-    _may: list[Prospect] = field(default_factory=list)
-    _asked: int = -1
-
-    def __post_init__(self) -> None:
-        self.forecast = Forecast(self.room, self.running)
-        self.mobility = Mobility(self.view, self.habits)
-
-    # --- those who must leave -----------------------------------------------------------------------------------------
-
-    def evacuate(self) -> None:
-        """Jobs on drained hosts: the fastest offer, no larger than what they have, that there is room for elsewhere."""
-        for p in self.running:
-            why = elastic.must_leave(p.job, self.view)
-            if not why:
-                continue
-            offers = p.curve.upto(len(p.devices))
-            if p.job.pinned:
-                offers = tuple(x for x in offers if p.now is not None and x.plan == p.now.plan)
-            found = self._find_anew(p, offers)
-            if found is not None:
-                offer, devices = found
-                own = {d.id for d in p.devices}
-                self.room.take(devices, {}, {})
-                self._occupy(p.left_s(offer), offer, [d for d in devices if d.id not in own])
-                self._move(p, offer, devices, why)
 
     # --- those who wait -----------------------------------------------------------------------------------------------
 
@@ -93,8 +46,8 @@ class Steering:
         want = min(max(self.sizes.get(p.job.id, 0), p.curve.least), self.view.quotas.left(tenant))
         offers = p.curve.upto(want)
         offers = tuple(sorted(offers, key=lambda x: self._burden_s(p, x)))
-        found = self._seat(p, offers)
-        if found is not None and found[0] == offers[0] and self._may_pass(p, *found):
+        found = self._or_mixed(p, want, self._seat(p, offers))
+        if found is not None and self._is_best(p, found[0], offers[0]) and self._may_pass(p, *found):
             return self._start(p, *found)
         if self.considered >= MOST_CONSIDERED:
             if found is not None and self._may_pass(p, *found):
@@ -114,12 +67,27 @@ class Steering:
             return False
         return self._start(p, *found) if found is not None else self._refuse(p, opening)
 
-    def _burden_s(self, p: Prospect, offer: Estimate) -> float:
-        """Seconds that running so costs: the job its own time, those behind it what its devices could do for them."""
-        price = self.habits.price * self.behind.get(p.job.id, 0) / self.total
-        return p.left_s(offer) * (1.0 + price * offer.devices)
+    def _is_best(self, p: Prospect, offer: Estimate, single: Estimate) -> bool:
+        """As good as the best on devices of one type."""
+        return offer == single or (bool(offer.device_types) and self._burden_s(p, offer) <= self._burden_s(p, single))
 
-    def _seat(self, p: Prospect, offers: Sequence[Estimate]) -> tuple[Estimate, list[Device]] | None:
+    def _or_mixed(self, p: Prospect, want: int, found: Found | None) -> Found | None:
+        """What was found for one who waits, or devices of several types where these serve it better."""
+        if self.mixing is None or self.mixing.left <= 0:
+            return found
+        self.mixing.left -= 1
+        price = self.habits.price * self.behind.get(p.job.id, 0) / self.total
+        mixed = self.mixing.best(
+            p,
+            self._most_mixed(p, want),
+            lambda step_s, devices: p.steps_left * step_s * (1.0 + price * devices),
+            (1.0 - WORTHWHILE) * self._burden_s(p, found[0]) if found is not None else float("inf"),
+        )
+        if mixed is None or not self._may_pass(p, *mixed):
+            return found
+        return mixed
+
+    def _seat(self, p: Prospect, offers: Sequence[Estimate]) -> Found | None:
         for offer in offers:
             if offer.devices <= self.room.total:
                 devices = self.room.find(p.job, offer)
@@ -135,30 +103,17 @@ class Steering:
         grown_s = opening.at_s + self.mobility.cost_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
         return opening.at_s + best_s < min(now_s, grown_s)
 
-    def _may_pass(self, p: Prospect, offer: Estimate, devices: Sequence[Device]) -> bool:
-        """The one who is kept a place starts no later for it (backfill)."""
-        kept = self.reservation
-        if kept is None or offer.device_type != kept.device_type or p.left_s(offer) <= kept.at_s:
-            return True
-        return all(count <= kept.spare.get(host, 0) for host, count in _per_host(devices).items())
-
     def _start(self, p: Prospect, offer: Estimate, devices: list[Device]) -> bool:
         where = seat(p.job, offer, devices)
-        self._occupy(p.left_s(offer), offer, devices)
+        self._occupy(p.left_s(offer), devices)
         self.room.take(devices, where.cores, where.memory_bytes)
         self.view.free.take(where.ranks, where.cores, where.memory_bytes)
         self.view.quotas.take(p.job.spec.tenant, len(devices))
-        reason = f"{offer.plan} on {_names(devices)}: {duration(p.left_s(offer))} to go, by what is known of its speed"
-        self.proposal.starts.append(Start(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason))
+        self.spare -= max(len(devices) - self.sizes.get(p.job.id, 0), 0)
+        if self.mixing is not None:
+            self.started.append(Seated(p, offer, devices, len(self.proposal.starts)))
+        self.proposal.starts.append(started_as(p, offer, devices))
         return True
-
-    def _occupy(self, left_s: float, offer: Estimate, devices: Sequence[Device]) -> None:
-        per_host = _per_host(devices)
-        self.forecast.take(offer.device_type, per_host)
-        kept = self.reservation
-        if kept is not None and offer.device_type == kept.device_type and left_s > kept.at_s:
-            for host, count in per_host.items():
-                kept.spare[host] = kept.spare.get(host, 0) - count
 
     def _refuse(self, p: Prospect, opening: Opening | None) -> bool:
         least = p.curve.points[p.curve.least]
@@ -224,95 +179,15 @@ class Steering:
             if x.devices >= least and fits_beside(v, x) and (by_right or self.mobility.within_budget(v, v.left_s(x)))
         )
 
-    # --- those who grow -----------------------------------------------------------------------------------------------
 
-    def grow(self) -> None:
-        """Who is better off with what nobody waits for."""
-        wishes: list[tuple[float, JobId, Prospect, list[Estimate]]] = []
-        for p in self.running:
-            if p.job.id in self.moved or not self._may_move(p):
-                continue
-            offers = sorted(
-                ((self._gain_s(p, x), x) for x in p.curve.upto(self._at_most(p))),
-                key=lambda item: -item[0],
-            )
-            least_s = self.habits.grow * self.mobility.cost_s(p.job)
-            good = [
-                x
-                for gain_s, x in offers
-                if gain_s > least_s and self.mobility.within_budget(p, p.left_s(x)) and fits_beside(p, x)
-            ]
-            if good:
-                more = max(good[0].devices - len(p.devices), 1)
-                wishes.append((offers[0][0] / more, p.job.id, p, good))
-        for _, _, p, good in sorted(wishes, key=lambda w: (-w[0], w[1])):
-            self._grow_one(p, good)
-
-    def _at_most(self, p: Prospect) -> int:
-        may = len(p.devices) + self.view.quotas.left(p.job.spec.tenant)
-        return min(max(self.sizes.get(p.job.id, 0), 1), may)
-
-    def _gain_s(self, p: Prospect, offer: Estimate) -> float:
-        """Seconds saved by running so, the move and what the further devices could do for others paid."""
-        price = self.habits.thrift * self.behind.get(p.job.id, 0) / self.total
-        cost_s = self.mobility.cost_s(p.job)
-        then_s = (p.left_s(offer) + cost_s) * (1.0 + price * offer.devices)
-        return p.now_s * (1.0 + price * len(p.devices)) - then_s
-
-    def _grow_one(self, p: Prospect, offers: Sequence[Estimate]) -> None:
-        found = self._find_anew(p, offers)
-        if found is None:
-            return
-        offer, devices = found
-        own = {d.id for d in p.devices}
-        more = [d for d in devices if d.id not in own]
-        self.room.take(more, {}, {})
-        self.view.quotas.take(p.job.spec.tenant, len(more))
-        self._occupy(p.left_s(offer), offer, more)
-        saved_s, cost_s = p.now_s - p.left_s(offer), self.mobility.cost_s(p.job)
-        saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}"
-        self._move(p, offer, devices, saved)
-
-    def _find_anew(self, p: Prospect, offers: Sequence[Estimate]) -> tuple[Estimate, list[Device]] | None:
-        """The first of these offers that a running job can have, with what it holds already."""
-        attempt = p.job.attempt
-        assert attempt is not None
-        self.room.put(p.devices, attempt.cores, attempt.memory_bytes)
-        own = {d.id for d in p.devices}
-        found: tuple[Estimate, list[Device]] | None = None
-        for offer in offers:
-            devices = self.room.find(p.job, offer, _per_host(p.devices), own)
-            if devices is not None and self._may_pass(p, offer, [d for d in devices if d.id not in own]):
-                found = (offer, devices)
-                break
-        self.room.take(p.devices, attempt.cores, attempt.memory_bytes)
-        return found
-
-    # --- moves --------------------------------------------------------------------------------------------------------
-
-    def _move(self, p: Prospect, offer: Estimate, devices: list[Device], why: str) -> None:
-        where = seat(p.job, offer, devices)
-        self.moved.add(p.job.id)
-        self.proposal.moves.append(
-            Move(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, f"{offer.plan}: {why}")
-        )
-
-    def _may_move(self, p: Prospect) -> bool:
-        return p.job.id not in self.moved and self.mobility.may_move(p)
-
-    def _movable(self) -> list[Prospect]:
-        """Those that may be moved now; asked for each who waits, so it is kept until somebody is moved."""
-        if self._asked != len(self.moved):
-            self._asked = len(self.moved)
-            self._may = [v for v in self.running if self._may_move(v)]
-        return self._may
-
-
-def _per_host(devices: Sequence[Device]) -> dict[HostId, int]:
-    found: dict[HostId, int] = {}
-    for device in devices:
-        found[device.host] = found.get(device.host, 0) + 1
-    return found
+def started_as(p: Prospect, offer: Estimate, devices: Sequence[Device]) -> Start:
+    """The start of a job so."""
+    where = seat(p.job, offer, devices)
+    reason = (
+        f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {duration(p.left_s(offer))} to go, by what is known of "
+        "its speed"
+    )
+    return Start(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason)
 
 
 def _yields(victim: Job, job: Job) -> bool:

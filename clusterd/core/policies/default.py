@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clusterd.core import elastic
 from clusterd.core.allocate import Grant, allocate
+from clusterd.core.mixing import Mixing, Mixtures
 from clusterd.core.mobility import DEFAULT_HABITS, Habits
 from clusterd.core.order import order
 from clusterd.core.prospects import Curves, Prospect, census, prospect
@@ -30,6 +31,7 @@ class Default:
     def __init__(self, habits: Habits = DEFAULT_HABITS) -> None:
         self.habits = habits
         self._curves = Curves()
+        self._mixtures = Mixtures()
 
     def propose(self, view: View) -> Proposal:
         """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for."""
@@ -46,16 +48,20 @@ class Default:
         room = Room(view.free)
         total = room.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
+        sizes = shares(ordered, total)
+        mixing = Mixing(self._mixtures, view, room, there)
         steering = Steering(
             view=view,
             room=room,
-            sizes=shares(ordered, total),
+            sizes=sizes,
             running=running,
             proposal=proposal,
             habits=self.habits,
             total=max(total, 1),
             behind={p.job.id: rank for rank, p in enumerate(ordered)},
             leaving=sum(elastic.leaving(job) for job in view.running),
+            mixing=mixing if mixing.groups else None,
+            spare=total - sum(sizes.values()),
         )
         steering.evacuate()
         black: list[int] = []

@@ -1,0 +1,274 @@
+"""Offers on devices of several types, made when a job could use them: never enumerated.
+
+Shapes whose plans are known on two types at least are laid over what is free, the fastest type first, each host giving
+devices of one type; the batch is split in proportion to speed (`clusterd.core.blend`). A shape is looked at only if it
+could be worth more than what has been found, were all its hosts of the fastest type: so few are. Types of different
+kinds (cuda, cpu) are never mixed: torch's collectives do not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from clusterd.core.blend import UNBOUNDED, blend
+from clusterd.core.choose import USABLE_SHARE
+from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.core.prospects import EFFICIENT, Census, Prospect, keeps
+from clusterd.core.room import Room, per_host
+from clusterd.core.state import Job
+from clusterd.core.view import View
+from clusterd.types import Device
+from plans.memory import estimate as memory_of
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+MOST_CONSIDERED = 24
+"""Jobs for which mixed offers are looked for in one pass."""
+
+Cost = Callable[[float, int], float]
+"""What running at this step time on so many devices costs; less is better."""
+
+Found = tuple[Estimate, list[Device]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """One shape, with what is believed of its plans on each of several types."""
+
+    shape: Shape
+    devices: int
+    fastest_s: float  # step time of the best plan, all on the best type
+    order: tuple[str, ...]  # types, fastest first
+    plans: Mapping[Plan, Mapping[str, Estimate]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes on a device by samples of a micro-batch."""
+
+    fixed: float
+    per_sample: float
+
+
+class Mixtures:
+    """What follows from outlooks alone, remembered between passes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[str, ...]], tuple[Outlook, tuple[_Known, ...]]] = {}
+        self._blends: dict[tuple[int, Shape, tuple[str, ...], Plan], tuple[Outlook, Estimate | None]] = {}
+        self._memory: dict[tuple[int, Plan, str], tuple[Outlook, _Memory]] = {}
+        self._there: Census | None = None
+
+    def on(self, there: Census) -> None:
+        """The cluster as it is now: devices may have less memory than they had."""
+        if there != self._there:
+            self._there = there
+            self._blends.clear()
+
+    def shapes(self, outlook: Outlook, types: tuple[str, ...]) -> tuple[_Known, ...]:
+        """Shapes of several hosts on which some plan is known for two of these types."""
+        key = (id(outlook), types)
+        found = self._known.get(key)
+        if found is None or found[0] is not outlook:
+            if len(self._known) > 4096:
+                self._known.clear()
+            found = self._known[key] = (outlook, tuple(_known(outlook, types)))
+        return found[1]
+
+    def blend(
+        self, outlook: Outlook, job: Job, known: _Known, types: tuple[str, ...], plan: Plan, there: Census
+    ) -> Estimate | None:
+        """The plan with the best shares that fit the memory; None: there are none."""
+        key = (id(outlook), known.shape, types, plan)
+        found = self._blends.get(key)
+        if found is None or found[0] is not outlook:
+            if len(self._blends) > 65536:
+                self._blends.clear()
+            found = self._blends[key] = (outlook, self._blended(outlook, job, known, types, plan, there))
+        return found[1]
+
+    def _blended(
+        self, outlook: Outlook, job: Job, known: _Known, types: tuple[str, ...], plan: Plan, there: Census
+    ) -> Estimate | None:
+        alone = {name: known.plans[plan][name] for name in types}
+        if any(one.device_bytes == 0 for one in alone.values()):
+            return blend(alone, types, outlook.global_batch)
+        memory = {name: self._memory_of(outlook, job, plan, there.kinds[name]) for name in alone}
+        most = {name: _most(memory[name], USABLE_SHARE * there.memory_bytes[name], plan) for name in alone}
+        found = blend(alone, types, outlook.global_batch, most)
+        if found is None:
+            return None
+        share = max(found.plan.batch_shares(outlook.global_batch))
+        needs = max(m.fixed + m.per_sample * -(-share // plan.accumulation) for m in memory.values())
+        return replace(found, device_bytes=int(needs))
+
+    def _memory_of(self, outlook: Outlook, job: Job, plan: Plan, kind: str) -> _Memory:
+        key = (id(outlook), plan, kind)
+        found = self._memory.get(key)
+        if found is None or found[0] is not outlook:
+            shape = ModelShape.from_dict(job.shape or {})
+            batch = plan.dp * plan.accumulation
+            one, two = (
+                memory_of(plan, shape, global_batch=samples * batch, kind=kind).device_bytes for samples in (1, 2)
+            )
+            found = self._memory[key] = (outlook, _Memory(2.0 * one - two, two - one))
+        return found[1]
+
+
+def _known(outlook: Outlook, types: tuple[str, ...]) -> list[_Known]:
+    found: list[_Known] = []
+    for shape, plans in outlook.mixable.items():
+        if len(shape) < 2:
+            continue
+        here: dict[Plan, dict[str, Estimate]] = {}
+        best: dict[str, float] = {}
+        for plan, some in plans.items():
+            mine = {name: one for name, one in some.items() if name in types}
+            if len(mine) > 1 and all(count % plan.tp == 0 for count in shape):
+                here[plan] = mine
+                for name, one in mine.items():
+                    best[name] = min(best.get(name, one.step_time_s), one.step_time_s)
+        if here:
+            order = tuple(sorted(best, key=lambda name: (best[name], name)))
+            found.append(_Known(shape, sum(shape), best[order[0]], order, here))
+    return found
+
+
+def _most(memory: _Memory, usable_bytes: float, plan: Plan) -> int:
+    """Samples of a replica that fit."""
+    if memory.per_sample <= 0:
+        return UNBOUNDED
+    return max(int((usable_bytes - memory.fixed) / memory.per_sample), 0) * plan.accumulation
+
+
+class Mixing:
+    """Looks for mixed offers within one pass; takes nothing."""
+
+    def __init__(self, mixtures: Mixtures, view: View, room: Room, there: Census) -> None:
+        self.mixtures, self.view, self.room, self.there = mixtures, view, room, there
+        by_kind: dict[str, list[str]] = {}
+        for name, kind in sorted(there.kinds.items()):
+            by_kind.setdefault(kind, []).append(name)
+        self.groups = {kind: tuple(names) for kind, names in by_kind.items() if len(names) > 1}
+        self.left = MOST_CONSIDERED
+        mixtures.on(there)
+
+    def best(
+        self,
+        p: Prospect,
+        most: int,
+        cost: Cost,
+        under: float,
+        accept: Callable[[Estimate], bool] = lambda _: True,
+        limits: Mapping[str, int] | None = None,
+    ) -> Found | None:
+        """The mixed offer that costs least, with devices for it; None: none costs less than `under`.
+
+        What a running job holds is to be free in the room.
+
+        Args:
+            most: devices.
+            accept: what else must be true of an offer.
+            limits: devices of each type, at most; default: what is free.
+        """
+        outlook = self.view.outlooks[p.job.model]
+        wanted = p.job.spec.resources.kind
+        held, own = per_host(p.devices), {d.id for d in p.devices}
+        best: Found | None = None
+        for kind, types in self.groups.items():
+            if wanted not in (None, kind):
+                continue
+            free = self._free(p.job, types)
+            if len(free) < 2:
+                continue
+            shapes = [
+                (cost(k.fastest_s, k.devices), k) for k in self.mixtures.shapes(outlook, types) if k.devices <= most
+            ]
+            for bound, known in sorted(shapes, key=lambda item: item[0]):
+                if bound >= under:
+                    break
+                offer = self._laid(outlook, p, known, free, limits)
+                if offer is None or cost(offer.step_time_s, offer.devices) >= under or not accept(offer):
+                    continue
+                devices = self.room.find(p.job, offer, held, own)
+                if devices is not None:
+                    best, under = (offer, devices), cost(offer.step_time_s, offer.devices)
+        return best
+
+    def _free(self, job: Job, types: Sequence[str]) -> dict[str, list[int]]:
+        """Free devices on each host that the job admits, by type, fewest first."""
+        admitted = job.spec.resources.hosts
+        found: dict[str, list[int]] = {}
+        for host, here in self.room.devices.items():
+            if admitted and host not in admitted:
+                continue
+            for name in types:
+                if some := here.get(name):
+                    found.setdefault(name, []).append(len(some))
+        return {name: sorted(counts) for name, counts in found.items()}
+
+    def _laid(
+        self,
+        outlook: Outlook,
+        p: Prospect,
+        known: _Known,
+        free: Mapping[str, list[int]],
+        limits: Mapping[str, int] | None,
+    ) -> Estimate | None:
+        """The shape over what is free, under its fastest plan that keeps what the job was promised."""
+        types = _cover(known, free, limits)
+        if types is None:
+            return None
+        best: Estimate | None = None
+        for plan, alone in known.plans.items():
+            if not all(name in alone for name in types):
+                continue
+            offer = self.mixtures.blend(outlook, p.job, known, types, plan, self.there)
+            if offer is not None and (best is None or offer.step_time_s < best.step_time_s) and self._is_fit(p, offer):
+                best = offer
+        return best
+
+    def _is_fit(self, p: Prospect, offer: Estimate) -> bool:
+        """Worth its devices; and of a guaranteed job, as fast as was promised."""
+        if p.job.spec.guaranteed:
+            return p.curve.promised is not None and keeps(offer, p.curve.promised)
+        return p.curve.effort_s / (offer.step_time_s * offer.devices) >= EFFICIENT
+
+
+def _cover(known: _Known, free: Mapping[str, list[int]], limits: Mapping[str, int] | None) -> tuple[str, ...] | None:
+    """A type for each host of the shape, the fastest first; None: there is no room, or one type has it alone."""
+    left = {name: list(counts) for name, counts in free.items()}
+    may = dict(limits) if limits is not None else None
+    types: list[str] = []
+    for count in known.shape:
+        for name in known.order:
+            hosts = left.get(name)
+            if hosts is None or (may is not None and may.get(name, 0) < count):
+                continue
+            index = bisect_left(hosts, count)
+            if index < len(hosts):
+                hosts.pop(index)
+                types.append(name)
+                if may is not None:
+                    may[name] -= count
+                break
+        else:
+            return None
+    return tuple(types) if len(set(types)) > 1 else None
+
+
+def as_if_free(room: Room, p: Prospect, look: Callable[[], Found | None]) -> Found | None:
+    """What is found while a running job's own devices are in the room."""
+    attempt = p.job.attempt
+    assert attempt is not None
+    room.put(p.devices, attempt.cores, attempt.memory_bytes)
+    found = look()
+    room.take(p.devices, attempt.cores, attempt.memory_bytes)
+    return found
+
+
+def shared_by(offer: Estimate) -> str:
+    """What is to be said of a mixed offer, after its plan."""
+    return f", {' and '.join(dict.fromkeys(offer.types))} by their speed" if offer.device_types else ""
