@@ -119,7 +119,10 @@ def _models(jobs: Iterable[Job], state: State, seen: _Seen) -> dict[str, ModelTr
             times = {(x.plan, x.device_type, x.shape): x.step_time_s for x in outlook.estimates}
             times |= {key: statistics.median(some) for key, some in seen.step_times_s.get(job.model, {}).items()}
             shape = ModelShape.from_dict(job.shape or {})
-            found[job.model] = ModelTruth(job.model, shape.global_batch, times, _elements(shape), known=times)
+            beyond = {(x.plan, x.device_type, x.shape): x.step_time_s for x in outlook.beyond}
+            found[job.model] = ModelTruth(
+                job.model, shape.global_batch, times, _elements(shape), known=times, beyond=beyond
+            )
     return found
 
 

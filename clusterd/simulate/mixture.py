@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from clusterd.simulate.truth import ModelTruth
+from clusterd.simulate.truth import ModelTruth, replicas
 from plans.plan import Plan
 
 
@@ -22,7 +22,6 @@ def truth_of(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> f
         as_it_is = model.step_time_s(plan, kinds[0], shape)
         return as_it_is if as_it_is is not None else model.step_time_s(replace(plan, shares=()), kinds[0], shape)
     shares = plan.batch_shares(model.global_batch)
-    even = model.global_batch / plan.dp
     per_replica = plan.ranks // plan.dp
     ranks = [kind for some in hosts for kind in some]
     worst = 0.0
@@ -30,8 +29,20 @@ def truth_of(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> f
         mine = {ranks[plan.rank_of(stage, replica, shard)] for stage in range(plan.pp) for shard in range(plan.tp)}
         if len(mine) != 1 or per_replica * plan.dp != len(ranks):
             return None
-        alone = model.step_time_s(replace(plan, shares=()), mine.pop(), shape)
+        alone = _alone(model, plan, mine.pop(), shape)
         if alone is None:
             return None
-        worst = max(worst, alone * share / even)
+        worst = max(worst, alone[0] * share / alone[1])
     return worst
+
+
+def _alone(model: ModelTruth, plan: Plan, kind: str, shape: Sequence[int]) -> tuple[float, int] | None:
+    """Step time of the plan with its batch cut as evenly as can be, all on one type, and the largest share there."""
+    even = replicas(plan.dp, model.global_batch).shares
+    cuts = [replace(plan, shares=shares) for shares in dict.fromkeys(((), even))]
+    key = tuple(sorted(shape, reverse=True))
+    for table in (model.step_times_s, model.beyond):
+        for cut in cuts:
+            if (cut, kind, key) in table:
+                return table[cut, kind, key], -(-model.global_batch // plan.dp)
+    return None

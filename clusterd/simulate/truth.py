@@ -16,7 +16,8 @@ from clusterd.simulate.errors import InputError
 from plans.plan import Plan
 from profiling.coefficients import Prior
 from profiling.evaluate import Method, profile
-from profiling.fit import DEFAULT_FIT
+from profiling.fit import DEFAULT_FIT, Prediction
+from profiling.model import Rows
 from profiling.table import Measured, TableError, read_table
 
 Key = tuple[Plan, str, Shape]
@@ -37,6 +38,7 @@ class ModelTruth:
     families: Mapping[str, tuple[Key, ...]] = field(default_factory=dict)  # as the table's author groups plans
     rows: Mapping[str, tuple[Measured, ...]] = field(default_factory=dict)  # by device type: what trials pick from
     known: Mapping[Key, float] | None = None  # what policies see of it, where that is not the truth
+    beyond: Mapping[Key, float] = field(default_factory=dict)  # on shapes that only hosts of several types make up
 
     def step_time_s(self, plan: Plan, device_type: str, shape: Iterable[int]) -> float | None:
         """Seconds per step there; None: it is not known to run there."""
@@ -63,16 +65,21 @@ class Truth:
         """Only what can be placed on hosts with so many devices, by device type."""
         kept: dict[str, ModelTruth] = {}
         hosts = {kind: sorted(counts, reverse=True) for kind, counts in sizes.items()}
+        together = sorted((count for counts in sizes.values() for count in counts), reverse=True)
 
-        def holds(kind: str, shape: Shape) -> bool:
-            some = hosts.get(kind, [])
+        def holds(some: Sequence[int], shape: Shape) -> bool:
             return len(shape) <= len(some) and all(n <= m for n, m in zip(shape, some, strict=False))
 
         for name, model in self.models.items():
-            times = {k: t for k, t in model.step_times_s.items() if holds(k[1], k[2])}
+            times = {k: t for k, t in model.step_times_s.items() if holds(hosts.get(k[1], []), k[2])}
             if times:
                 families = {f: tuple(k for k in keys if k in times) for f, keys in model.families.items()}
-                kept[name] = replace(model, step_times_s=times, families=families)
+                beyond = {
+                    k: t
+                    for k, t in model.step_times_s.items()
+                    if k not in times and k[1] in hosts and holds(together, k[2])
+                }
+                kept[name] = replace(model, step_times_s=times, families=families, beyond=beyond)
         return Truth(kept, self.source)
 
 
@@ -93,7 +100,7 @@ def by_count(model: ModelTruth) -> ModelTruth:
         if key not in packed or (len(shape), [-n for n in shape]) < (len(packed[key][0]), [-n for n in packed[key][0]]):
             packed[key] = shape, time
     known = {key: packed[key[0], key[1], sum(key[2])][1] for key in model.step_times_s}
-    return replace(model, known=known)
+    return replace(model, known=known, beyond={})
 
 
 def read_truth(path: Path, device_type: str) -> Truth:
@@ -147,11 +154,14 @@ def _types_by_line(path: Path) -> dict[int, str]:
 def oracle(model: ModelTruth) -> Outlook:
     """The truth itself as what is believed."""
     known = model.known if model.known is not None else model.step_times_s
-    estimates = tuple(
+    return Outlook(_certain(known), model.global_batch, measured=len(known), beyond=_certain(model.beyond))
+
+
+def _certain(times: Mapping[Key, float]) -> tuple[Estimate, ...]:
+    return tuple(
         Estimate(plan=plan, device_type=kind, shape=shape, step_time_s=t, lower_s=t, upper_s=t)
-        for (plan, kind, shape), t in known.items()
+        for (plan, kind, shape), t in times.items()
     )
-    return Outlook(estimates, model.global_batch, measured=len(estimates))
 
 
 def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> Outlook:
@@ -162,25 +172,34 @@ def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> Outlook:
     if model.known is not None or not model.rows:
         return oracle(model)
     estimates: dict[Key, Estimate] = {}
+    beyond: dict[Key, Estimate] = {}
     measured = 0
     for kind, rows in model.rows.items():
         usable = [one for one in rows if _key(one, kind) in model.step_times_s]
         if not usable:
             continue
         outcome = profile(usable, Method(Prior.typical(), DEFAULT_FIT), trials, seed)
-        low, high = outcome.prediction.interval(0.9)
         measured += len(outcome.chosen)
-        for index, one in enumerate(usable):
-            plan, _, shape = key = _key(one, kind)
-            estimates[key] = Estimate(
-                plan=plan,
-                device_type=kind,
-                shape=shape,
-                step_time_s=float(outcome.prediction.median_s[index]),
-                lower_s=float(low[index]),
-                upper_s=float(high[index]),
-            )
-    return Outlook(tuple(estimates.values()), model.global_batch, measured)
+        estimates |= _predicted(outcome.prediction, usable, kind)
+        if others := [one for one in rows if _key(one, kind) in model.beyond]:
+            beyond |= _predicted(outcome.fit.predict(Rows.of(one.row for one in others)), others, kind)
+    return Outlook(tuple(estimates.values()), model.global_batch, measured, tuple(beyond.values()))
+
+
+def _predicted(prediction: Prediction, rows: Sequence[Measured], kind: str) -> dict[Key, Estimate]:
+    low, high = prediction.interval(0.9)
+    found: dict[Key, Estimate] = {}
+    for index, one in enumerate(rows):
+        plan, _, shape = key = _key(one, kind)
+        found[key] = Estimate(
+            plan=plan,
+            device_type=kind,
+            shape=shape,
+            step_time_s=float(prediction.median_s[index]),
+            lower_s=float(low[index]),
+            upper_s=float(high[index]),
+        )
+    return found
 
 
 def _key(one: Measured, kind: str) -> Key:

@@ -232,3 +232,28 @@ def test_other_traces_of_a_kind_differ_by_their_seed(files: tuple[Path, Path]) -
     one, other = (workload.resampled(jobs, random.Random(seed)) for seed in (1, 2))
     assert len(one.arrivals) == len(jobs.arrivals)
     assert one.arrivals != other.arrivals
+
+
+def test_a_long_job_alone_uses_both_types_of_a_cluster_and_ends_earlier(tmp_path: Path) -> None:
+    """Four fast devices, and four on another host that take twice as long: the batch is split two to one."""
+    alone_s, spread_s = {"fast": 2.2, "slow": 4.4}, {"fast": 1.2, "slow": 2.4}
+    truth = tmp_path / "truth.csv"
+    rows = [
+        f"net,1000000,4,64,64,48,ga,{n},1,1,0,0,0,{hosts},{times[kind]},{kind}"
+        for kind in ("fast", "slow")
+        for n, hosts, times in ((4, "4", alone_s), (8, "4+4", spread_s))
+    ]
+    truth.write_text(HEADER.strip() + ",device_type\n" + "\n".join(rows) + "\n")
+    jobs = tmp_path / "jobs.csv"
+    jobs.write_text(
+        "name,submission_time,duration,application,num_gpus,num_cpus,exec_plan,steps,is_sla\na,0,0,net,4,32,ga,1000,0\n"
+    )
+    cluster = parse_cluster("1x4:fast+1x4:slow")
+    world, workload_ = read("a800", jobs, truth, cluster)
+    assert {shape for _, _, shape in world.models["net"].step_times_s} == {(4,)}, "no type has two hosts"
+    outlooks = run.believe(world, True, 0, ["net"])
+    given = run.Setting(cluster, workload_, world, outlooks)
+    both, fast = (run.simulate(given, name).runs[0] for name in ("default", "fifo"))
+    assert fast.end_s == pytest.approx(1000 * alone_s["fast"])
+    # Eight replicas of 6 samples are 8 and 4 by speed, so a step takes 8/6 of what eight fast devices need.
+    assert both.end_s == pytest.approx(1000 * spread_s["fast"] * 8 / 6)
