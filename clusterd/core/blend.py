@@ -59,6 +59,37 @@ def pace(outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]) -> Est
     Args:
         places: host and device type of each rank.
     """
+    found = _laid(outlook, plan, places)
+    if found is None:
+        return None
+    alone, owners, names = found
+    return _estimate(
+        alone, plan, plan.shares or _even(outlook.global_batch, plan.dp), owners, names, outlook.global_batch
+    )
+
+
+def in_proportion(outlook: Outlook | None, plan: Plan, devices: Sequence[Device], batch: int) -> Plan:
+    """The plan with its batch split by the speed of these devices, by rank; evenly where that is not known.
+
+    Args:
+        batch: the job's global batch.
+    """
+    if plan.pp == 1 and outlook is not None and len({device.name for device in devices}) > 1:
+        found = _laid(outlook, plan, [(device.host, device.name) for device in devices])
+        if found is not None:
+            alone, owners, _ = found
+            slowness = [alone[name].step_time_s / _largest_share(alone[name].plan, batch) for name in owners]
+            shares = proportional(slowness, batch, plan.accumulation, [UNBOUNDED] * plan.dp)
+            if shares is not None and len(set(shares)) > 1:
+                return replace(plan, shares=shares)
+    # Shares of devices that it leaves: as even as can be, for it must not be refused what it runs with.
+    return replace(plan, shares=_even(batch, plan.dp)) if plan.shares and batch % plan.dp else evenly(plan)
+
+
+def _laid(
+    outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]
+) -> tuple[Mapping[str, Estimate], list[str], list[str]] | None:
+    """Beliefs by type, the type of each replica, and of each host, most devices first."""
     if plan.pp != 1 or len(places) != plan.ranks:
         return None
     hosts: dict[str, list[str]] = {}
@@ -72,9 +103,12 @@ def pace(outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]) -> Est
         if len(mine) != 1 or not mine <= alone.keys():
             return None
         owners.append(mine.pop())
-    least, more = divmod(outlook.global_batch, plan.dp)
-    shares = plan.shares or (least + 1,) * more + (least,) * (plan.dp - more)
-    return _estimate(alone, plan, shares, owners, [names[0] for names in by_size], outlook.global_batch)
+    return alone, owners, [names[0] for names in by_size]
+
+
+def _even(batch: int, replicas: int) -> tuple[int, ...]:
+    least, more = divmod(batch, replicas)
+    return (least + 1,) * more + (least,) * (replicas - more)
 
 
 def proportional(slowness: Sequence[float], batch: int, least: int, most: Sequence[int]) -> tuple[int, ...] | None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 
 from clusterd.core import migrations
+from clusterd.core.blend import in_proportion
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, place_on
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Free, Move, Refusal, View
 from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind
+from plans.legality import check
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -53,6 +55,12 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
             chosen = _spread(usable, count, 1, prefer=here)
     if len(chosen) != count:
         return Refusal(job.id, f"{wish} needs {count} devices, {len(chosen)} are given or free for it")
+    several = check(wish, kinds={d.kind for d in chosen})
+    if several:
+        return Refusal(job.id, "; ".join(several))
+    if plan is None or not plan.shares:  # shares that somebody wrote down are theirs
+        batch = ModelShape.from_dict(job.shape or {}).global_batch
+        wish = in_proportion(view.outlooks.get(job.model), wish, chosen, batch)
     return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for", None)
 
 

@@ -14,7 +14,7 @@ from clusterd.core import events as e
 from clusterd.core.blend import believed as believed_of
 from clusterd.core.outlook import Estimate, Outlook, Shape
 from clusterd.core.room import of_ranks
-from clusterd.types import HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
+from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
 from plans.plan import Plan
 from tests.core.conftest import Lab, facts
 
@@ -260,3 +260,40 @@ def test_whatever_comes_every_mixed_plan_is_legal_and_the_books_add_up(
                 by_speed = sorted(speed, key=lambda kind: SECONDS[kind])
                 for fast, slow in pairwise(by_speed):
                     assert min(speed[fast]) >= max(speed[slow]), "the faster type has the larger shares"
+
+
+def test_a_move_by_hand_splits_the_batch_by_speed(replayed: Any) -> None:
+    """Two devices of each type were named, in a mixed order; shares that somebody writes down are theirs."""
+    lab = MixedLab({"new": [2], "old": [2]}, known({"new": [2], "old": [2]}))
+    job, _ = lab.net("net-1", 30_000)
+    lab.progress(job, 10)
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("old0"), why="new fan"))
+    leaves = d.StartMigration.match(lab.decisions, job=job)
+    assert leaves is not None
+    lab.moved(leaves)
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("old0")))
+    named = tuple(DeviceId(n) for n in ("new0:gpu0", "old0:gpu0", "new0:gpu1", "old0:gpu1"))
+    for plan, shares in ((Plan(dp=4), (16, 8, 16, 8)), (Plan(dp=4, shares=(12, 12, 12, 12)), (12, 12, 12, 12))):
+        lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=plan, devices=named, by="ada", pin=True))
+        going = lab.attempt(job).migration
+        assert going.plan.batch_shares(BATCH) == shares, going
+        move = [x for x in lab.decisions if isinstance(x, d.StartMigration)][-1]
+        lab.moved(move)
+    assert lab.attempt(job).plan.shares == (12, 12, 12, 12)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=None, devices=named[::2], by="ada"))
+    assert "needs 4 devices" in lab.why(job)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), devices=named[::2], by="ada"))
+    assert lab.attempt(job).migration.plan == Plan(dp=2), "even again on one type"
+    assert replayed(lab).state == lab.scheduler.state
+
+
+def test_a_move_by_hand_to_gpus_and_cpus_is_refused() -> None:
+    """In words, and the job goes on."""
+    lab = MixedLab({"new": [2]})
+    lab.host("c0", cpus=2, cores=64)
+    job, _ = lab.net("net-1", 30_000)
+    lab.progress(job, 10)
+    mixed = (DeviceId("new0:gpu0"), DeviceId("c0:cpu0"))
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), devices=mixed, by="ada"))
+    assert lab.attempt(job).migration is None
+    assert "devices of one kind, not cpu and cuda" in lab.why(job)
