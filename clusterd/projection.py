@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from clusterd.core.blend import believed
 from clusterd.core.classify import is_predictable
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
-from clusterd.core.room import of_ranks, shape_of
+from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, State
 from clusterd.types import AttemptState, HostId, JobId
 
@@ -69,10 +70,7 @@ def predicted_step_time_s(job: Job, state: State) -> float | None:
     attempt, outlook = job.attempt, state.outlooks.get(job.model)
     if attempt is None or attempt.plan is None or outlook is None:
         return None
-    devices = of_ranks(state.hosts, attempt)
-    if len({device.name for device in devices}) != 1:
-        return None
-    found = outlook.of(attempt.plan, devices[0].name, shape_of(devices))
+    found = believed(outlook, attempt.plan, of_ranks(state.hosts, attempt))
     return found.step_time_s if found is not None else None
 
 

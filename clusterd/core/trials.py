@@ -48,8 +48,8 @@ def way_back(job: Job, attempt: Attempt, state: State) -> Plan | None:
     """When nothing is left to try: the fastest known plan on all devices that the job holds; None: the one it has."""
     mine = held(attempt, state.hosts)
     outlook = state.outlooks.get(job.model)
-    if outlook is None or not mine or attempt.plan is None:
-        return None
+    if outlook is None or attempt.plan is None or len({device.name for device in mine}) != 1:
+        return None  # of devices of several types the scheduler's pass thinks
     shape = room.shape_of(mine)
     best = outlook.best(mine[0].name, shape)
     if best is None or best.plan == attempt.plan:

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ import anyio.to_thread
 
 from clusterd.core import events as e
 from clusterd.core import trials
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.outlook import Estimate, Outlook, evenly
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.engine import Engine
 from plans.model_shape import ModelShape
+from plans.plan import Plan
 from profiling import fleet
 from profiling.coefficients import INDEX
 from profiling.fleet import DeviceType
@@ -121,18 +123,29 @@ class Learned:
         if not jobs:
             return
         shape = ModelShape.from_dict(jobs[-1].shape or {})
-        always = {a.plan for j in jobs for a in j.attempts[-1:] if a.plan is not None}
+        always = {evenly(a.plan) for j in jobs for a in j.attempts[-1:] if a.plan is not None}
         always |= {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
         estimates: list[Estimate] = []
+        beyond: list[Estimate] = []
         measured = 0
-        for devices in types_of(self._state).values():
+        types = types_of(self._state)
+        for devices in types.values():
             known = await self._on(model, shape, devices)
             measured += len({o.row.plan for o in known.online.observations})
             shapes = fleet.shapes(devices)[:SHAPES_MOST]
             found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, KEPT_PER_SHAPE, always))
             estimates += [_estimate(devices, one) for one in found]
+            if more := shapes_together(devices, types.values()):
+                uneven = {
+                    near for n in {sum(s) for s in more} if (near := _unevenly(n, shape.global_batch)) is not None
+                }
+                found = await anyio.to_thread.run_sync(partial(known.ranked, more, KEPT_PER_SHAPE, always | uneven))
+                told = {(x.plan, x.shape) for x in estimates if x.device_type == devices.name}
+                beyond += [
+                    _estimate(devices, one) for one in found if one.plan.pp == 1 and (one.plan, one.shape) not in told
+                ]
         self._told_s[model] = time.monotonic()
-        outlook = Outlook(tuple(estimates), shape.global_batch, measured)
+        outlook = Outlook(tuple(estimates), shape.global_batch, measured, tuple(beyond))
         await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, outlook=outlook, why=why))
 
     def forget(self) -> None:
@@ -179,6 +192,21 @@ def types_of(state: State) -> dict[str, DeviceType]:
             cores_per_device=cores,
         )
     return found
+
+
+def shapes_together(devices: DeviceType, all_types: Iterable[DeviceType]) -> list[tuple[int, ...]]:
+    """Shapes over several hosts that a type makes up with the others of its kind; none where it has no such others."""
+    alike = [one for one in all_types if one.kind == devices.kind]
+    if len(alike) < 2:
+        return []
+    together = replace(devices, per_host=tuple(sorted((n for one in alike for n in one.per_host), reverse=True)))
+    return [shape for shape in fleet.shapes(together)[:SHAPES_MOST] if len(shape) > 1]
+
+
+def _unevenly(count: int, batch: int) -> Plan | None:
+    """Plain replicas for which the batch cannot be cut evenly: on devices of unequal speed it need not be."""
+    least, more = divmod(batch, count)
+    return Plan(dp=count, shares=(least + 1,) * more + (least,) * (count - more)) if more and least else None
 
 
 def _estimate(devices: DeviceType, one: Ranked) -> Estimate:
