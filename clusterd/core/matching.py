@@ -31,21 +31,28 @@ def total_s(work: Array, rates: Array, whose: Whose) -> float:
     return float((work / speed).sum())
 
 
-def match(work: Array, rates: Array, *, samples: int | None = None, seed: int = 0) -> Whose:
+def match(
+    work: Array, rates: Array, *, samples: int | None = None, seed: int = 0, counts: Whose | None = None
+) -> Whose:
     """The job of each worker, for a small sum of completion times; every job gets at least one worker.
 
     Args:
         work: samples of each job left, (jobs,).
         rates: samples per second of each job on each worker, (jobs, workers); 0 where it cannot run.
         samples: categories to look at; default: fewer where there are many workers, and single ones matter less.
+        counts: workers of each job, (jobs,), where that is settled: only which ones is asked.
     Raises:
-        ValueError: fewer workers than jobs, or a job that can run on no worker.
+        ValueError: fewer workers than jobs, or a job that can run on no worker, or counts that are not all workers.
     """
     jobs, workers = rates.shape
     if workers < jobs or work.shape != (jobs,):
         raise ValueError(f"{jobs} jobs cannot each have one of {workers} workers: choose who is to run first")
     if np.any(rates.max(axis=1) <= 0):
         raise ValueError(f"job {int(np.argmin(rates.max(axis=1)))} can run on none of the workers")
+    if counts is not None:
+        if counts.shape != (jobs,) or counts.min() < 1 or counts.sum() != workers:
+            raise ValueError(f"{counts.tolist()} are not {workers} workers for {jobs} jobs, at least one each")
+        return _descend(work, rates, _market(work, rates, counts), may_move=False)
     random = np.random.default_rng(seed)
     root = np.sqrt(work / rates.mean(axis=1))
     found: dict[bytes, tuple[float, Whose]] = {}
@@ -88,7 +95,7 @@ def _market(work: Array, rates: Array, counts: Whose) -> Whose:
     return best[1]
 
 
-def _descend(work: Array, rates: Array, whose: Whose) -> Whose:
+def _descend(work: Array, rates: Array, whose: Whose, may_move: bool = True) -> Whose:
     """Single workers to other jobs, and pairs exchanged, while that makes the sum smaller."""
     jobs, workers = rates.shape
     whose = whose.copy()
@@ -104,6 +111,8 @@ def _descend(work: Array, rates: Array, whose: Whose) -> Whose:
         won = work[:, None] / (speed[:, None] + rates) - time[:, None]
         move = lost[None, :] + won
         move[whose, columns] = np.inf
+        if not may_move:
+            move[:] = np.inf
         # Swaps: workers a and b of different jobs.
         theirs = rates[whose]  # (a, b): worker b's speed for worker a's job
         after = work[whose][:, None] / np.maximum(without[:, None] + theirs, 1e-12) - time[whose][:, None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clusterd.core.assign import assign
 from clusterd.core.bargain import Seated
 from clusterd.core.clearing import Clearing, Making
 from clusterd.core.forecast import Opening, Reservation
@@ -75,6 +76,10 @@ class Steering(Growing):
         """What was found for one who waits, or devices of several types where these serve it better."""
         if self.mixing is None or self.mixing.left <= 0:
             return found
+        if found is not None and self.spare <= 0:
+            return (
+                found  # every device is somebody's share: a mix that is a little faster takes what others are to have
+            )
         self.mixing.left -= 1
         price = self.habits.price * self.behind.get(p.job.id, 0) / self.total
         mixed = self.mixing.best(
@@ -114,6 +119,17 @@ class Steering(Growing):
             self.started.append(Seated(p, offer, devices, len(self.proposal.starts)))
         self.proposal.starts.append(started_as(p, offer, devices))
         return True
+
+    def share_out(self) -> None:
+        """Jobs that start in this pass exchange devices of different types where that serves them better in all.
+
+        Not where a place is kept for somebody: how long each device is held was weighed for that.
+        """
+        if self.mixing is None or self.reservation is not None:
+            return
+        found = assign(self.started, self.view, self.mixing, self.room)
+        for one, (offer, devices) in zip(self.started, found or [], strict=False):
+            self.proposal.starts[one.number] = started_as(one.p, offer, devices)
 
     def _refuse(self, p: Prospect, opening: Opening | None) -> bool:
         least = p.curve.points[p.curve.least]

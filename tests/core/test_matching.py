@@ -30,3 +30,28 @@ def test_more_jobs_than_workers_are_refused() -> None:
     """Who waits is somebody else's choice."""
     with pytest.raises(ValueError, match="choose who is to run first"):
         match(np.ones(3), np.ones((3, 2)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_that_are_settled_are_kept_and_the_best_workers_found(seed: int) -> None:
+    """Against every way to give two, three and four of nine workers."""
+    work, rates = instance(3, 9, seed, alike=False)
+    counts = np.array([2, 3, 4])
+    whose = match(work, rates, counts=counts)
+    assert np.bincount(whose).tolist() == counts.tolist()
+    best = min(total_s(work, rates, np.array(way)) for way in set(permutations_of(counts.tolist())))
+    assert best <= total_s(work, rates, whose) * (1 + 1e-9) <= 1.03 * best
+    with pytest.raises(ValueError, match="are not 9 workers"):
+        match(work, rates, counts=np.array([2, 3, 3]))
+
+
+def permutations_of(counts: list[int]) -> list[tuple[int, ...]]:
+    """All ways to give so many workers to each job."""
+    if not any(counts):
+        return [()]
+    return [
+        (job, *rest)
+        for job, count in enumerate(counts)
+        if count
+        for rest in permutations_of([n - (i == job) for i, n in enumerate(counts)])
+    ]

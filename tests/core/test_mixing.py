@@ -297,3 +297,34 @@ def test_a_move_by_hand_to_gpus_and_cpus_is_refused() -> None:
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), devices=mixed, by="ada"))
     assert lab.attempt(job).migration is None
     assert "devices of one kind, not cpu and cuda" in lab.why(job)
+
+
+def uneven_speedups() -> tuple[Outlook, Outlook]:
+    """One model that is hardly faster on the new type, and one that is three times as fast there."""
+    found = []
+    for factor in (1.1, 3.0):
+        estimates = tuple(
+            Estimate(plan=Plan(dp=4), device_type=name, shape=(4,), step_time_s=t, lower_s=0.95 * t, upper_s=1.05 * t)
+            for name, t in (("new", 1.0), ("old", factor))
+        )
+        found.append(Outlook(estimates, BATCH, measured=7))
+    return found[0], found[1]
+
+
+def test_jobs_that_start_together_share_types_so_that_they_end_earlier_in_all() -> None:
+    """The first in order would take the new devices, which bring it little; the other needs them."""
+    little, much = uneven_speedups()
+    lab = MixedLab({"new": [4], "old": [4]}, little)
+    lab.tell(e.SpeedLearned(**lab.at(), model="other", outlook=much, why="trials"))
+    resources, ids = Resources(devices=4), []
+    events: list[e.Event] = []
+    for number, (model, steps) in enumerate((("net", 1000), ("other", 1100)), 1):
+        job = JobId(str(number))
+        spec = JobSpec(name=model, kind=JobKind.ELASTIC, command=("x",), resources=resources)
+        shape = {"parameters": [], "layers": [], "samples": BATCH, "global_batch": BATCH, "steps": steps}
+        events.append(e.JobSubmitted(**lab.at(), job=job, spec=spec))
+        events.append(e.ModelDescribed(**lab.at(), job=job, shape=shape, model=model))
+        ids.append(job)
+    decided = lab.tell(*events)
+    assert lab.kinds(launch(decided, ids[0]).ranks) == ["old"] * 4
+    assert lab.kinds(launch(decided, ids[1]).ranks) == ["new"] * 4

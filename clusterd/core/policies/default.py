@@ -71,6 +71,7 @@ class Default:
                 black += self._black_box(job, view, room, proposal)
             else:
                 steering.admit(p)
+        steering.share_out()
         if not any(black):
             steering.grow()
         proposal.moves += elastic.growth(view, black, skip=set(known))
