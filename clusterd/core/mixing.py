@@ -34,7 +34,7 @@ Found = tuple[Estimate, list[Device]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class Known:
     """One shape, with what is believed of its plans on each of several types."""
 
     shape: Shape
@@ -56,7 +56,7 @@ class Mixtures:
     """What follows from outlooks alone, remembered between passes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[str, ...]], tuple[Outlook, tuple[_Known, ...]]] = {}
+        self._known: dict[tuple[int, tuple[str, ...]], tuple[Outlook, tuple[Known, ...]]] = {}
         self._blends: dict[tuple[int, Shape, tuple[str, ...], Plan], tuple[Outlook, Estimate | None]] = {}
         self._memory: dict[tuple[int, Plan, str], tuple[Outlook, _Memory]] = {}
         self._there: Census | None = None
@@ -67,7 +67,7 @@ class Mixtures:
             self._there = there
             self._blends.clear()
 
-    def shapes(self, outlook: Outlook, types: tuple[str, ...]) -> tuple[_Known, ...]:
+    def shapes(self, outlook: Outlook, types: tuple[str, ...]) -> tuple[Known, ...]:
         """Shapes of several hosts on which some plan is known for two of these types."""
         key = (id(outlook), types)
         found = self._known.get(key)
@@ -78,7 +78,7 @@ class Mixtures:
         return found[1]
 
     def blend(
-        self, outlook: Outlook, job: Job, known: _Known, types: tuple[str, ...], plan: Plan, there: Census
+        self, outlook: Outlook, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Census
     ) -> Estimate | None:
         """The plan with the best shares that fit the memory; None: there are none."""
         key = (id(outlook), known.shape, types, plan)
@@ -90,7 +90,7 @@ class Mixtures:
         return found[1]
 
     def _blended(
-        self, outlook: Outlook, job: Job, known: _Known, types: tuple[str, ...], plan: Plan, there: Census
+        self, outlook: Outlook, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Census
     ) -> Estimate | None:
         alone = {name: known.plans[plan][name] for name in types}
         if any(one.device_bytes == 0 for one in alone.values()):
@@ -117,8 +117,8 @@ class Mixtures:
         return found[1]
 
 
-def _known(outlook: Outlook, types: tuple[str, ...]) -> list[_Known]:
-    found: list[_Known] = []
+def _known(outlook: Outlook, types: tuple[str, ...]) -> list[Known]:
+    found: list[Known] = []
     for shape, plans in outlook.mixable.items():
         if len(shape) < 2:
             continue
@@ -132,7 +132,7 @@ def _known(outlook: Outlook, types: tuple[str, ...]) -> list[_Known]:
                     best[name] = min(best.get(name, one.step_time_s), one.step_time_s)
         if here:
             order = tuple(sorted(best, key=lambda name: (best[name], name)))
-            found.append(_Known(shape, sum(shape), best[order[0]], order, here))
+            found.append(Known(shape, sum(shape), best[order[0]], order, here))
     return found
 
 
@@ -180,7 +180,7 @@ class Mixing:
         for kind, types in self.groups.items():
             if wanted not in (None, kind):
                 continue
-            free = self._free(p.job, types)
+            free = self.free(p.job, types)
             if len(free) < 2:
                 continue
             shapes = [
@@ -189,7 +189,7 @@ class Mixing:
             for bound, known in sorted(shapes, key=lambda item: item[0]):
                 if bound >= under:
                     break
-                offer = self._laid(outlook, p, known, free, limits)
+                offer = self.lay(p.job, known, free, limits, lambda x: _is_fit(p, x))
                 if offer is None or cost(offer.step_time_s, offer.devices) >= under or not accept(offer):
                     continue
                 devices = self.room.find(p.job, offer, held, own)
@@ -197,7 +197,7 @@ class Mixing:
                     best, under = (offer, devices), cost(offer.step_time_s, offer.devices)
         return best
 
-    def _free(self, job: Job, types: Sequence[str]) -> dict[str, list[int]]:
+    def free(self, job: Job, types: Sequence[str]) -> dict[str, list[int]]:
         """Free devices on each host that the job admits, by type, fewest first."""
         admitted = job.spec.resources.hosts
         found: dict[str, list[int]] = {}
@@ -209,35 +209,37 @@ class Mixing:
                     found.setdefault(name, []).append(len(some))
         return {name: sorted(counts) for name, counts in found.items()}
 
-    def _laid(
+    def lay(
         self,
-        outlook: Outlook,
-        p: Prospect,
-        known: _Known,
+        job: Job,
+        known: Known,
         free: Mapping[str, list[int]],
         limits: Mapping[str, int] | None,
+        accept: Callable[[Estimate], bool],
     ) -> Estimate | None:
-        """The shape over what is free, under its fastest plan that keeps what the job was promised."""
+        """The shape over these devices of each host, by type, under its fastest plan of those that are accepted."""
         types = _cover(known, free, limits)
         if types is None:
             return None
+        outlook = self.view.outlooks[job.model]
         best: Estimate | None = None
         for plan, alone in known.plans.items():
             if not all(name in alone for name in types):
                 continue
-            offer = self.mixtures.blend(outlook, p.job, known, types, plan, self.there)
-            if offer is not None and (best is None or offer.step_time_s < best.step_time_s) and self._is_fit(p, offer):
+            offer = self.mixtures.blend(outlook, job, known, types, plan, self.there)
+            if offer is not None and (best is None or offer.step_time_s < best.step_time_s) and accept(offer):
                 best = offer
         return best
 
-    def _is_fit(self, p: Prospect, offer: Estimate) -> bool:
-        """Worth its devices; and of a guaranteed job, as fast as was promised."""
-        if p.job.spec.guaranteed:
-            return p.curve.promised is not None and keeps(offer, p.curve.promised)
-        return p.curve.effort_s / (offer.step_time_s * offer.devices) >= EFFICIENT
+
+def _is_fit(p: Prospect, offer: Estimate) -> bool:
+    """Worth its devices; and of a guaranteed job, as fast as was promised."""
+    if p.job.spec.guaranteed:
+        return p.curve.promised is not None and keeps(offer, p.curve.promised)
+    return p.curve.effort_s / (offer.step_time_s * offer.devices) >= EFFICIENT
 
 
-def _cover(known: _Known, free: Mapping[str, list[int]], limits: Mapping[str, int] | None) -> tuple[str, ...] | None:
+def _cover(known: Known, free: Mapping[str, list[int]], limits: Mapping[str, int] | None) -> tuple[str, ...] | None:
     """A type for each host of the shape, the fastest first; None: there is no room, or one type has it alone."""
     left = {name: list(counts) for name, counts in free.items()}
     may = dict(limits) if limits is not None else None

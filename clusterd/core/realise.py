@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterd.core.outlook import Estimate
-from clusterd.core.room import Room, of_ranks, seat, shape_of
+from clusterd.core.room import Room, by_type, of_ranks, seat, shape_of
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Preempt, Proposal, Refusal, Start, View
 from clusterd.types import AttemptState, Device, HostId
@@ -222,5 +222,6 @@ class _Pass:
 
 
 def _is_kept(want: Want, attempt: Attempt, devices: Sequence[Device]) -> bool:
-    kind, shape = (devices[0].name if devices else ""), shape_of(devices)
-    return any(x.plan == attempt.plan and x.device_type == kind and x.shape == shape for x in want.options)
+    shape = shape_of(devices)
+    types = {name: len(some) for name, some in by_type(devices).items()}
+    return any(x.plan == attempt.plan and x.shape == shape and x.by_type == types for x in want.options)

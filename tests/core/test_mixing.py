@@ -13,6 +13,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.blend import believed as believed_of
 from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.core.policies import POLICIES
 from clusterd.core.room import of_ranks
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
 from plans.plan import Plan
@@ -328,3 +329,26 @@ def test_jobs_that_start_together_share_types_so_that_they_end_earlier_in_all() 
     decided = lab.tell(*events)
     assert lab.kinds(launch(decided, ids[0]).ranks) == ["old"] * 4
     assert lab.kinds(launch(decided, ids[1]).ranks) == ["new"] * 4
+
+
+def test_sampling_placement_splits_jobs_over_types() -> None:
+    """The baseline of that name: one job alone has all workers, with shares by their speed."""
+    lab = MixedLab({"new": [4], "old": [4]})
+    lab.scheduler.policy = POLICIES["sampling"]()
+    job, decided = lab.net("net-1", 10_000, plan=Plan(dp=4), devices=4)
+    start = launch(decided, job)
+    assert start.plan == Plan(dp=8, shares=(8, 8, 8, 8, 4, 4, 4, 4))
+    assert lab.kinds(start.ranks) == ["new"] * 4 + ["old"] * 4
+    lab.progress(job, 10)
+    for _ in range(2):
+        lab.now_s += 60.0
+        lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    assert d.StartMigration.match(lab.decisions) is None, "it stays as it is"
+    other, _ = lab.net("net-2", 10_000, plan=Plan(dp=4), devices=4)
+    lab.now_s += 60.0
+    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    shrink = d.StartMigration.match(lab.decisions, job=job)
+    assert shrink is not None
+    decided = lab.moved(shrink)
+    devices = {p.device for p in shrink.new_ranks} & {p.device for p in launch(lab.decisions, other).ranks}
+    assert not devices

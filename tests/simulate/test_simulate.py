@@ -234,26 +234,47 @@ def test_other_traces_of_a_kind_differ_by_their_seed(files: tuple[Path, Path]) -
     assert one.arrivals != other.arrivals
 
 
-def test_a_long_job_alone_uses_both_types_of_a_cluster_and_ends_earlier(tmp_path: Path) -> None:
-    """Four fast devices, and four on another host that take twice as long: the batch is split two to one."""
-    alone_s, spread_s = {"fast": 2.2, "slow": 4.4}, {"fast": 1.2, "slow": 2.4}
-    truth = tmp_path / "truth.csv"
+def two_types(folder: Path, jobs: str) -> run.Setting:
+    """Four fast devices, and four on another host that take twice as long."""
+    truth, trace = folder / "truth.csv", folder / "jobs.csv"
     rows = [
-        f"net,1000000,4,64,64,48,ga,{n},1,1,0,0,0,{hosts},{times[kind]},{kind}"
-        for kind in ("fast", "slow")
-        for n, hosts, times in ((4, "4", alone_s), (8, "4+4", spread_s))
+        f"net,1000000,4,64,64,48,ga,{n},1,1,0,0,0,{hosts},{slow * time},{kind}"
+        for kind, slow in (("fast", 1.0), ("slow", 2.0))
+        for n, hosts, time in ((1, "1", 8.0), (2, "2", 4.2), (4, "4", 2.2), (8, "4+4", 1.2))
     ]
     truth.write_text(HEADER.strip() + ",device_type\n" + "\n".join(rows) + "\n")
-    jobs = tmp_path / "jobs.csv"
-    jobs.write_text(
-        "name,submission_time,duration,application,num_gpus,num_cpus,exec_plan,steps,is_sla\na,0,0,net,4,32,ga,1000,0\n"
-    )
+    header = "name,submission_time,duration,application,num_gpus,num_cpus,exec_plan,steps,is_sla\n"
+    trace.write_text(header + jobs)
     cluster = parse_cluster("1x4:fast+1x4:slow")
-    world, workload_ = read("a800", jobs, truth, cluster)
-    assert {shape for _, _, shape in world.models["net"].step_times_s} == {(4,)}, "no type has two hosts"
-    outlooks = run.believe(world, True, 0, ["net"])
-    given = run.Setting(cluster, workload_, world, outlooks)
+    world, some = read("a800", trace, truth, cluster)
+    return run.Setting(cluster, some, world, run.believe(world, True, 0, ["net"]))
+
+
+def test_a_long_job_alone_uses_both_types_of_a_cluster_and_ends_earlier(tmp_path: Path) -> None:
+    """The batch is split two to one."""
+    given = two_types(tmp_path, "a,0,0,net,4,32,ga,1000,0\n")
+    assert {shape for _, _, shape in given.truth.models["net"].step_times_s} == {(1,), (2,), (4,)}
     both, fast = (run.simulate(given, name).runs[0] for name in ("default", "fifo"))
-    assert fast.end_s == pytest.approx(1000 * alone_s["fast"])
+    assert fast.end_s == pytest.approx(1000 * 2.2)
     # Eight replicas of 6 samples are 8 and 4 by speed, so a step takes 8/6 of what eight fast devices need.
-    assert both.end_s == pytest.approx(1000 * spread_s["fast"] * 8 / 6)
+    assert both.end_s == pytest.approx(1000 * 1.2 * 8 / 6)
+
+
+@pytest.mark.parametrize("policy", ["default", "sampling", "sampling+plans", "gavel", "optimus", "rubick"])
+def test_on_two_types_every_job_finishes_and_no_invariant_is_broken(tmp_path: Path, policy: str) -> None:
+    """Jobs of all sizes one after the other, mixed and not."""
+    lines = [f"j{n},{40 * n},0,net,{1 << n % 4},8,ga,{50 + 130 * n % 700},0" for n in range(12)]
+    given = two_types(tmp_path, "\n".join(lines).replace("net,8", "net,4") + "\n")
+    wrong: list[str] = []
+    simulation = Simulation(
+        given.cluster,
+        given.workload,
+        given.truth,
+        given.outlooks,
+        POLICIES[policy](),
+        given.costs(policy),
+        on_batch=lambda state, events, decisions: wrong.extend(violations(state)),
+    )
+    found = figures(simulation.run())
+    assert wrong == []
+    assert (found["finished"], found["jobs"]) == (12, 12)

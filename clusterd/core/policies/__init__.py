@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from clusterd.core.policies.aiturbo import AITurbo
 from clusterd.core.policies.default import Default
-from clusterd.core.policies.equal import Equal, Sampling
+from clusterd.core.policies.equal import Equal
 from clusterd.core.policies.gavel import Gavel
 from clusterd.core.policies.optimus import Optimus
 from clusterd.core.policies.rubick import Rubick
+from clusterd.core.policies.sampling import Sampling
 from clusterd.core.policies.sia import Sia
 from clusterd.core.policies.simple import Fifo, Srtf
 from clusterd.core.policies.tiresias import Tiresias

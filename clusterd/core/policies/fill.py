@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.menu import Choice, Menu, Menus
@@ -30,6 +30,13 @@ class Capacity:
                 if view.hosts[device.host].unusable is None:
                     self.left[device.name] = self.left.get(device.name, 0) + 1
 
+    @classmethod
+    def of(cls, left: Mapping[str, int]) -> Capacity:
+        """So many of each type."""
+        found = cls.__new__(cls)
+        found.left = dict(left)
+        return found
+
     @property
     def total(self) -> int:
         """Of all types."""
@@ -37,11 +44,12 @@ class Capacity:
 
     def fits(self, estimates: Iterable[Estimate]) -> list[Estimate]:
         """Those whose type has so many devices left."""
-        return [x for x in estimates if self.left.get(x.device_type, 0) >= x.devices]
+        return [x for x in estimates if all(self.left.get(name, 0) >= n for name, n in x.by_type.items())]
 
     def take(self, estimate: Estimate) -> None:
         """It is given."""
-        self.left[estimate.device_type] -= estimate.devices
+        for name, count in estimate.by_type.items():
+            self.left[name] -= count
 
 
 class Baseline(ABC):
