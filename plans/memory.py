@@ -89,7 +89,9 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
     gradients = trainable
     if plan.zero >= 2:
         parameters = -(-whole // plan.dp)
-        gathered = min(2 * block, whole) if plan.zero == 3 else whole
+        # FSDP2 keeps what lies outside the blocks whole until the backward pass, which begins with it.
+        outside = _bytes([p for p in mine if p.layer < 0 or not shape.layers[p.layer].block], plan)
+        gathered = min(outside + 2 * block, whole) if plan.zero == 3 else whole
         gradients = shard + (trainable if plan.pp > 1 else min(2 * block, trainable))
     elif plan.dp > 1 and plan.tp * plan.pp > 1:
         gradients += trainable

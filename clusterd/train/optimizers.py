@@ -142,6 +142,10 @@ def _sharded(factory: OptimizerFactory, parameters: list[nn.Parameter], group: A
         return mine
 
     sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(
-        whole.param_groups, optimizer_class=over, process_group=group
+        whole.param_groups,
+        optimizer_class=over,
+        process_group=group,
+        # One message per rank instead of one per parameter; torch has it for parameters of one type only.
+        parameters_as_bucket_view=len({p.dtype for p in parameters}) == 1,
     )
     return sharded

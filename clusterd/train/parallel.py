@@ -133,11 +133,9 @@ class Parallel:
         if self.plan.offload == "parameters":
             # Pinned memory belongs to an accelerator; asking for it without one raises.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
-        options: dict[str, Any] = {
-            "mesh": self.mesh["dp"],
-            "reshard_after_forward": self.plan.zero == 3,
-            "offload_policy": offload,
-        }
+        options: dict[str, Any] = {"mesh": self.mesh["dp"], "offload_policy": offload}
+        if self.plan.zero == 2:  # else torch's own rule: blocks are given back, what the backward pass begins with is not
+            options["reshard_after_forward"] = False
         for path in build.block_paths(self.module):
             block = self.module.get_submodule(path)
             if not shares_parameters(self.module, block) and any(True for _ in block.parameters()):
