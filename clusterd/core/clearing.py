@@ -1,7 +1,7 @@
 """Room for one job out of what others have: who shrinks, who sits elsewhere, and what that costs them.
 
-A shape wants so many devices on each of so many hosts. The hosts with most to spare are taken; who is in the way there
-is asked in the order of what it would lose per device that it gives.
+A shape wants so many devices on each of so many hosts. The hosts are taken where that costs least; who is in the way
+there is asked in the order of what it would lose per device that it gives.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from clusterd.core.prospects import Prospect
 from clusterd.core.room import Room
 from clusterd.core.state import Job
 from clusterd.types import Device, HostId, JobId
+
+HOSTS_TRIED = 8
+"""Of each offer, for each width: those that lack least."""
 
 SizesOf = Callable[[Prospect], Sequence[Estimate]]
 CostOf = Callable[[Job], float]
@@ -36,6 +39,11 @@ class Making:
     offer: Estimate
     changes: tuple[Change, ...]
     now: tuple[Device, ...]  # free already, and kept for the one who is made room for
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that all changes cost those who are changed."""
+        return sum(change.lost_s for change in self.changes)
 
 
 class Clearing:
@@ -63,12 +71,20 @@ class Clearing:
             host: count + sum(d.host == host and d.name == kind for v in self.on_host.get(host, ()) for d in v.devices)
             for host, count in free.items()
         }
+        # What a host costs is known only when its jobs were asked: each alone, the cheapest together.
+        alone: dict[int, list[tuple[float, HostId, Making]]] = {}
+        for count in dict.fromkeys(offer.shape):
+            fit = sorted((h for h in free if reach[h] >= count), key=lambda h: (max(count - free[h], 0), free[h], h))
+            found = [(h, self._changes(offer, {h: count}, free, sizes_of, cost_of)) for h in fit[:HOSTS_TRIED]]
+            alone[count] = sorted(((m.lost_s, h, m) for h, m in found if m is not None), key=lambda x: x[:2])
         kept: dict[HostId, int] = {}
         for count in offer.shape:
-            fit = [h for h in free if h not in kept and reach[h] >= count]
-            if not fit:
+            best = next((x for x in alone[count] if x[1] not in kept), None)
+            if best is None:
                 return None
-            kept[min(fit, key=lambda h: (max(count - free[h], 0), free[h], h))] = count
+            kept[best[1]] = count
+            if len(offer.shape) == 1:
+                return best[2]
         return self._changes(offer, kept, free, sizes_of, cost_of)
 
     def _changes(

@@ -22,6 +22,7 @@ from clusterd.core.prospects import WORTHWHILE, Prospect
 from clusterd.core.room import seat
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, Start
+from clusterd.core.yielding import to_shares
 from clusterd.types import Device
 from clusterd.units import duration
 
@@ -105,7 +106,8 @@ class Steering(Growing):
         if opening is None:
             return False
         now_s, best_s = self._burden_s(p, offer), self._burden_s(p, opening.offer)
-        grown_s = opening.at_s + self.mobility.cost_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
+        meanwhile_s = opening.at_s * now_s / max(p.left_s(offer), 1e-9)  # its devices paid for
+        grown_s = meanwhile_s + self.mobility.cost_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
         return opening.at_s + best_s < min(now_s, grown_s)
 
     def _start(self, p: Prospect, offer: Estimate, devices: list[Device]) -> bool:
@@ -173,7 +175,7 @@ class Steering(Growing):
                 best = (saved_s, making)
         if best is None:
             return False
-        making = best[1]
+        making = to_shares(best[1], self.sizes, self.mobility, claims)
         why = (
             f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clusterd.core import elastic
 from clusterd.core.allocate import Grant, allocate
+from clusterd.core.exchange import Exchange
 from clusterd.core.mixing import Mixing, Mixtures
 from clusterd.core.mobility import DEFAULT_HABITS, Habits
 from clusterd.core.order import order
@@ -12,7 +13,6 @@ from clusterd.core.realise import is_settled
 from clusterd.core.room import Room
 from clusterd.core.sizing import by_work, shares
 from clusterd.core.state import Job
-from clusterd.core.steer import Steering
 from clusterd.core.view import Proposal, Refusal, Start, View
 from clusterd.types import JobId
 
@@ -50,7 +50,7 @@ class Default:
         ordered = by_work([*running, *waiting])
         sizes = shares(ordered, total)
         mixing = Mixing(self._mixtures, view, room, there)
-        steering = Steering(
+        steering = Exchange(
             view=view,
             room=room,
             sizes=sizes,
@@ -74,6 +74,7 @@ class Default:
         steering.share_out()
         if not any(black):
             steering.grow()
+            steering.exchange()
         proposal.moves += elastic.growth(view, black, skip=set(known))
         return proposal
 
