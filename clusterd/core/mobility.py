@@ -21,9 +21,9 @@ class Habits:
     """How eagerly running jobs are changed."""
 
     grow: float = 2.0  # times its cost that a growth must bring beyond its cost
-    shrink: float = 1.0  # seconds spared to the one who waits, for each second that others lose
+    shrink: float = 2.0  # seconds spared to the one who waits, for each second that others lose
     budget: float = 0.3  # of a job's life that moves may cost in all
-    settle: float = 1.0  # times its cost between two moves of a job
+    settle: float = 2.0  # times its cost between two moves of a job
     settle_s: float = 10.0  # ... and at least so long
     price: float = 1.0  # of a device-second, in seconds of delay for each job that could use it
     thrift: float = 0.3  # likewise, where nobody waits
