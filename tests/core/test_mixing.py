@@ -381,7 +381,7 @@ def test_shares_stay_within_each_types_memory() -> None:
         there = Census({"fast": 1, "slow": 1}, {"fast": "cuda", "slow": "cuda"}, {"fast": fast_bytes, "slow": 10 * GIB})
         mixtures = Mixtures()
         mixtures.on(there)
-        (known,) = mixtures.shapes(outlook, ("fast", "slow"))
+        (known,) = mixtures.shapes(job.model, outlook, ("fast", "slow"))
         found = mixtures.blend(outlook, job, known, ("fast", "slow"), plan, there)
         assert (found.plan.shares if found is not None else None) == shares
         if found is not None:
