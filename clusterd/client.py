@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from clusterd import errors, protocol
 from clusterd.config import socket_path
@@ -26,8 +26,18 @@ SELECT_MAX_S = 1e6
 """The system's clock structures overflow far above it."""
 
 
+SILENCE_S = 10.0
+"""Without a word from the daemon; some calls take longer, so it is remarked upon and no more."""
+
+
 class Client:
-    """One connection; requests one after another, or pipelined with `call_many`."""
+    """One connection; requests one after another, or pipelined with `call_many`.
+
+    Attributes:
+        on_silence: called once when a call has not been answered for `SILENCE_S`.
+    """
+
+    on_silence: ClassVar[Callable[[Path], None] | None] = None
 
     def __init__(self, path: Path | None = None, timeout_s: float | None = None) -> None:
         """Connect.
@@ -61,6 +71,8 @@ class Client:
             ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
         """
         number = self._send(verb, args)
+        if self.on_silence is not None and self._socket.gettimeout() is None and not self.ready(SILENCE_S):
+            self.on_silence(self.path)
         while True:
             message = self._receive()
             if message.get("id") == number:
