@@ -12,7 +12,7 @@ import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from clusterd import errors, protocol
 from clusterd.config import socket_path
@@ -30,14 +30,12 @@ SILENCE_S = 10.0
 """Without a word from the daemon; some calls take longer, so it is remarked upon and no more."""
 
 
+on_silence: list[Callable[[Path], object]] = []
+"""Called once with the socket's path when a call without a time limit has not been answered for so long."""
+
+
 class Client:
-    """One connection; requests one after another, or pipelined with `call_many`.
-
-    Attributes:
-        on_silence: called once when a call has not been answered for `SILENCE_S`.
-    """
-
-    on_silence: ClassVar[Callable[[Path], None] | None] = None
+    """One connection; requests one after another, or pipelined with `call_many`."""
 
     def __init__(self, path: Path | None = None, timeout_s: float | None = None) -> None:
         """Connect.
@@ -71,8 +69,9 @@ class Client:
             ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
         """
         number = self._send(verb, args)
-        if self.on_silence is not None and self._socket.gettimeout() is None and not self.ready(SILENCE_S):
-            self.on_silence(self.path)
+        if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
+            for remark in on_silence:
+                remark(self.path)
         while True:
             message = self._receive()
             if message.get("id") == number:

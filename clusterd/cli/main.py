@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from clusterd import __version__
-from clusterd.client import Client
+from clusterd import __version__, client
 from clusterd.errors import ClusterError
 
 _COMMANDS = {
@@ -98,7 +97,7 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by the caller, as with >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the rest of the process
     stdout = sys.stdout
-    Client.on_silence = staticmethod(_say_so)
+    client.on_silence.append(_say_so)
     try:
         code: Any = cli.main(standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that is gone can still be caught
