@@ -68,12 +68,13 @@ class Growing(Bargain):
                 ((self._gain_s(p, x), x) for x in p.curve.upto(self._at_most(p))),
                 key=lambda item: -item[0],
             )
-            good = [
-                x
-                for gain_s, x in offers
-                if gain_s > self.habits.grow * self.mobility.cost_s(p, x) and self.mobility.within_budget(p, x)
-            ]
-            gain_s, best = offers[0] if good else (0.0, None)
+            good: list[Estimate] = []
+            for gain_s, x in offers:
+                if _is_now(p, x):
+                    break  # what follows gains less than staying does: only where steps are slower than is believed
+                if gain_s > self.habits.grow * self.mobility.cost_s(p, x) and self.mobility.within_budget(p, x):
+                    good.append(x)
+            gain_s, best = (offers[0][0], good[0]) if good else (0.0, None)
             if not good and p.job.id in mixed and (found := self._mixed_anew(p, 0.0)) is not None:
                 gain_s, best = self._gain_s(p, found[0]), found[0]
             if best is not None:
@@ -102,7 +103,7 @@ class Growing(Bargain):
                 self._most_mixed(p, self._at_most(p)),
                 lambda step_s, devices: (p.steps_left * step_s + cost_s) * (1.0 + price * devices),
                 now_s - least_s,
-                lambda x: fits_beside(p, x) and self.mobility.within_budget(p, x),
+                lambda x: _is_faster(p, x) and fits_beside(p, x) and self.mobility.within_budget(p, x),
             )
 
         found = as_if_free(self.room, p, look)
@@ -127,3 +128,13 @@ class Growing(Bargain):
         saved_s, cost_s = p.now_s - p.left_s(offer), self.mobility.cost_s(p, offer)
         saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}{shared_by(offer)}"
         self._move(p, offer, devices, saved)
+
+
+def _is_now(p: Prospect, offer: Estimate) -> bool:
+    now = p.now
+    return now is not None and (offer.plan, offer.shape, offer.by_type) == (now.plan, now.shape, now.by_type)
+
+
+def _is_faster(p: Prospect, offer: Estimate) -> bool:
+    """Than what it runs as, both as believed: that it is measured to be slower is nothing that a move would mend."""
+    return p.now is None or offer.step_time_s < p.now.step_time_s

@@ -386,3 +386,20 @@ def test_shares_stay_within_each_types_memory() -> None:
         assert (found.plan.shares if found is not None else None) == shares
         if found is not None:
             assert found.device_bytes == memory_of(found.plan, model, kind="cuda").device_bytes
+
+
+def test_steps_slower_than_believed_are_no_reason_to_move() -> None:
+    """A third slower than what is known of its devices: as it runs is still best, and is not proposed as a move."""
+    lab = MixedLab({"new": [4, 4]})
+    job, decided = lab.net("net-1", 30_000)
+    start = launch(decided, job)
+    lab.run(job)
+    believed = believed_of(
+        lab.scheduler.state.outlooks["net"], start.plan, of_ranks(lab.scheduler.state.hosts, lab.attempt(job))
+    )
+    lab.tell(
+        e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=10, loss=None, step_time_s=1.33 * believed.step_time_s)
+    )
+    lab.host("c0", cpus=1, cores=64)  # something that makes a pass
+    assert d.StartMigration.match(lab.decisions) is None
+    assert "refused" not in lab.why(job), lab.why(job)
