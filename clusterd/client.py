@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,14 @@ _CODES = {
 
 SELECT_MAX_S = 1e6
 """The system's clock structures overflow far above it."""
+
+
+SILENCE_S = 10.0
+"""Without a word from the daemon; some calls take longer, so it is remarked upon and no more."""
+
+
+on_silence: list[Callable[[Path], object]] = []
+"""Called once with the socket's path when a call without a time limit has not been answered for so long."""
 
 
 class Client:
@@ -61,6 +69,9 @@ class Client:
             ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
         """
         number = self._send(verb, args)
+        if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
+            for remark in on_silence:
+                remark(self.path)
         while True:
             message = self._receive()
             if message.get("id") == number:

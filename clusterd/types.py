@@ -210,6 +210,7 @@ class HostFacts:
     memory_bytes: int
     address: str  # where other hosts reach it
     interface: str = ""  # that has the address
+    link_mbit: int = 0  # its speed, as its driver says; 0: it does not
     devices: tuple[Device, ...] = ()
 
 

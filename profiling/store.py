@@ -30,7 +30,7 @@ class Key:
     signature: str  # of the model: same shape, same global batch
     device_type: str
     environment: str = ""  # of the software: torch version, interpreter
-    link: str = ""  # between hosts
+    link: str = ""  # between hosts, where there are several and it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ class Store:
             )
 
     def find(self, key: Key, *, any_environment: bool = False) -> list[Measurement]:
-        """Of this key, oldest first."""
+        """Of this key, oldest first; those that know of no link hold over every one."""
         where, given = "signature = ? AND device_type = ?", [key.signature, key.device_type]
         if not any_environment:
-            where += " AND environment = ? AND link = ?"
+            where += " AND environment = ? AND link IN ('', ?)"
             given += [key.environment, key.link]
         with closing(
             self._database.execute(f"SELECT * FROM measurements WHERE {where} ORDER BY at_s, rowid", given)

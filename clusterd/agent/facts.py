@@ -147,9 +147,9 @@ def _reclaimable(directory: Path) -> int:
     return 0
 
 
-def addresses() -> list[dict[str, str]]:
-    """IPv4 address of each interface that has one, loopback included."""
-    found = []
+def addresses() -> list[dict[str, Any]]:
+    """IPv4 address of each interface that has one, loopback included, and its speed in Mbit/s, where that is known."""
+    found: list[dict[str, Any]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _index, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
@@ -157,7 +157,9 @@ def addresses() -> list[dict[str, str]]:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue  # an interface that is down, or has no IPv4 address
-            found.append({"interface": name, "address": socket.inet_ntoa(answer[20:24])})
+            speed = _read(f"/sys/class/net/{name}/speed").strip()  # of virtual ones it cannot be read, or is -1
+            entry = {"interface": name, "address": socket.inet_ntoa(answer[20:24])}
+            found.append({**entry, "speed_mbit": int(speed)} if speed.isdigit() else entry)
     return found
 
 

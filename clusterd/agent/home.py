@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -111,6 +112,14 @@ def listen(home: Home) -> socket.socket:
     listener.bind(os.fspath(home.socket))
     home.socket.chmod(0o600)
     return listener
+
+
+def forget_socket(path: Path) -> None:
+    """Removes a socket, and with the last one the directory, where that was made below /tmp for its short path."""
+    path.unlink(missing_ok=True)
+    if path.parent.parent == Path("/tmp"):
+        with contextlib.suppress(OSError):  # others are there still
+            path.parent.rmdir()
 
 
 def default_home() -> Home:

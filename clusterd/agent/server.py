@@ -17,7 +17,7 @@ from clusterd.agent import facts, logs, processes, programs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
-from clusterd.agent.home import Home, default_home, listen, read_json, write_json
+from clusterd.agent.home import Home, default_home, forget_socket, listen, read_json, write_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.nvml import Probe
 from clusterd.agent.ports import UNUSED_S as PORT_UNUSED_S
@@ -126,7 +126,7 @@ class Agent:
             await asyncio.wait(self._callers, timeout=1.0)
         self._ports.close()
         self._moves.close()
-        self._home.socket.unlink(missing_ok=True)
+        forget_socket(self._home.socket)
 
     def _chore_ended(self, chore: asyncio.Task[None]) -> None:
         if not chore.cancelled() and (error := chore.exception()):

@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent import child, endings, processes
-from clusterd.agent.home import read_json, write_json
+from clusterd.agent.home import forget_socket, read_json, write_json
 
 IDLE_S = 600.0
 """Without children and without an agent, a fork server ends after this long."""
@@ -269,7 +269,7 @@ def main(arguments: list[str]) -> int:
             print("spawner: the preloaded modules started threads; forks may hang", file=sys.stderr, flush=True)
         Spawner(listener).run()
     finally:
-        options.socket.unlink(missing_ok=True)
+        forget_socket(options.socket)
     return 0
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from clusterd.core.forecast import Forecast, Reservation
 from clusterd.core.mixing import Found, Mixing
-from clusterd.core.mobility import DEFAULT_HABITS, Habits, Mobility
+from clusterd.core.mobility import DEFAULT_HABITS, Habits, Mobility, fits_beside
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
 from clusterd.core.room import Room, per_host, seat
@@ -67,7 +67,7 @@ class Bargain:
     def _gain_s(self, p: Prospect, offer: Estimate) -> float:
         """Seconds saved by running so, the move and what the further devices could do for others paid."""
         price = self.habits.thrift * self.behind.get(p.job.id, 0) / self.total
-        cost_s = self.mobility.cost_s(p.job)
+        cost_s = self.mobility.cost_s(p, offer)
         then_s = (p.left_s(offer) + cost_s) * (1.0 + price * offer.devices)
         return p.now_s * (1.0 + price * len(p.devices)) - then_s
 
@@ -106,8 +106,9 @@ class Bargain:
     def _move(self, p: Prospect, offer: Estimate, devices: list[Device], why: str) -> None:
         where = seat(p.job, offer, devices)
         self.moved.add(p.job.id)
+        reason, crowded = f"{offer.plan}: {why}", not fits_beside(p, offer)
         self.proposal.moves.append(
-            Move(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, f"{offer.plan}: {why}")
+            Move(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=crowded)
         )
 
     def _may_move(self, p: Prospect) -> bool:

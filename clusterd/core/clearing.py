@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
 from clusterd.core.room import Room
-from clusterd.core.state import Job
 from clusterd.types import Device, HostId, JobId
 
 HOSTS_TRIED = 8
 """Of each offer, for each width: those that lack least."""
 
 SizesOf = Callable[[Prospect], Sequence[Estimate]]
-CostOf = Callable[[Job], float]
+CostOf = Callable[[Prospect, Estimate], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +144,8 @@ class Clearing:
                 continue
             # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
             slower_s = max(v.left_s(offer) - v.now_s, 0.0)
-            back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v.job)
-            lost_s = min(slower_s, back_s) + cost_of(v.job)
+            back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v, offer)
+            lost_s = min(slower_s, back_s) + cost_of(v, offer)
             key = (lost_s / min(gives, missing[host]), gives, v.job.id)
             if best is None or key < best[:3]:
                 best = (*key, Change(v, offer, devices, lost_s))

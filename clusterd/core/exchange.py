@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterd.core.clearing import Clearing, Making
-from clusterd.core.mobility import fits_beside
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
 from clusterd.core.steer import MOST_CONSIDERED, Steering
@@ -29,9 +28,9 @@ class Exchange(Steering):
         for p in self.running:
             if self.sizes.get(p.job.id, 0) <= len(p.devices) or not self._may_move(p):
                 continue
-            wider = [x for x in p.curve.upto(self._at_most(p)) if x.devices > len(p.devices) and fits_beside(p, x)]
+            wider = [x for x in p.curve.upto(self._at_most(p)) if x.devices > len(p.devices)]
             gains = sorted(((self._surplus_s(p, x), x) for x in wider), key=lambda item: -item[0])
-            good = [(s, x) for s, x in gains if s > 0 and self.mobility.within_budget(p, p.left_s(x))]
+            good = [(s, x) for s, x in gains if s > 0 and self.mobility.within_budget(p, x)]
             if good:
                 per_device_s = good[0][0] / (good[0][1].devices - len(p.devices))
                 wishes.append((per_device_s, p, [x for _, x in good[:OFFERS_TRIED]]))
@@ -42,7 +41,7 @@ class Exchange(Steering):
 
     def _surplus_s(self, p: Prospect, offer: Estimate) -> float:
         """Seconds that it gains by running so, beyond what any growth must bring."""
-        return self._gain_s(p, offer) - self.habits.grow * self.mobility.cost_s(p.job)
+        return self._gain_s(p, offer) - self.habits.grow * self.mobility.cost_s(p, offer)
 
     def _give_way(self, p: Prospect, offers: Sequence[Estimate]) -> None:
         best: tuple[float, Making] | None = None

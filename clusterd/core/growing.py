@@ -68,13 +68,13 @@ class Growing(Bargain):
                 ((self._gain_s(p, x), x) for x in p.curve.upto(self._at_most(p))),
                 key=lambda item: -item[0],
             )
-            least_s = self.habits.grow * self.mobility.cost_s(p.job)
-            good = [
-                x
-                for gain_s, x in offers
-                if gain_s > least_s and self.mobility.within_budget(p, p.left_s(x)) and fits_beside(p, x)
-            ]
-            gain_s, best = offers[0] if good else (0.0, None)
+            good: list[Estimate] = []
+            for gain_s, x in offers:
+                if _is_now(p, x):
+                    break  # what follows gains less than staying does: only where steps are slower than is believed
+                if gain_s > self.habits.grow * self.mobility.cost_s(p, x) and self.mobility.within_budget(p, x):
+                    good.append(x)
+            gain_s, best = (offers[0][0], good[0]) if good else (0.0, None)
             if not good and p.job.id in mixed and (found := self._mixed_anew(p, 0.0)) is not None:
                 gain_s, best = self._gain_s(p, found[0]), found[0]
             if best is not None:
@@ -91,7 +91,7 @@ class Growing(Bargain):
 
     def _mixed_anew(self, p: Prospect, gain_s: float) -> Found | None:
         """Devices of several types for one who runs, where these gain more than what was found."""
-        mixing, cost_s = self.mixing, self.mobility.cost_s(p.job)
+        mixing, cost_s = self.mixing, self.mobility.move_s(p.job)
         assert mixing is not None
         price = self.habits.thrift * self.behind.get(p.job.id, 0) / self.total
         now_s = p.now_s * (1.0 + price * len(p.devices))
@@ -103,7 +103,7 @@ class Growing(Bargain):
                 self._most_mixed(p, self._at_most(p)),
                 lambda step_s, devices: (p.steps_left * step_s + cost_s) * (1.0 + price * devices),
                 now_s - least_s,
-                lambda x: self.mobility.within_budget(p, p.left_s(x)) and fits_beside(p, x),
+                lambda x: _is_faster(p, x) and fits_beside(p, x) and self.mobility.within_budget(p, x),
             )
 
         found = as_if_free(self.room, p, look)
@@ -125,6 +125,16 @@ class Growing(Bargain):
         self.view.quotas.take(p.job.spec.tenant, len(more))
         self._occupy(p.left_s(offer), more)
         self.spare -= max(len(devices) - max(self.sizes.get(p.job.id, 0), len(p.devices)), 0)
-        saved_s, cost_s = p.now_s - p.left_s(offer), self.mobility.cost_s(p.job)
+        saved_s, cost_s = p.now_s - p.left_s(offer), self.mobility.cost_s(p, offer)
         saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}{shared_by(offer)}"
         self._move(p, offer, devices, saved)
+
+
+def _is_now(p: Prospect, offer: Estimate) -> bool:
+    now = p.now
+    return now is not None and (offer.plan, offer.shape, offer.by_type) == (now.plan, now.shape, now.by_type)
+
+
+def _is_faster(p: Prospect, offer: Estimate) -> bool:
+    """Than what it runs as, both as believed: that it is measured to be slower is nothing that a move would mend."""
+    return p.now is None or offer.step_time_s < p.now.step_time_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from clusterd.core.blend import UNBOUNDED, blend
 from clusterd.core.choose import USABLE_SHARE
@@ -52,42 +52,51 @@ class _Memory:
     per_sample: float
 
 
+@dataclass(slots=True)
+class _OfModel:
+    """What was made of one outlook; a newer one of the model begins anew."""
+
+    outlook: Outlook
+    shapes: dict[tuple[str, ...], tuple[Known, ...]] = field(default_factory=dict)
+    blends: dict[tuple[Shape, tuple[str, ...], Plan], Estimate | None] = field(default_factory=dict)
+    memory: dict[tuple[Plan, str], _Memory] = field(default_factory=dict)
+
+
 class Mixtures:
     """What follows from outlooks alone, remembered between passes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[str, ...]], tuple[Outlook, tuple[Known, ...]]] = {}
-        self._blends: dict[tuple[int, Shape, tuple[str, ...], Plan], tuple[Outlook, Estimate | None]] = {}
-        self._memory: dict[tuple[int, Plan, str], tuple[Outlook, _Memory]] = {}
+        self._models: dict[str, _OfModel] = {}
         self._there: Census | None = None
 
     def on(self, there: Census) -> None:
         """The cluster as it is now: devices may have less memory than they had."""
         if there != self._there:
             self._there = there
-            self._blends.clear()
+            self._models.clear()
 
-    def shapes(self, outlook: Outlook, types: tuple[str, ...]) -> tuple[Known, ...]:
+    def shapes(self, model: str, outlook: Outlook, types: tuple[str, ...]) -> tuple[Known, ...]:
         """Shapes of several hosts on which some plan is known for two of these types."""
-        key = (id(outlook), types)
-        found = self._known.get(key)
-        if found is None or found[0] is not outlook:
-            if len(self._known) > 4096:
-                self._known.clear()
-            found = self._known[key] = (outlook, tuple(_known(outlook, types)))
-        return found[1]
+        mine = self._of(model, outlook)
+        if types not in mine.shapes:
+            mine.shapes[types] = tuple(_known(outlook, types))
+        return mine.shapes[types]
 
     def blend(
         self, outlook: Outlook, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Census
     ) -> Estimate | None:
         """The plan with the best shares that fit the memory; None: there are none."""
-        key = (id(outlook), known.shape, types, plan)
-        found = self._blends.get(key)
-        if found is None or found[0] is not outlook:
-            if len(self._blends) > 65536:
-                self._blends.clear()
-            found = self._blends[key] = (outlook, self._blended(outlook, job, known, types, plan, there))
-        return found[1]
+        mine = self._of(job.model, outlook)
+        key = (known.shape, types, plan)
+        if key not in mine.blends:
+            mine.blends[key] = self._blended(outlook, job, known, types, plan, there)
+        return mine.blends[key]
+
+    def _of(self, model: str, outlook: Outlook) -> _OfModel:
+        found = self._models.get(model)
+        if found is None or found.outlook is not outlook:
+            found = self._models[model] = _OfModel(outlook)
+        return found
 
     def _blended(
         self, outlook: Outlook, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Census
@@ -105,16 +114,15 @@ class Mixtures:
         return replace(found, device_bytes=int(needs))
 
     def _memory_of(self, outlook: Outlook, job: Job, plan: Plan, kind: str) -> _Memory:
-        key = (id(outlook), plan, kind)
-        found = self._memory.get(key)
-        if found is None or found[0] is not outlook:
+        known = self._of(job.model, outlook).memory
+        if (plan, kind) not in known:
             shape = ModelShape.from_dict(job.shape or {})
             batch = plan.dp * plan.accumulation
             one, two = (
                 memory_of(plan, shape, global_batch=samples * batch, kind=kind).device_bytes for samples in (1, 2)
             )
-            found = self._memory[key] = (outlook, _Memory(2.0 * one - two, two - one))
-        return found[1]
+            known[plan, kind] = _Memory(2.0 * one - two, two - one)
+        return known[plan, kind]
 
 
 def _known(outlook: Outlook, types: tuple[str, ...]) -> list[Known]:
@@ -184,7 +192,9 @@ class Mixing:
             if len(free) < 2:
                 continue
             shapes = [
-                (cost(k.fastest_s, k.devices), k) for k in self.mixtures.shapes(outlook, types) if k.devices <= most
+                (cost(k.fastest_s, k.devices), k)
+                for k in self.mixtures.shapes(p.job.model, outlook, types)
+                if k.devices <= most
             ]
             for bound, known in sorted(shapes, key=lambda item: item[0]):
                 if bound >= under:

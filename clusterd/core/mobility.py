@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterd.core.choose import USABLE_SHARE
@@ -14,6 +15,9 @@ from clusterd.types import HostState
 
 MOVE_S = 30.0
 """What a move is taken to cost where none was made yet."""
+
+RESTART_S = 60.0
+"""Likewise, a move through host memory: ranks end, and new ones start and build their model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +44,15 @@ class Mobility:
     view: View
     habits: Habits
 
-    def cost_s(self, job: Job) -> float:
-        """Of a move of this job: as moves of its model took, or of any, or a guess."""
-        known = self.view.move_costs_s
-        if job.model in known:
-            return known[job.model]
-        return max(known.values(), default=MOVE_S)
+    def move_s(self, job: Job) -> float:
+        """What a move of this job costs: as moves of its model took, or of any, or a guess."""
+        return _of_model(job, self.view.move_costs_s, MOVE_S)
+
+    def cost_s(self, p: Prospect, offer: Estimate) -> float:
+        """What it costs to have the job run so: a move, or, without room for old and new ranks, a restart."""
+        if fits_beside(p, offer):
+            return self.move_s(p.job)
+        return _of_model(p.job, self.view.restart_costs_s, RESTART_S)
 
     def may_move(self, p: Prospect) -> bool:
         """Not pinned, not moved a moment ago, and its hosts are there."""
@@ -58,17 +65,21 @@ class Mobility:
         if last is None:
             return True
         since_s = self.view.now_s - (last.ended_s if last.ended_s is not None else last.started_s)
-        settle_s = max(self.habits.settle * self.cost_s(job), self.habits.settle_s)
+        settle_s = max(self.habits.settle * self.move_s(job), self.habits.settle_s)
         return since_s >= (self.habits.failed_s if last.failure else settle_s)
 
-    def within_budget(self, p: Prospect, left_s: float) -> bool:
+    def within_budget(self, p: Prospect, offer: Estimate) -> bool:
         """All its moves, this one included, stay within a share of its life."""
-        made = sum(not m.failure for m in p.job.migrations) + 1
-        life_s = executed_s(p.job, self.view.now_s) + left_s
-        return made * self.cost_s(p.job) <= self.habits.budget * life_s
+        made = sum(not m.failure for m in p.job.migrations)
+        life_s = executed_s(p.job, self.view.now_s) + p.left_s(offer)
+        return made * self.move_s(p.job) + self.cost_s(p, offer) <= self.habits.budget * life_s
 
 
 def fits_beside(p: Prospect, offer: Estimate) -> bool:
     """Its ranks can be made ready while the old ones train; of a simulated job nobody knows the memory."""
     there = p.now.device_bytes if p.now is not None else 0
     return not p.devices or there + offer.device_bytes <= USABLE_SHARE * min(d.memory_bytes for d in p.devices)
+
+
+def _of_model(job: Job, known: Mapping[str, float], guess_s: float) -> float:
+    return known[job.model] if job.model in known else max(known.values(), default=guess_s)

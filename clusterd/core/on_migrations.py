@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
@@ -33,7 +34,7 @@ class OnMigrations(Stopping):
         if event.pin and migrations.is_there(job, answer):
             self._hold(job, f"pinned to {answer.plan} where it is, by {event.by or 'its user'}")
             return
-        self._move(answer, may_restart=True)
+        self._move(replace(answer, may_restart=True))
 
     def _restart_as(self, job: Job, event: e.MigrationRequested) -> None:
         """What cannot be moved alive is asked to save, stopped, and started again at another size."""
@@ -59,12 +60,7 @@ class OnMigrations(Stopping):
             job.pinned, job.restart_as = False, None
             self._pass_due = True
 
-    def _move(self, move: Move, may_restart: bool = False) -> None:
-        """Begin a move, or say why not.
-
-        Args:
-            may_restart: where old and new ranks have no room side by side, the job may stop for it and start again.
-        """
+    def _move(self, move: Move) -> None:
         job = self.state.jobs[move.job]
         stale = migrations.objection(self.state, job, move)
         if stale:
@@ -74,7 +70,7 @@ class OnMigrations(Stopping):
         full = migrations.crowded(self.state.hosts, job, attempt, move.plan, {place.device for place in move.ranks})
         if full is None:
             self._begin_migration(job, attempt, move)
-        elif may_restart:
+        elif move.may_restart:
             self._stop(attempt, Outcome.PREEMPTED, f"{move.reason}; through host memory: {full}")
             attempt.onward = migrations.through_memory(self.state, job, attempt, move, self._now_s)
         else:

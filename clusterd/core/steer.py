@@ -16,7 +16,6 @@ from clusterd.core.clearing import Clearing, Making
 from clusterd.core.forecast import Opening, Reservation
 from clusterd.core.growing import Growing
 from clusterd.core.mixing import Found, shared_by
-from clusterd.core.mobility import fits_beside
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import WORTHWHILE, Prospect
 from clusterd.core.room import seat
@@ -107,7 +106,7 @@ class Steering(Growing):
             return False
         now_s, best_s = self._burden_s(p, offer), self._burden_s(p, opening.offer)
         meanwhile_s = opening.at_s * now_s / max(p.left_s(offer), 1e-9)  # its devices paid for
-        grown_s = meanwhile_s + self.mobility.cost_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
+        grown_s = meanwhile_s + self.mobility.move_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
         return opening.at_s + best_s < min(now_s, grown_s)
 
     def _start(self, p: Prospect, offer: Estimate, devices: list[Device]) -> bool:
@@ -194,7 +193,7 @@ class Steering(Growing):
         return tuple(
             x
             for x in v.curve.upto(len(v.devices))
-            if x.devices >= least and fits_beside(v, x) and (by_right or self.mobility.within_budget(v, v.left_s(x)))
+            if x.devices >= least and (by_right or self.mobility.within_budget(v, x))
         )
 
 

@@ -35,6 +35,7 @@ class Move:
     cores: Mapping[HostId, int]
     memory_bytes: Mapping[HostId, int]
     reason: str
+    may_restart: bool = False  # through host memory, if old and new ranks have no room side by side
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class View:
         self.queued: list[Job] = [state.jobs[job] for job in state.queue]
         self.outlooks: Mapping[str, Outlook] = state.outlooks
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
+        self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Free(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping
 from dataclasses import replace
 
 from clusterd.core.clearing import Change, Making
-from clusterd.core.mobility import Mobility, fits_beside
+from clusterd.core.mobility import Mobility
 from clusterd.core.outlook import Estimate
 from clusterd.core.room import per_host
 from clusterd.types import JobId
@@ -38,9 +38,11 @@ def _to_share(change: Change, share: int, mobility: Mobility) -> Change:
     host = max(here, key=lambda h: (here[h], h))
 
     def is_fit(x: Estimate) -> bool:
-        return len(x.shape) == 1 and x.devices == share <= here[host] and fits_beside(v, x)
+        # Down to its share it is not stopped where for less it is moved alive.
+        is_dear = mobility.cost_s(v, x) > mobility.cost_s(v, change.offer)
+        return len(x.shape) == 1 and x.devices == share <= here[host] and not is_dear
 
-    offer = next((x for x in v.curve.upto(share) if is_fit(x) and mobility.within_budget(v, v.left_s(x))), None)
+    offer = next((x for x in v.curve.upto(share) if is_fit(x) and mobility.within_budget(v, x)), None)
     if offer is None:
         return change
     devices = [d for d in change.devices if d.host == host and d.name == offer.device_type][: offer.devices]

@@ -32,12 +32,14 @@ def host_facts(host: HostId, facts: Mapping[str, Any], options: HostOptions, add
     if count and not devices and count > cores:
         cores = count  # a laptop's hosts offer more slots than the machine has cores; each still counts as one
     devices += _cpu_devices(host, count, options, facts, cores)
+    near = _interface(facts, address)
     return HostFacts(
         boot_id=str(facts["boot_id"]),
         cpu_cores=cores,
         memory_bytes=int(facts["memory_bytes"]),
         address=address,
-        interface=_interface(facts, address),
+        interface=str(near.get("interface", "")),
+        link_mbit=int(near.get("speed_mbit", 0)),
         devices=tuple(devices),
     )
 
@@ -88,11 +90,8 @@ def address(facts: Mapping[str, Any], reached_at: str) -> str:
     return outside[0] if outside else reached_at
 
 
-def _interface(facts: Mapping[str, Any], address: str) -> str:
-    for entry in facts.get("addresses", ()):
-        if entry["address"] == address:
-            return str(entry["interface"])
-    return ""
+def _interface(facts: Mapping[str, Any], address: str) -> Mapping[str, Any]:
+    return next((entry for entry in facts.get("addresses", ()) if entry["address"] == address), {})
 
 
 def attempt_report(report: Mapping[str, Any]) -> AttemptReport:

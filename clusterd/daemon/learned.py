@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ class Learned:
     def __init__(self, engine: Engine, store: Path) -> None:
         self._engine = engine
         self._path = store
-        self._known: dict[tuple[str, str], Knowledge] = {}
+        self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
         self._told_s: dict[str, float] = {}
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
 
@@ -54,11 +54,18 @@ class Learned:
     def of(self, job: Job, attempt: Attempt) -> Knowledge | None:
         """Of the job's model on what it holds; None: nothing yet, or it holds devices of several types."""
         names = {d.name for d in trials.held(attempt, self._state.hosts)}
-        return self._known.get((job.model, names.pop())) if len(names) == 1 else None
+        if len(names) != 1:
+            return None
+        return self._known.get((job.model, names.pop(), self._environment(job.model)))
 
     def has_steps_of(self, model: str) -> bool:
         """Whether steps of this model were ever measured."""
-        return any(name == model and known.online.observations for (name, _), known in self._known.items())
+        return any(name == model and known.online.observations for (name, _, _), known in self._known.items())
+
+    def key(self, job: Job, device_type: str, counts: Sequence[int]) -> Key:
+        """Under which a measurement of this job on so many devices of each host is kept."""
+        link = self._link(device_type) if len(counts) > 1 else ""
+        return Key(job.model, device_type, _environment(job), link)
 
     async def on_each(self, model: str, shape: ModelShape) -> list[Knowledge]:
         """Of a model on each type of device, the best-measured first."""
@@ -87,7 +94,7 @@ class Learned:
         self._probes[device_type] = {**self._probes.get(device_type, {}), **usable}
         await self._engine.journal.keep_fact("probes", json.dumps(self._probes))
         log.info("%s does %s", device_type, ", ".join(f"{k} {v:.3g}" for k, v in sorted(usable.items())))
-        for (model, name), known in list(self._known.items()):
+        for (model, name, _), known in list(self._known.items()):
             if name == device_type:
                 prior = fleet.prior(known.devices.kind, self._probes[name])
                 kept = known.online.observations
@@ -149,29 +156,49 @@ class Learned:
         await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, outlook=outlook, why=why))
 
     def forget(self) -> None:
-        """What is in the store has changed: it is read again."""
+        """What is in the store has changed: it is read, and told, again."""
         self._known.clear()
+        self._told_s.clear()
 
     def _alive(self, model: str) -> Iterator[Job]:
         return (job for job in self._state.jobs.values() if job.model == model and not job.state.is_final)
 
     async def _on(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
-        key = (model, devices.name)
+        key = (model, devices.name, self._environment(model))
         if key not in self._known:
-            known = await anyio.to_thread.run_sync(self._remembered, model, shape, devices)
+            wanted = Key(*key, self._link(devices.name))
+            known = await anyio.to_thread.run_sync(self._remembered, wanted, shape, devices)
             self._known[key] = known
         return self._known[key]
 
-    def _remembered(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
-        """With what was measured of the model before, whichever job it was."""
+    def _environment(self, model: str) -> str:
+        """Software of the newest job of a model: the next will likely run under that too."""
+        newest = (j for j in reversed(self._state.jobs.values()) if j.model == model and j.shape is not None)
+        return next((_environment(job) for job in newest), "")
+
+    def _link(self, device_type: str) -> str:
+        """Between hosts with such devices, by the slowest; empty: not known of all."""
+        hosts = [h for h in self._state.hosts.values() if any(d.name == device_type for d in h.devices)]
+        slowest = min((h.facts.link_mbit for h in hosts if h.facts is not None), default=0)
+        return f"{slowest} Mbit/s" if slowest else ""
+
+    def _remembered(self, key: Key, shape: ModelShape, devices: DeviceType) -> Knowledge:
+        """With what was measured of the model before, whichever job it was.
+
+        What was measured under other software or over another link stands in until there is something under this.
+        """
         with Store(self._path) as store:
-            found = store.find(Key(model, devices.name))
+            found = store.find(key) or store.find(key, any_environment=True)
         observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
         online = OnlineFit.start(
             fleet.prior(devices.kind, self._probes.get(devices.name)), observations, fleet.beliefs(devices.kind)
         )
         refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
         return Knowledge(shape, workload_of(shape), devices, online, refused)
+
+
+def _environment(job: Job) -> str:
+    return str((job.shape or {}).get("environment", ""))
 
 
 def types_of(state: State) -> dict[str, DeviceType]:

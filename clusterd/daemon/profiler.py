@@ -27,7 +27,7 @@ from plans.plan import Plan
 from profiling.knowledge import Knowledge
 from profiling.model import Rows
 from profiling.online import Observation
-from profiling.store import Key, Measurement
+from profiling.store import Measurement
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class Profiler:
             return
         known.refused.add(plan)
         row = known.row(plan, shape)
-        key = Key(job.model, known.devices.name)
+        key = self._learned.key(job, known.devices.name, shape)
         await self._learned.keep(Measurement(key, row, 0.0, kind="out-of-memory", at_s=time.time()))
         await self._learned.tell(job.model, f"{plan} ran out of memory")
 
@@ -242,7 +242,7 @@ class Profiler:
 
     async def _keep(self, job: Job, known: Knowledge, row: Any, seconds: float, steps: int, run: _Run) -> None:
         measurement = Measurement(
-            key=Key(job.model, known.devices.name),
+            key=self._learned.key(job, known.devices.name, row.allocation.counts),
             row=row,
             step_time_s=seconds,
             steps=steps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,9 @@ def write_description(job: Job, directory: Path, shape: ModelShape | None = None
     """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory, if it is not there yet."""
     if (directory / "model.json").exists():
         return
-    text = json.dumps((shape or describe.describe(job)).to_dict())
+    # Under which software its steps take so long: what is measured under one does not hold under another.
+    environment = f"torch {torch.__version__}, python {sys.version_info.major}.{sys.version_info.minor}"
+    text = json.dumps({**(shape or describe.describe(job)).to_dict(), "environment": environment})
     part = directory / "model.json.part"
     part.write_text(text, encoding="utf-8")
     part.replace(directory / "model.json")

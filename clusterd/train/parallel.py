@@ -134,7 +134,8 @@ class Parallel:
             # Pinned memory belongs to an accelerator; asking for it without one raises.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         options: dict[str, Any] = {"mesh": self.mesh["dp"], "offload_policy": offload}
-        if self.plan.zero == 2:  # else torch's own rule: blocks are given back, what the backward pass begins with is not
+        # ZeRO-3 has torch's own rule: blocks are given back, what the backward pass begins with is not.
+        if self.plan.zero == 2:
             options["reshard_after_forward"] = False
         for path in build.block_paths(self.module):
             block = self.module.get_submodule(path)

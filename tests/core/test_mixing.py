@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.blend import believed as believed_of
+from clusterd.core.mixing import Mixtures
 from clusterd.core.outlook import Estimate, Outlook, Shape
 from clusterd.core.policies import POLICIES
+from clusterd.core.prospects import Census
 from clusterd.core.room import of_ranks
+from clusterd.core.state import Job
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
+from plans.memory import estimate as memory_of
+from plans.model_shape import LayerShape, ModelShape, ParameterShape
 from plans.plan import Plan
-from tests.core.conftest import Lab, facts
+from tests.core.conftest import GIB, Lab, facts
 
 BATCH = 48
 SECONDS = {"new": 1.0, "old": 2.0, "older": 4.0}
@@ -352,3 +357,49 @@ def test_sampling_placement_splits_jobs_over_types() -> None:
     decided = lab.moved(shrink)
     devices = {p.device for p in shrink.new_ranks} & {p.device for p in launch(lab.decisions, other).ranks}
     assert not devices
+
+
+def test_shares_stay_within_each_types_memory() -> None:
+    """The faster type has room for ten samples beside the model; by speed it would take twelve of sixteen."""
+    model = ModelShape(
+        parameters=(ParameterShape("net.weight", (1024, 1024), 4, 0),),
+        layers=(LayerShape("net", activation_bytes=GIB),),
+        global_batch=16,
+        samples=1000,
+    )
+    plan = Plan(dp=2)
+    needs = memory_of(plan, model, kind="cuda").device_bytes
+    estimates = tuple(
+        Estimate(plan=plan, device_type=name, shape=(1, 1), step_time_s=s, lower_s=s, upper_s=s, device_bytes=needs)
+        for name, s in (("fast", 1.0), ("slow", 3.0))
+    )
+    outlook = Outlook((), 16, measured=7, beyond=estimates)
+    spec = JobSpec(name="net", kind=JobKind.ELASTIC, command=("x",), resources=Resources())
+    job = Job(JobId("1"), spec, priority=0, submitted_s=0.0, queued_s=0.0)
+    job.shape = model.to_dict()
+    for fast_bytes, shares in ((80 * GIB, (12, 4)), (12 * GIB, (10, 6)), (4 * GIB, None)):
+        there = Census({"fast": 1, "slow": 1}, {"fast": "cuda", "slow": "cuda"}, {"fast": fast_bytes, "slow": 10 * GIB})
+        mixtures = Mixtures()
+        mixtures.on(there)
+        (known,) = mixtures.shapes(job.model, outlook, ("fast", "slow"))
+        found = mixtures.blend(outlook, job, known, ("fast", "slow"), plan, there)
+        assert (found.plan.shares if found is not None else None) == shares
+        if found is not None:
+            assert found.device_bytes == memory_of(found.plan, model, kind="cuda").device_bytes
+
+
+def test_steps_slower_than_believed_are_no_reason_to_move() -> None:
+    """A third slower than what is known of its devices: as it runs is still best, and is not proposed as a move."""
+    lab = MixedLab({"new": [4, 4]})
+    job, decided = lab.net("net-1", 30_000)
+    start = launch(decided, job)
+    lab.run(job)
+    believed = believed_of(
+        lab.scheduler.state.outlooks["net"], start.plan, of_ranks(lab.scheduler.state.hosts, lab.attempt(job))
+    )
+    lab.tell(
+        e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=10, loss=None, step_time_s=1.33 * believed.step_time_s)
+    )
+    lab.host("c0", cpus=1, cores=64)  # something that makes a pass
+    assert d.StartMigration.match(lab.decisions) is None
+    assert "refused" not in lab.why(job), lab.why(job)

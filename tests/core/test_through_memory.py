@@ -8,6 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.outlook import Estimate, Outlook
 from clusterd.types import DeviceId, HostId, JobId
 from plans.memory import estimate
 from plans.plan import Plan
@@ -97,3 +98,27 @@ def test_who_is_preempted_keeps_its_state_and_who_is_cancelled_does_not(lab: Lab
     decided: list[Any] = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
     stop = d.StopAttempt.match(decided, job=job)
     assert stop is not None and not stop.keep
+
+
+def test_a_policy_grows_a_job_through_host_memory_where_that_pays(lab: Lab) -> None:
+    """Hours are left; the pause is worth it, and is made though old and new ranks have no room side by side."""
+    each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
+    lab.host("a", gpus=6, gpu_bytes=int(each * 1.8))
+    estimates = tuple(
+        Estimate(
+            plan=Plan(dp=n), device_type="cuda", shape=(n,), step_time_s=t, lower_s=t, upper_s=t, device_bytes=each
+        )
+        for n, t in ((4, 2.2), (6, 1.2))
+    )
+    outlook = Outlook(estimates, global_batch=gpt().global_batch, measured=7)
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=outlook, why="trials"))
+    other, _ = lab.submit(devices=2)
+    lab.run(other)
+    job = running(lab, devices=4)
+    lab.now_s += 500
+    decided = lab.finish(other)
+    assert d.StartMigration.match(decided, job=job) is None
+    stop = d.StopAttempt.match(decided, job=job)
+    assert stop is not None and stop.keep and "through host memory" in stop.reason
+    launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
+    assert launch is not None and launch.plan == Plan(dp=6)

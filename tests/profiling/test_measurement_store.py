@@ -34,6 +34,14 @@ def test_what_was_measured_is_there_for_the_next_job(tmp_path):
         assert {k.signature for k in store.known()} == {"gpt-1234", "other"}
 
 
+def test_what_was_measured_on_one_host_holds_over_every_link():
+    with Store() as store:
+        store.add(measurement(0.5, key=Key("gpt-1234", "A800", "torch 2.7")), measurement(0.6))
+        assert [m.step_time_s for m in store.find(KEY)] == [0.5, 0.6]
+        slow = Key("gpt-1234", "A800", "torch 2.7", "1 Gbit/s")
+        assert [m.step_time_s for m in store.find(slow)] == [0.5]
+
+
 def test_measurements_travel_as_csv_and_are_not_doubled(tmp_path):
     with Store() as here, Store() as there:
         here.add(measurement(0.5), measurement(0.6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 
@@ -43,6 +44,8 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
     local_cluster.call("cancel", job=job)
     assert local_cluster.call("measurements_export", path=str(file))["count"] >= 2
     assert local_cluster.call("measurements_import", path=str(file))["count"] == 0
+    with file.open(newline="") as lines:
+        assert {row["environment"].partition(" ")[0] for row in csv.DictReader(lines)} == {"torch"}
 
 
 def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:

@@ -158,7 +158,7 @@ class Sampling(Rounds):
         allowed = self._allowed(job)
         for types in mixing.groups.values():
             free = mixing.free(job, types)
-            for known in self._mixtures.shapes(view.outlooks[job.model], types):
+            for known in self._mixtures.shapes(job.model, view.outlooks[job.model], types):
                 if known.devices <= share and known.fastest_s < under_s:
                     offer = mixing.lay(job, known, free, limits, lambda x: allowed(x.plan))
                     if offer is not None and offer.step_time_s < under_s:
