@@ -21,7 +21,7 @@ WARM_UP_STEPS = 3
 """Of each generation of ranks: caches, connections and allocators settle."""
 
 TRIAL_STEPS = 10
-TRIAL_STEPS_MOST = 40
+TRIAL_STEPS_MOST = 100
 TRIAL_S = 1.5
 SLOW_TRIAL_STEPS = 4
 SLOW_STEP_S = 2.0
