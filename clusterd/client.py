@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,10 +28,6 @@ SELECT_MAX_S = 1e6
 
 SILENCE_S = 10.0
 """Without a word from the daemon; some calls take longer, so it is remarked upon and no more."""
-
-
-on_silence: list[Callable[[Path], object]] = []
-"""Called once with the socket's path when a call without a time limit has not been answered for so long."""
 
 
 class Client:
@@ -70,8 +66,11 @@ class Client:
         """
         number = self._send(verb, args)
         if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
-            for remark in on_silence:
-                remark(self.path)
+            import logging
+
+            logging.getLogger(__name__).warning(
+                "clusterd: the daemon at %s has not answered yet; is it stopped, or very busy?", self.path
+            )
         while True:
             message = self._receive()
             if message.get("id") == number:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from clusterd import __version__, client
+from clusterd import __version__
 from clusterd.errors import ClusterError
 
 _COMMANDS = {
@@ -97,7 +97,6 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by the caller, as with >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the rest of the process
     stdout = sys.stdout
-    client.on_silence.append(_say_so)
     try:
         code: Any = cli.main(standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that is gone can still be caught
@@ -136,10 +135,6 @@ def main() -> None:
         )
         sys.exit(EXIT_BUG)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _say_so(socket: Path) -> None:
-    print(f"clusterd: the daemon at {socket} has not answered yet; is it stopped, or very busy?", file=sys.stderr)
 
 
 def _drop_output() -> None:

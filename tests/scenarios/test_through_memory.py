@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 DEVICE_BYTES = 600 << 20
@@ -36,6 +38,7 @@ def losses(cluster: RunningCluster, job: str, attempts: int) -> dict[int, float]
     return found
 
 
+@pytest.mark.slow
 def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningCluster) -> None:
     """One host, so no snapshots on a second one: the state of the last step is all there is, and it is enough."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
