@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY, RunningCluster, until
 
 EXAMPLE = REPOSITORY / "examples" / "checkpointable"
@@ -52,6 +54,7 @@ def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cl
     assert local_cluster.wait_for(job, lambda row: row["ended_s"])["state"] == "cancelled"
 
 
+@pytest.mark.slow
 def test_a_script_that_only_knows_sigterm_is_restarted_too(local_cluster: RunningCluster) -> None:
     """SIGTERM is what every script can hear: it saves, ends with 0, and is not taken for finished."""
     work = local_cluster.directory / "plain"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 SCRIPT = """
@@ -28,6 +30,7 @@ train.run(
 """
 
 
+@pytest.mark.slow
 def test_data_of_another_host_is_read_by_name_and_follows_a_move(local_cluster: RunningCluster) -> None:
     """Ranks on local0 fetch from local1 what they read; ranks on local1 open the folder itself."""
     import torch

@@ -102,6 +102,7 @@ def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: Running
     assert "16 cannot be cut into 3 equal shares" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_drained_host_is_left(local_cluster: RunningCluster) -> None:
     """Redeployment: the same job, on what is left."""
     job = train(local_cluster, devices=2, plan="{ dp = 2 }")

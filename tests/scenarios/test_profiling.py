@@ -60,6 +60,7 @@ def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
     assert local_cluster.call("jobs", all=True) == []
 
 
+@pytest.mark.slow
 def test_a_job_ends_at_its_target_loss(local_cluster: RunningCluster) -> None:
     """It is finished, with exit code 0, long before its last step."""
     text = JOB.replace("1500", "100000").replace("resources", "trials = false\ntarget_loss = 4.5\nresources")

@@ -61,6 +61,7 @@ def test_a_host_dies_and_replicas_on_the_other_go_on(local_cluster: RunningClust
     assert len(steps) == len(set(steps))
 
 
+@pytest.mark.slow
 def test_checkpoints_by_the_clock_take_turns(local_cluster: RunningCluster) -> None:
     """Two directories, so that one is whole at any moment."""
     directory = local_cluster.directory / "saved"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -42,6 +43,7 @@ class HostAgent:
         self._connections: dict[tuple[int, int], socket.socket] = {}
         self._complete: list[Message] = []
         self._threads: list[threading.Thread] = []
+        self._accepted: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.path))
         self._listener.listen()
@@ -98,6 +100,9 @@ class HostAgent:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for connection in self._accepted:
+            with contextlib.suppress(OSError):  # a reader in this very process may hold its end for ever
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(DEADLINE_S)
 
@@ -111,6 +116,7 @@ class HostAgent:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            self._accepted.append(connection)
             self._start(self._read, connection)
 
     def _read(self, connection: socket.socket) -> None:
