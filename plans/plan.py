@@ -162,6 +162,18 @@ class Plan:
         return cls.from_dict(values)
 
 
+def even_shares(samples: int, parts: int) -> tuple[int, ...]:
+    """Whole parts of a batch that differ by at most one, larger ones first."""
+    least, more = divmod(samples, parts)
+    return (least + 1,) * more + (least,) * (parts - more)
+
+
+def replicas(devices: int, batch: int) -> Plan:
+    """Plain data parallelism, the batch cut as evenly as it can be."""
+    uneven = batch > devices and batch % devices
+    return Plan(dp=devices, shares=even_shares(batch, devices) if uneven else ())
+
+
 def _whole(name: str, text: str) -> int:
     try:
         return int(text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterd.core.forecast import Forecast, Reservation
-from clusterd.core.mixing import Found, Mixing
+from clusterd.core.mixing import Found, Mixing, as_if_free
 from clusterd.core.mobility import DEFAULT_HABITS, Habits, Mobility, fits_beside
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
@@ -57,8 +57,11 @@ class Bargain:
 
     def _burden_s(self, p: Prospect, offer: Estimate) -> float:
         """Seconds that running so costs: the job its own time, those behind it what its devices could do for them."""
-        price = self.habits.price * self.behind.get(p.job.id, 0) / self.total
-        return p.left_s(offer) * (1.0 + price * offer.devices)
+        return p.left_s(offer) * (1.0 + self._price(p, self.habits.price) * offer.devices)
+
+    def _price(self, p: Prospect, each: float) -> float:
+        """Of a device, in shares of the time that it is held; `each`: for each of those behind the job."""
+        return each * self.behind.get(p.job.id, 0) / self.total
 
     def _at_most(self, p: Prospect) -> int:
         may = len(p.devices) + self.view.quotas.left(p.job.spec.tenant)
@@ -66,7 +69,7 @@ class Bargain:
 
     def _gain_s(self, p: Prospect, offer: Estimate) -> float:
         """Seconds saved by running so, the move and what the further devices could do for others paid."""
-        price = self.habits.thrift * self.behind.get(p.job.id, 0) / self.total
+        price = self._price(p, self.habits.thrift)
         cost_s = self.mobility.cost_s(p, offer)
         then_s = (p.left_s(offer) + cost_s) * (1.0 + price * offer.devices)
         return p.now_s * (1.0 + price * len(p.devices)) - then_s
@@ -90,18 +93,16 @@ class Bargain:
 
     def _find_anew(self, p: Prospect, offers: Sequence[Estimate]) -> Found | None:
         """The first of these offers that a running job can have, with what it holds already."""
-        attempt = p.job.attempt
-        assert attempt is not None
-        self.room.put(p.devices, attempt.cores, attempt.memory_bytes)
         own = {d.id for d in p.devices}
-        found: Found | None = None
-        for offer in offers:
-            devices = self.room.find(p.job, offer, per_host(p.devices), own)
-            if devices is not None and self._may_pass(p, offer, [d for d in devices if d.id not in own]):
-                found = (offer, devices)
-                break
-        self.room.take(p.devices, attempt.cores, attempt.memory_bytes)
-        return found
+
+        def look() -> Found | None:
+            for offer in offers:
+                devices = self.room.find(p.job, offer, per_host(p.devices), own)
+                if devices is not None and self._may_pass(p, offer, [d for d in devices if d.id not in own]):
+                    return offer, devices
+            return None
+
+        return as_if_free(self.room, p, look)
 
     def _move(self, p: Prospect, offer: Estimate, devices: list[Device], why: str) -> None:
         where = seat(p.job, offer, devices)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from clusterd.core.outlook import Estimate, Outlook, evenly
 from clusterd.core.room import shape_of
 from clusterd.types import Device
-from plans.plan import Plan
+from plans.plan import Plan, even_shares
 
 UNBOUNDED = 1 << 60
 
@@ -64,7 +64,7 @@ def pace(outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]) -> Est
         return None
     alone, owners, names = found
     return _estimate(
-        alone, plan, plan.shares or _even(outlook.global_batch, plan.dp), owners, names, outlook.global_batch
+        alone, plan, plan.shares or even_shares(outlook.global_batch, plan.dp), owners, names, outlook.global_batch
     )
 
 
@@ -83,7 +83,7 @@ def in_proportion(outlook: Outlook | None, plan: Plan, devices: Sequence[Device]
             if shares is not None and len(set(shares)) > 1:
                 return replace(plan, shares=shares)
     # Shares of devices that it leaves: as even as can be, for it must not be refused what it runs with.
-    return replace(plan, shares=_even(batch, plan.dp)) if plan.shares and batch % plan.dp else evenly(plan)
+    return replace(plan, shares=even_shares(batch, plan.dp)) if plan.shares and batch % plan.dp else evenly(plan)
 
 
 def _laid(
@@ -104,11 +104,6 @@ def _laid(
             return None
         owners.append(mine.pop())
     return alone, owners, [names[0] for names in by_size]
-
-
-def _even(batch: int, replicas: int) -> tuple[int, ...]:
-    least, more = divmod(batch, replicas)
-    return (least + 1,) * more + (least,) * (replicas - more)
 
 
 def proportional(slowness: Sequence[float], batch: int, least: int, most: Sequence[int]) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterd.core.clearing import Clearing, Making
+from clusterd.core.mixing import as_if_free
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
 from clusterd.core.steer import MOST_CONSIDERED, Steering
@@ -62,12 +63,10 @@ class Exchange(Steering):
 
     def _clear(self, p: Prospect, offer: Estimate) -> Making | None:
         """What would have to change, its own devices counting as free; nobody can sit on those before it has left."""
-        attempt = p.job.attempt
-        assert attempt is not None
         clearing = Clearing(self.room, p, [v for v in self._movable() if v is not p])
-        self.room.put(p.devices, attempt.cores, attempt.memory_bytes)
-        making = clearing.make(offer, lambda v: self._sizes_of(v, False), self.mobility.cost_s)
-        self.room.take(p.devices, attempt.cores, attempt.memory_bytes)
+        making = as_if_free(
+            self.room, p, lambda: clearing.make(offer, lambda v: self._sizes_of(v, False), self.mobility.cost_s)
+        )
         own = {d.id for d in p.devices}
         if making is None or not making.changes:
             return None

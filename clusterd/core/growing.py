@@ -93,7 +93,7 @@ class Growing(Bargain):
         """Devices of several types for one who runs, where these gain more than what was found."""
         mixing, cost_s = self.mixing, self.mobility.move_s(p.job)
         assert mixing is not None
-        price = self.habits.thrift * self.behind.get(p.job.id, 0) / self.total
+        price = self._price(p, self.habits.thrift)
         now_s = p.now_s * (1.0 + price * len(p.devices))
         least_s = max(gain_s + WORTHWHILE * p.now_s, self.habits.grow * cost_s)
 

@@ -82,21 +82,9 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
     attempt = job.attempt
     assert attempt is not None and attempt.plan is not None, "only what runs under a plan is moved"
     attempt.last_generation += 1
-    migration = Migration(
-        number=len(job.migrations) + 1,
-        generation=attempt.last_generation,
-        plan=move.plan,
-        ranks={place.rank: Rank(place) for place in move.ranks},
-        old_plan=attempt.plan,
-        reason=move.reason,
-        started_s=now_s,
-        cores=dict(move.cores),
-        memory_bytes=dict(move.memory_bytes),
-        lost=tuple(sorted(lost)),
-    )
-    for place in move.ranks:
-        if place.device is not None and place.device not in state.leases:
-            state.leases[place.device] = _lease(state, attempt, place, migration.generation)
+    migration = _noted(job, attempt.plan, move, attempt.last_generation, now_s)
+    migration.lost = tuple(sorted(lost))
+    _lease_lacking(state, attempt, move, migration.generation)
     _book(state, _more(migration.cores, attempt.cores), _more(migration.memory_bytes, attempt.memory_bytes))
     attempt.migration = migration
     return migration
@@ -105,23 +93,38 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
 def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: float) -> Migration:
     """Book what the job lacks of the devices that it will start again on; its ranks are being stopped for that."""
     assert attempt.plan is not None, "only what runs under a plan is moved"
-    for place in move.ranks:
-        if place.device is not None and place.device not in state.leases:
-            state.leases[place.device] = _lease(state, attempt, place, attempt.generation)
-            attempt.kept[place.device] = place.host
+    attempt.kept |= _lease_lacking(state, attempt, move, attempt.generation)
+    migration = _noted(job, attempt.plan, move, 1, now_s)  # the first generation of the next attempt
+    migration.local_bytes = ModelShape.from_dict(job.shape or {}).state_bytes
+    migration.restarts = True
+    return migration
+
+
+def learn_cost(known: dict[str, float], model: str, downtime_s: float) -> None:
+    """What moves of a model cost: the newest counts for a third, for machines and links change."""
+    known[model] = 0.7 * known.get(model, downtime_s) + 0.3 * downtime_s
+
+
+def _noted(job: Job, old_plan: Plan, move: Move, generation: int, now_s: float) -> Migration:
     return Migration(
         number=len(job.migrations) + 1,
-        generation=1,
+        generation=generation,
         plan=move.plan,
         ranks={place.rank: Rank(place) for place in move.ranks},
-        old_plan=attempt.plan,
+        old_plan=old_plan,
         reason=move.reason,
         started_s=now_s,
         cores=dict(move.cores),
         memory_bytes=dict(move.memory_bytes),
-        local_bytes=ModelShape.from_dict(job.shape or {}).state_bytes,
-        restarts=True,
     )
+
+
+def _lease_lacking(state: State, attempt: Attempt, move: Move, generation: int) -> dict[DeviceId, HostId]:
+    """Lease the devices of a move that are free; which these were."""
+    lacking = {p.device: p for p in move.ranks if p.device is not None and p.device not in state.leases}
+    for device, place in lacking.items():
+        state.leases[device] = _lease(state, attempt, place, generation)
+    return {device: place.host for device, place in lacking.items()}
 
 
 def switch(state: State, job: Job, attempt: Attempt) -> Retired:

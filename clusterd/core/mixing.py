@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from clusterd.core.blend import UNBOUNDED, blend
 from clusterd.core.choose import USABLE_SHARE
@@ -31,6 +32,7 @@ Cost = Callable[[float, int], float]
 """What running at this step time on so many devices costs; less is better."""
 
 Found = tuple[Estimate, list[Device]]
+Seen = TypeVar("Seen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,7 @@ def _cover(known: Known, free: Mapping[str, list[int]], limits: Mapping[str, int
     return tuple(types) if len(set(types)) > 1 else None
 
 
-def as_if_free(room: Room, p: Prospect, look: Callable[[], Found | None]) -> Found | None:
+def as_if_free(room: Room, p: Prospect, look: Callable[[], Seen]) -> Seen:
     """What is found while a running job's own devices are in the room."""
     attempt = p.job.attempt
     assert attempt is not None

@@ -38,8 +38,7 @@ class OnAttempts(OnTrials):
         onward.downtime_s, onward.ended_s = self._now_s - onward.started_s, self._now_s
         stopped_s = sum(seconds for _, seconds, _ in onward.phases)
         onward.phases.append(("start", onward.downtime_s - stopped_s, f"{len(onward.ranks)} new ranks read it"))
-        before_s = self.state.restart_costs_s.get(job.model, onward.downtime_s)
-        self.state.restart_costs_s[job.model] = 0.7 * before_s + 0.3 * onward.downtime_s
+        migrations.learn_cost(self.state.restart_costs_s, job.model, onward.downtime_s)
         self._set_timer(f"settle:{job.id}", self._now_s + elastic.SETTLE_S, f"{job.spec.name} was moved")
 
     def _is_target_reached(self, job: Job, attempt: Attempt) -> None:

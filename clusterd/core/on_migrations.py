@@ -137,8 +137,7 @@ class OnMigrations(Stopping):
         attempt.resuming = False
         job = self.state.jobs[event.job]
         job.migrations[-1].downtime_s, job.migrations[-1].ended_s = event.downtime_s, event.at_s
-        before_s = self.state.move_costs_s.get(job.model, event.downtime_s)
-        self.state.move_costs_s[job.model] = 0.7 * before_s + 0.3 * event.downtime_s
+        migrations.learn_cost(self.state.move_costs_s, job.model, event.downtime_s)
         if job.trial is None:
             trials.let_go(self.state, attempt)
         # What could not be thought of so soon after this move is thought of then.

@@ -76,12 +76,11 @@ class Steering(Growing):
         """What was found for one who waits, or devices of several types where these serve it better."""
         if self.mixing is None or self.mixing.left <= 0:
             return found
+        # Every device is somebody's share: a mix that is a little faster takes what others are to have.
         if found is not None and self.spare <= 0:
-            return (
-                found  # every device is somebody's share: a mix that is a little faster takes what others are to have
-            )
+            return found
         self.mixing.left -= 1
-        price = self.habits.price * self.behind.get(p.job.id, 0) / self.total
+        price = self._price(p, self.habits.price)
         mixed = self.mixing.best(
             p,
             self._most_mixed(p, want),

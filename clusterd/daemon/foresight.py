@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clusterd.core.state import Job
+from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move
 from plans.layout import layout
 from plans.model_shape import ModelShape
@@ -32,19 +32,11 @@ def foresee(job: Job, move: Move, crowded: str | None = None, restart_s: float |
     attempt = job.attempt
     assert attempt is not None and attempt.plan is not None and job.shape is not None
     shape = ModelShape.from_dict(job.shape)
-    old = [rank.place for _, rank in sorted(attempt.ranks.items())]
-    moves = plan_moves(
-        layout(shape, attempt.plan),
-        layout(shape, move.plan),
-        [place.host for place in old],
-        [place.host for place in move.ranks],
-        [str(place.device) for place in old],
-        [str(place.device) for place in move.ranks],
-    )
-    local, network = moves.local_bytes, moves.network_bytes
-    seconds = _downtime_s(job, local, network)
     if crowded is not None:
         local, network, seconds = shape.state_bytes, 0, restart_s or RESTART_S
+    else:
+        local, network = _bytes(shape, attempt, move)
+        seconds = _downtime_s(job, local, network)
     return {
         "plan": str(move.plan),
         "from": str(attempt.plan),
@@ -55,6 +47,21 @@ def foresee(job: Job, move: Move, crowded: str | None = None, restart_s: float |
         "crowded": crowded,
         "predicted_downtime_s": seconds,
     }
+
+
+def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:
+    """Within hosts, and between them."""
+    assert attempt.plan is not None, "only what runs under a plan is moved"
+    old = [rank.place for _, rank in sorted(attempt.ranks.items())]
+    moves = plan_moves(
+        layout(shape, attempt.plan),
+        layout(shape, move.plan),
+        [place.host for place in old],
+        [place.host for place in move.ranks],
+        [str(place.device) for place in old],
+        [str(place.device) for place in move.ranks],
+    )
+    return moves.local_bytes, moves.network_bytes
 
 
 def _downtime_s(job: Job, local: int, network: int) -> float:

@@ -23,7 +23,7 @@ from clusterd.core.outlook import Estimate, Outlook, evenly
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.engine import Engine
 from plans.model_shape import ModelShape
-from plans.plan import Plan
+from plans.plan import replicas
 from profiling import fleet
 from profiling.coefficients import INDEX
 from profiling.fleet import DeviceType
@@ -44,6 +44,7 @@ class Learned:
         self._engine = engine
         self._path = store
         self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
+        self._software: dict[str, str] = {}  # of the newest job of each model
         self._told_s: dict[str, float] = {}
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
 
@@ -119,6 +120,7 @@ class Learned:
 
     async def described(self, model: str) -> None:
         """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
+        self._software.pop(model, None)
         outlook = self._state.outlooks.get(model)
         wishes = {job.spec.resources.plan for job in self._alive(model)} - {None}
         if outlook is None or model not in self._told_s or not wishes <= {x.plan for x in outlook.estimates}:
@@ -143,9 +145,9 @@ class Learned:
             found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, KEPT_PER_SHAPE, always))
             estimates += [_estimate(devices, one) for one in found]
             if more := shapes_together(devices, types.values()):
-                uneven = {
-                    near for n in {sum(s) for s in more} if (near := _unevenly(n, shape.global_batch)) is not None
-                }
+                # On devices of unequal speed a batch need not be one that plain replicas can cut evenly.
+                plain = {replicas(count, shape.global_batch) for count in {sum(s) for s in more}}
+                uneven = {plan for plan in plain if plan.shares}
                 found = await anyio.to_thread.run_sync(partial(known.ranked, more, KEPT_PER_SHAPE, always | uneven))
                 told = {(x.plan, x.shape) for x in estimates if x.device_type == devices.name}
                 beyond += [
@@ -173,8 +175,10 @@ class Learned:
 
     def _environment(self, model: str) -> str:
         """Software of the newest job of a model: the next will likely run under that too."""
-        newest = (j for j in reversed(self._state.jobs.values()) if j.model == model and j.shape is not None)
-        return next((_environment(job) for job in newest), "")
+        if model not in self._software:  # it is asked for with every step that is heard of
+            newest = (j for j in reversed(self._state.jobs.values()) if j.model == model and j.shape is not None)
+            self._software[model] = next((_environment(job) for job in newest), "")
+        return self._software[model]
 
     def _link(self, device_type: str) -> str:
         """Between hosts with such devices, by the slowest; empty: not known of all."""
@@ -228,12 +232,6 @@ def shapes_together(devices: DeviceType, all_types: Iterable[DeviceType]) -> lis
         return []
     together = replace(devices, per_host=tuple(sorted((n for one in alike for n in one.per_host), reverse=True)))
     return [shape for shape in fleet.shapes(together)[:SHAPES_MOST] if len(shape) > 1]
-
-
-def _unevenly(count: int, batch: int) -> Plan | None:
-    """Plain replicas for which the batch cannot be cut evenly: on devices of unequal speed it need not be."""
-    least, more = divmod(batch, count)
-    return Plan(dp=count, shares=(least + 1,) * more + (least,) * (count - more)) if more and least else None
 
 
 def _estimate(devices: DeviceType, one: Ranked) -> Estimate:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from clusterd.simulate.truth import ModelTruth, replicas
-from plans.plan import Plan
+from clusterd.simulate.truth import ModelTruth
+from plans.plan import Plan, replicas
 
 
 def truth_of(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> float | None:

@@ -83,12 +83,6 @@ class Truth:
         return Truth(kept, self.source)
 
 
-def replicas(devices: int, batch: int) -> Plan:
-    """Plain data parallelism, the batch cut as evenly as it can be."""
-    least, more = divmod(batch, devices)
-    return Plan(dp=devices, shares=(least + 1,) * more + (least,) * (devices - more) if more and least else ())
-
-
 def by_count(model: ModelTruth) -> ModelTruth:
     """The same, of which policies are told the step time by number of devices alone: that on fewest hosts.
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from clusterd.train import build
 from clusterd.train.exits import PlanRefused
-from plans.plan import Plan
+from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
 _READING = 0xFFFF
@@ -111,8 +111,7 @@ def nested(value: Any, of_part: Callable[[Any], Any]) -> Any:
 
 def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
     """Sizes that differ by at most one, larger ones first."""
-    size, rest = divmod(share, accumulation)
-    return [size + (i < rest) for i in range(accumulation)]
+    return list(even_shares(share, accumulation))
 
 
 def _ignore_sigterm(_worker: int) -> None:

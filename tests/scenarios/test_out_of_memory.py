@@ -34,17 +34,7 @@ train.run(
 
 def test_a_plan_that_runs_out_of_memory_costs_no_step(local_cluster: RunningCluster) -> None:
     """The rank that found no memory holds the state of its last step; the job trains on under the plan before."""
-    work = local_cluster.directory / "work"
-    work.mkdir()
-    (work / "train.py").write_text(SCRIPT)
-    text = f"""
-kind = "elastic"
-trials = false
-workdir = "{work}"
-command = ["python", "train.py"]
-resources = {{ devices = 1 }}
-"""
-    job = local_cluster.submit(text, "large")
+    job = local_cluster.submit_script(SCRIPT, "large")
     local_cluster.wait_for(job, lambda row: row["step"] >= 3)
     local_cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", check=False)
     row = local_cluster.wait_for(job, lambda row: len(row["migrations"]) >= 2 and row["migrations"][-1]["ended_s"])

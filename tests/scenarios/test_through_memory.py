@@ -43,19 +43,10 @@ def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningC
     """One host, so no snapshots on a second one: the state of the last step is all there is, and it is enough."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cluster.start(hosts=1, devices=max(total // DEVICE_BYTES, 4))
-    work = cluster.directory / "work"
-    work.mkdir()
-    (work / "train.py").write_text(SCRIPT.replace("STEPS", "60"))
-    text = f"""
-kind = "elastic"
-trials = false
-workdir = "{work}"
-command = ["python", "train.py"]
-resources = {{ devices = 1 }}
-"""
-    undisturbed = cluster.submit(text, "undisturbed")
+    script = SCRIPT.replace("STEPS", "60")
+    undisturbed = cluster.submit_script(script, "undisturbed")
     cluster.wait_for(undisturbed, lambda row: row["state"] == "finished")
-    job = cluster.submit(text, "full")
+    job = cluster.submit_script(script, "full")
     cluster.wait_for(job, lambda row: row["step"] >= 3)
     said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", "--dry-run").stdout
     assert (

@@ -17,7 +17,6 @@ from clusterd.simulate import run, workload
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers import a800, read
-from clusterd.simulate.loop import Simulation
 from clusterd.simulate.metrics import figures
 from clusterd.simulate.runs import Disturbance
 from clusterd.simulate.truth import Truth, read_truth
@@ -77,16 +76,7 @@ def test_every_policy_finishes_every_job_and_breaks_no_invariant(files: tuple[Pa
     """Whatever the order, all steps are trained, and no device is given twice."""
     given = setting(files)
     wrong: list[str] = []
-    simulation = Simulation(
-        given.cluster,
-        given.workload,
-        given.truth,
-        given.outlooks,
-        POLICIES[policy](),
-        given.costs(policy),
-        on_batch=lambda state, events, decisions: wrong.extend(violations(state)),
-    )
-    result = simulation.run()
+    result = run.simulate(given, policy, lambda state, events, decisions: wrong.extend(violations(state)))
     found = figures(result)
     assert wrong == []
     assert (found["finished"], found["jobs"]) == (3, 3)
@@ -266,15 +256,6 @@ def test_on_two_types_every_job_finishes_and_no_invariant_is_broken(tmp_path: Pa
     lines = [f"j{n},{40 * n},0,net,{1 << n % 4},8,ga,{50 + 130 * n % 700},0" for n in range(12)]
     given = two_types(tmp_path, "\n".join(lines).replace("net,8", "net,4") + "\n")
     wrong: list[str] = []
-    simulation = Simulation(
-        given.cluster,
-        given.workload,
-        given.truth,
-        given.outlooks,
-        POLICIES[policy](),
-        given.costs(policy),
-        on_batch=lambda state, events, decisions: wrong.extend(violations(state)),
-    )
-    found = figures(simulation.run())
+    found = figures(run.simulate(given, policy, lambda state, events, decisions: wrong.extend(violations(state))))
     assert wrong == []
     assert (found["finished"], found["jobs"]) == (12, 12)
