@@ -107,8 +107,15 @@ class RunningCluster:
             row = self.job(job)
             return wanted(row)
 
-        until(look, timeout_s, lambda: f"{row.get('state')}: {row.get('reason')}\n{self.log()}")
+        until(look, timeout_s, lambda: f"{row.get('state')}: {row.get('reason')}\n{self.log()}\n{self.story(job)}")
         return row
+
+    def story(self, job: str) -> str:
+        """What the daemon and the job's ranks said, newest last, for whoever wonders why a test failed."""
+        said = [self.run("why", job, check=False).stdout]
+        for log in sorted(self.directory.glob(f"local/*/agent/attempts/{job}.*/*.log")):
+            said += [f"--- {log.relative_to(self.directory)}", *log.read_text(errors="replace").splitlines()[-8:]]
+        return "\n".join(said)
 
     def wait_until_up(self, count: int) -> None:
         until(lambda: sum(h["state"] == "up" for h in self.call("hosts")) == count, 30.0, self.log)
@@ -131,7 +138,19 @@ class RunningCluster:
 
 
 def crash_host(directory: Path, number: int) -> None:
-    """Everything of one embedded host ends at once, as when its power fails: nothing sees anything else die."""
+    """Everything of one embedded host ends at once: nothing sees anything else die. Its kernel closes connections."""
+    for pid in _freeze(directory, number):
+        os.kill(pid, signal.SIGKILL)
+
+
+def cut_power(directory: Path, number: int) -> None:
+    """One embedded host is silent from now on, as when its power fails: no connection of its ranks is closed."""
+    for pid in _freeze(directory, number):
+        if b" attach " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
+            os.kill(pid, signal.SIGKILL)  # this one runs on the head node
+
+
+def _freeze(directory: Path, number: int) -> list[int]:
     home = f"{directory}/local/{number}/".encode()
     mine = []
     for pid in processes_of(directory):
@@ -141,8 +160,7 @@ def crash_host(directory: Path, number: int) -> None:
                 mine.append(pid)
         except OSError:
             continue
-    for pid in mine:
-        os.kill(pid, signal.SIGKILL)
+    return mine
 
 
 def _is_zombie(pid: int) -> bool:

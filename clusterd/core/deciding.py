@@ -7,7 +7,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import Start
-from clusterd.types import HostId, JobId, JobState
+from clusterd.types import HostId, HostState, JobId, JobState
 
 
 class Deciding:
@@ -76,6 +76,21 @@ class Deciding:
                 attempt=attempt.number,
                 generation=attempt.generation,
                 hosts=attempt.hosts,
+            )
+        )
+
+    def _cut_off(self, attempt: Attempt, reason: str) -> None:
+        """Tell what is left of the attempt that peers are gone; once."""
+        attempt.cut_off = True
+        up = tuple(h for h in attempt.hosts if self.state.hosts[h].state is HostState.UP)
+        self._decide(
+            d.CutOffSurvivors(
+                cause=self._cause,
+                reason=reason,
+                job=attempt.job,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                hosts=up,
             )
         )
 

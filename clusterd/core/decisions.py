@@ -80,7 +80,8 @@ class StartMigration(Decision):
     new_generation: int
     new_plan: Plan
     new_ranks: tuple[RankPlace, ...]
-    lost: tuple[int, ...] = ()  # old ranks that are dead
+    lost: tuple[int, ...] = ()  # old ranks that are dead, or behind those that are left
+    step: int | None = None  # with lost ranks: that those that are left are to end, if they have not
 
     @property
     def devices(self) -> int:
@@ -102,6 +103,16 @@ class AbortMigration(Decision):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeAttempt(Decision):
     """The switch is made: the ranks of `generation` train from here on."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    hosts: tuple[HostId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutOffSurvivors(Decision):
+    """Tell ranks that peers of theirs are gone: a host that lost its power closes no connection, and they wait."""
 
     job: JobId
     attempt: int

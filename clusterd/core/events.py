@@ -238,6 +238,7 @@ class RankOrphaned(Event):
     generation: int
     rank: int
     step: int
+    may_finish: bool = False  # it has all that the next step needs of others, should one of them have made that step
     out_of_memory: bool = False  # its own plan does not fit its device; peers that it cuts off say no such thing
 
 

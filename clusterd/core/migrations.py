@@ -149,7 +149,8 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
             state.leases[device] = _lease(state, attempt, rank.place, attempt.generation)
     attempt.migration, attempt.resuming = None, True
     attempt.orphaned.clear()
-    attempt.is_too_large = False
+    attempt.may_finish.clear()
+    attempt.cut_off = attempt.is_too_large = False
     job.migrations.append(migration)
     return old
 

@@ -6,9 +6,9 @@ from clusterd.core import attempts, elastic, migrations, recovery
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_trials import OnTrials
-from clusterd.core.state import Attempt, Job, Migration, Outcome
+from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
 from clusterd.core.view import Refusal, View
-from clusterd.types import AttemptState, JobState, RankReport
+from clusterd.types import AttemptState, HostState, JobState, RankEnd, RankReport, Reason
 
 TARGET_TIMES = 3
 """Looks in a row at a loss that is on target."""
@@ -96,10 +96,13 @@ class OnAttempts(OnTrials):
         if attempt is None or attempt.state is not AttemptState.RUNNING:
             return
         attempt.orphaned[event.rank] = event.step
+        if event.may_finish:
+            attempt.may_finish.add(event.rank)
         attempt.is_too_large |= event.out_of_memory
         if f"recover:{event.job}" not in self.state.timers:
-            until_s = event.at_s + recovery.WAIT_FOR_SURVIVORS_S
-            self._set_timer(f"recover:{event.job}", until_s, f"rank {event.rank} lost its peers")
+            self._set_timer(
+                f"recover:{event.job}", self._now_s + recovery.NOTICE_S, f"rank {event.rank} lost its peers"
+            )
         self._recover(attempt)
 
     def _after_end(self, attempt: Attempt) -> None:
@@ -115,8 +118,33 @@ class OnAttempts(OnTrials):
             job.reason = (
                 f"a rank died ({next(end for end in ends if not end.is_success)}); its peers are asked what they hold"
             )
-            self._set_timer(f"recover:{job.id}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, job.reason)
+            self._set_timer(f"recover:{job.id}", self._now_s + recovery.NOTICE_S, job.reason)
         self._recover(attempt)
+
+    def _survivors_are_late(self, attempt: Attempt) -> None:
+        """Not everyone is known to be dead or waiting: tell them, and at last go on without what they hold."""
+        silent = sorted(recovery.undecided(attempt, self.state.hosts))
+        if attempt.cut_off:
+            self._stop(attempt, Outcome.HOST_LOST, f"ranks died, and ranks {silent} did not say what they hold")
+            return
+        why = f"ranks {silent} have not noticed that peers are gone" if silent else "ranks died"
+        self._cut_off(attempt, why)
+        self._set_timer(f"recover:{attempt.job}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, why)
+
+    def _outlives(self, attempt: Attempt, host: Host) -> bool:
+        """Whether ranks on other hosts may have all that is needed; they are asked then."""
+        job = self.state.jobs[attempt.job]
+        end = RankEnd(reason=Reason.LOST)
+        others = [h for h in attempt.hosts if self.state.hosts[h].state is HostState.UP]
+        if not others or job.step < 1 or not recovery.may_recover(job, attempt, end):
+            return False
+        if attempt.migration is not None:
+            self._give_up_migration(attempt, f"{host.id} is lost")
+        job.reason = f"{host.id} is lost ({host.why}); ranks on {', '.join(others)} are asked what they hold"
+        self._cut_off(attempt, job.reason)
+        self._set_timer(f"recover:{job.id}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, job.reason)
+        self._recover(attempt)
+        return True
 
     def _recover(self, attempt: Attempt) -> None:
         """Go on from what is left, once it is known what that is."""
@@ -132,14 +160,19 @@ class OnAttempts(OnTrials):
         if attempt.resuming:  # what is left came by a move that nobody will report the end of
             attempt.resuming, job.migrations[-1].ended_s = False, self._now_s
         self._give_up_trial(job, "out of memory" if attempt.is_too_large else "ranks died", attempt.is_too_large)
-        way = recovery.way_on if lost else recovery.way_back
-        answer = way(job, attempt, View(self.state, self._now_s))
+        step = max((attempt.orphaned[rank] for rank in set(attempt.orphaned) - lost), default=0)
+        view = View(self.state, self._now_s)
+        if lost:
+            lost = set(attempt.ranks) - (recovery.outlived_by(attempt, step) - lost)
+            answer = recovery.way_on(job, attempt, view, sorted(lost))
+        else:
+            answer = recovery.way_back(job, attempt, view)
         if isinstance(answer, Refusal):
             self._stop(attempt, Outcome.HOST_LOST, answer.reason)
         elif stale := migrations.objection(self.state, job, answer, after_loss=True):
             self._stop(attempt, Outcome.HOST_LOST, stale)
         else:
-            self._begin_migration(job, attempt, answer, lost)
+            self._begin_migration(job, attempt, answer, lost, step)
 
     def _on_attempt_stopped(self, event: e.AttemptStopped) -> None:
         host = self.state.hosts.get(event.host)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core import attempts, recovery
+from clusterd.core import attempts
 from clusterd.core import events as e
 from clusterd.core.on_attempts import OnAttempts
 from clusterd.core.reconcile import reconcile
@@ -55,8 +55,7 @@ class OnHosts(OnAttempts):
         elif kind == "recover":
             job = self.state.jobs.get(JobId(about))
             if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
-                silent = sorted(recovery.undecided(job.attempt, self.state.hosts))
-                self._stop(job.attempt, Outcome.HOST_LOST, f"ranks died, and ranks {silent} did not say what they hold")
+                self._survivors_are_late(job.attempt)
         elif kind == "checkpoint":
             self._checkpoint_is_due(self.state.jobs.get(JobId(about)))
         elif kind == "trial":
@@ -149,8 +148,11 @@ class OnHosts(OnAttempts):
         host.go(HostState.LOST, self._now_s, host.why)
         self.state.recovering.discard(host_id)
         for attempt in list(self.state.attempts_on(host_id)):
-            if attempt.state is not AttemptState.STOPPING:
-                self._stop(attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
+            if host_id in attempt.hosts and attempt.state is not AttemptState.STOPPING:
+                if not self._outlives(attempt, host):
+                    self._stop(attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
+            elif attempt.migration is not None and any(p.host == host_id for p in attempt.migration.places):
+                self._give_up_migration(attempt, f"{host_id} is lost: {host.why}")
             self._gone_from(attempt, host_id)
             for generation in list(attempt.retired):
                 self._retired_gone(attempt, generation, host_id)

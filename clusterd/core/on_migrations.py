@@ -76,7 +76,9 @@ class OnMigrations(Stopping):
         else:
             self._hold(job, f"a move was refused: {full}")
 
-    def _begin_migration(self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = ()) -> None:
+    def _begin_migration(
+        self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = (), step: int | None = None
+    ) -> None:
         old_plan, old_ranks = attempt.plan, tuple(rank.place for _, rank in sorted(attempt.ranks.items()))
         migration = migrations.begin(self.state, job, move, self._now_s, lost)
         job.reason = move.reason
@@ -94,6 +96,7 @@ class OnMigrations(Stopping):
                 new_plan=move.plan,
                 new_ranks=migration.places,
                 lost=migration.lost,
+                step=step,
             )
         )
 
@@ -126,9 +129,8 @@ class OnMigrations(Stopping):
         old_generation = attempt.generation
         retired = migrations.switch(self.state, job, attempt)
         self._resume(attempt, f"the whole state of step {event.step} is there: {migration.reason}")
-        for host_id in sorted(retired.pending):
-            reason = f"its state has moved to generation {attempt.generation}"
-            self._stop_on(host_id, job.id, attempt.number, old_generation, self._grace_s(attempt), reason)
+        reason = f"its state has moved to generation {attempt.generation}"
+        self._retire(attempt, old_generation, retired, self._grace_s(attempt), reason)
 
     def _on_migration_finished(self, event: e.MigrationFinished) -> None:
         attempt = self.state.attempt(event.job, event.attempt, event.generation)

@@ -1,13 +1,14 @@
 """When ranks die under an elastic job: those that are left hold its state, and often all of it.
 
 The survivors of a broken collective keep what they have and say so. Once each rank is known to be dead or waiting, the
-job is moved to new ranks with the dead left out of the old layout: replicas stand in for them. Where the dead held the
-only copy of something, or survivors differ by a step, there is nothing to move, and the attempt ends.
+job is moved to new ranks with the dead left out of the old layout: replicas stand in for them. A survivor that is a
+step behind ends that step from the gradients it has, or is left out too. Where the dead held the only copy of
+something, there is nothing to move, and the attempt ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from clusterd.core import elastic, trials
 from clusterd.core.state import Attempt, Host, Job
@@ -17,8 +18,11 @@ from plans.layout import layout
 from plans.model_shape import ModelShape
 from plans.reshard import IncompleteLayout, plan_moves
 
+NOTICE_S = 5.0
+"""For ranks to notice by themselves that a peer is gone; then they are told."""
+
 WAIT_FOR_SURVIVORS_S = 90.0
-"""For ranks to notice that a peer is gone, and for a dead host's connection to be known as dead."""
+"""For ranks that were told to say what they hold."""
 
 _SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM)
 """Ends without a word of the job's own: the code did not fail, something took its process away."""
@@ -62,15 +66,19 @@ def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
     return answer if isinstance(answer, Move) else Refusal(job.id, f"{attempt.plan} ran out of memory, and {answer}")
 
 
-def way_on(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
-    """New ranks that the survivors' state can be moved to, or why there are none."""
-    lost = sorted(dead(attempt, view.hosts))
-    survivors = sorted(set(attempt.orphaned) - set(lost))
-    if not survivors:
+def outlived_by(attempt: Attempt, step: int) -> set[int]:
+    """Survivors that hold the state of the end of `step`, or can make it."""
+    return {r for r, at in attempt.orphaned.items() if at == step or (at == step - 1 and r in attempt.may_finish)}
+
+
+def way_on(job: Job, attempt: Attempt, view: View, lost: Sequence[int]) -> Move | Refusal:
+    """New ranks that the survivors' state can be moved to, or why there are none.
+
+    Args:
+        lost: ranks that are dead, or whose state is older than others'.
+    """
+    if len(lost) == len(attempt.ranks):
         return Refusal(job.id, f"no rank is left of {len(attempt.ranks)}")
-    steps = {attempt.orphaned[rank] for rank in survivors}
-    if len(steps) != 1:
-        return Refusal(job.id, f"the ranks that are left are at different steps: {sorted(steps)}")
     move = elastic.after_loss(job, attempt, view, f"rank {', '.join(map(str, lost))} died")
     if move is None:
         return Refusal(job.id, "no plan fits the devices that are left")

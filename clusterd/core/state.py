@@ -167,6 +167,8 @@ class Attempt:
     resuming: bool = False  # switched, and not known to train yet
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
     orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
+    may_finish: set[int] = field(default_factory=set)  # of these, what can make one step more alone
+    cut_off: bool = False  # ranks that wait for the dead were told
     is_too_large: bool = False  # a rank ran out of memory under the plan that it was moved to
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
     past_plans: dict[int, Plan] = field(default_factory=dict)  # of each generation that trained

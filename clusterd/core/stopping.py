@@ -5,9 +5,9 @@ from __future__ import annotations
 from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
-from clusterd.core.state import Attempt, Job, Migration, Outcome
+from clusterd.core.state import Attempt, Job, Migration, Outcome, Retired
 from clusterd.core.view import Start
-from clusterd.types import AttemptState, HostId, JobKind, JobState
+from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState
 
 KEEPING_S = 60.0
 """At least, for ranks to end their step and copy their state to host memory; then they are killed."""
@@ -65,6 +65,13 @@ class Stopping(Deciding):
         if gone and attempt.state is AttemptState.STOPPING and not attempt.pending and not attempt.retired:
             self._conclude(attempt)
 
+    def _retire(self, attempt: Attempt, generation: int, retired: Retired, grace_s: float, reason: str) -> None:
+        """Have ranks of a generation that is not the attempt's end; a lost host is not waited for."""
+        for host_id in sorted(retired.pending):
+            self._stop_on(host_id, attempt.job, attempt.number, generation, grace_s, reason)
+            if self.state.hosts[host_id].state is HostState.LOST:
+                self._retired_gone(attempt, generation, host_id)
+
     def _conclude(self, attempt: Attempt) -> None:
         trials.let_go(self.state, attempt)
         attempt.go(AttemptState.ENDED)
@@ -113,8 +120,7 @@ class Stopping(Deciding):
         reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on"
         job.reason = reason
         self._abort(attempt, generation, attempt.hosts, reason)
-        for host_id in sorted(retired.pending):
-            self._stop_on(host_id, job.id, attempt.number, generation, 0.0, reason)
+        self._retire(attempt, generation, retired, 0.0, reason)
 
 
 def _from_where(job: Job) -> str:

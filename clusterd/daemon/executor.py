@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -68,6 +69,8 @@ class Executor:
                     self._begin(self._mover.abort, decision)
                 case d.ResumeAttempt():
                     self._begin(self._mover.resume, decision)
+                case d.CutOffSurvivors():
+                    self._begin(self._cut_off, decision)
                 case d.TakeCheckpoint():
                     self._begin(self._checkpoint, decision)
                 case d.SetTimer():
@@ -245,6 +248,13 @@ class Executor:
         which: dict[str, Any] = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
         for host in decision.hosts:
             await self._hosts.request(host, "tell", message=message, **which)
+
+    async def _cut_off(self, decision: d.CutOffSurvivors) -> None:
+        message = {"event": "peers_lost", "reason": decision.reason}
+        which: dict[str, Any] = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
+        async with anyio.create_task_group() as group:
+            for host in decision.hosts:
+                group.start_soon(partial(self._hosts.request, host, "tell", message=message, **which))
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

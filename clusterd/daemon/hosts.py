@@ -241,6 +241,7 @@ class Hosts:
                 generation=message["generation"],
                 rank=message["rank"],
                 step=message["said"]["step"],
+                may_finish=bool(message["said"].get("may_finish", False)),
                 out_of_memory=bool(message["said"].get("out_of_memory", False)),
             )
         )

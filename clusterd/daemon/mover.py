@@ -306,6 +306,7 @@ class _Move:
             "token": secrets.token_hex(16),
             "shape": state.jobs[decision.job].shape,
             "lost": list(decision.lost),
+            "step": decision.step,
             "old": _side(decision.generation, decision.plan.to_dict(), decision.ranks),
             "new": _side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
             "fabric": fabric,

@@ -279,6 +279,18 @@ class Simulation:
             events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
         return events
 
+    def _when_cut_off(self, what: d.CutOffSurvivors) -> list[e.Event]:
+        """Nobody's replicas stand in for what was lost with a host: after a fault all policies go on from snapshots."""
+        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
+        if attempt is None:
+            return []
+        which: dict[str, Any] = {"job": what.job, "attempt": what.attempt, "generation": what.generation}
+        return [
+            e.RankExited(**self._stamp(), **which, host=rank.place.host, rank=number, end=RankEnd(reason=Reason.LOST))
+            for number, rank in attempt.ranks.items()
+            if rank.place.host in what.hosts
+        ]
+
     def _when_stopped(self, what: d.StopAttempt) -> list[e.Event]:
         run = self.runs[what.job]
         events: list[e.Event] = []
@@ -454,6 +466,9 @@ class Simulation:
         run.devices = len(places)
         self._at(self.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self.now_s + downtime_s)
+
+    def _do_CutOffSurvivors(self, decision: d.CutOffSurvivors) -> None:  # noqa: N802
+        self._at(self.now_s, "cut_off", decision)
 
     def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802
         self._at(decision.at_s, "timer", (decision.timer, decision.at_s))

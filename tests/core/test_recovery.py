@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.types import RankEnd, Reason
+from clusterd.types import DeviceId, HostId, JobId, RankEnd, Reason
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_trials import move, propose, running
@@ -96,3 +96,102 @@ def test_a_trial_that_was_interrupted_may_be_made_again(lab_with_two_hosts: Lab)
     (trial,) = lab.scheduler.state.jobs[job].trials
     assert trial.failure
     assert not trial.is_refused
+
+
+@pytest.fixture
+def spread(lab: Lab) -> tuple[Lab, JobId]:
+    """A job of four replicas on two hosts, and two free devices on a third."""
+    for host in "abc":
+        lab.host(host, gpus=2)
+    job = running(lab, devices=4)
+    assert lab.attempt(job).hosts == ("a", "b")
+    lab.attempt(job).plan = Plan(dp=4)
+    return lab, job
+
+
+def fire(lab: Lab, timer: str) -> list[d.Decision]:
+    assert timer in lab.scheduler.state.timers
+    return lab.tell(e.TimerFired(**lab.at(), timer=timer))
+
+
+def test_ranks_that_do_not_notice_are_told_before_they_are_given_up(spread: tuple[Lab, JobId]) -> None:
+    """A collective may wait for the dead for half an hour."""
+    lab, job = spread
+    lab.exit(job, rank=0, end=KILLED)
+    orphan(lab, job, 1, 9)
+    decided = fire(lab, f"recover:{job}")
+    told = d.CutOffSurvivors.match(decided, job=job)
+    assert told is not None
+    assert told.hosts == ("a", "b")
+    assert "ranks [2, 3]" in told.reason
+    assert not d.StopAttempt.match(decided)
+    orphan(lab, job, 2, 9)
+    start = d.StartMigration.match(orphan(lab, job, 3, 9), job=job)
+    assert start is not None
+    assert start.lost == (0,)
+
+
+def test_ranks_that_stay_silent_are_given_up(spread: tuple[Lab, JobId]) -> None:
+    lab, job = spread
+    lab.exit(job, rank=0, end=KILLED)
+    fire(lab, f"recover:{job}")
+    decided = fire(lab, f"recover:{job}")
+    assert d.StopAttempt.match(decided, job=job)
+    assert "ranks [1, 2, 3] did not say" in lab.attempt(job).why
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_job_outlives_a_host_without_power(spread: tuple[Lab, JobId], noticed: bool) -> None:
+    """Whether its peers notice or have to be told; and giving the host up must not take the job a second time."""
+    lab, job = spread
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="no answer"))
+    if noticed:
+        orphan(lab, job, 0, 9)
+    else:
+        assert d.CutOffSurvivors.match(fire(lab, "host-lost:b"), job=job, hosts=("a",))
+        orphan(lab, job, 0, 9)
+    start = d.StartMigration.match(orphan(lab, job, 1, 9), job=job)
+    assert start is not None
+    assert start.lost == (2, 3)
+    assert {place.host for place in start.new_ranks} == {"a", "c"}
+    attempt = lab.attempt(job)
+    who: dict[str, Any] = {"job": job, "attempt": attempt.number}
+    old, new = attempt.generation, attempt.migration.generation
+    lab.tell(
+        e.MigrationVerified(**lab.at(), **who, generation=new, step=9, network_bytes=0, local_bytes=1),
+        e.MigrationFinished(**lab.at(), **who, generation=new, downtime_s=0.1),
+        e.AttemptStopped(**lab.at(), **who, generation=old, host=HostId("a")),
+    )
+    if noticed:
+        assert not d.StopAttempt.match(fire(lab, "host-lost:b"), job=job)
+    assert lab.state(job) == "running"
+    assert attempt.number == 1
+    assert not attempt.retired
+    assert not [device for device in lab.scheduler.state.leases if device.startswith("b:")]
+
+
+def test_a_host_that_dies_under_a_move_to_it_does_not_take_the_job(spread: tuple[Lab, JobId]) -> None:
+    lab, job = spread
+    lab.tell(
+        e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), devices=(DeviceId("c:gpu0"), DeviceId("c:gpu1")))
+    )
+    assert lab.attempt(job).migration is not None
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("c"), why="no answer"))
+    decided = fire(lab, "host-lost:c")
+    assert lab.attempt(job).migration is None
+    assert not d.StopAttempt.match(decided, generation=1)
+    assert lab.state(job) == "running"
+    assert not [device for device in lab.scheduler.state.leases if device.startswith("c:")]
+
+
+@pytest.mark.parametrize("may_finish", [True, False])
+def test_a_survivor_a_step_behind_makes_that_step_or_is_left_out(spread: tuple[Lab, JobId], may_finish: bool) -> None:
+    """One got through the last reduction of the step, the other did not; the step that was made is not lost."""
+    lab, job = spread
+    lab.exit(job, rank=0, end=KILLED)
+    orphan(lab, job, 1, 9, may_finish=may_finish)
+    orphan(lab, job, 2, 10)
+    start = d.StartMigration.match(orphan(lab, job, 3, 10), job=job)
+    assert start is not None
+    assert start.step == 10
+    assert start.lost == ((0,) if may_finish else (0, 1))

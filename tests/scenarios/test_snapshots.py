@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RunningCluster, crash_host, until
+from tests.conftest import RunningCluster, crash_host, cut_power, until
 
 JOB = """
 kind = "elastic"
@@ -59,6 +59,27 @@ def test_a_host_dies_and_replicas_on_the_other_go_on(local_cluster: RunningClust
     assert row["attempt"] == 1
     steps = [line["step"] for line in lines(local_cluster, job, 1) if "step" in line]
     assert len(steps) == len(set(steps))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_host_loses_its_power_and_replicas_on_the_other_go_on(cluster: RunningCluster) -> None:
+    """No connection is closed, so ranks on the other host wait until they are told; giving up the host costs no step."""
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text('[daemon]\nhost_lost_after = "3s"\n')
+    cluster.run("start", "--local", "2", "--devices", "2", "--config", str(settings))
+    cluster.wait_until_up(2)
+    job = cluster.submit(JOB.format(plan="{ dp = 2, tp = 2 }", more=""), "replicated")
+    cluster.wait_for(job, lambda row: row["step"] >= 15)
+    cut_power(cluster.directory, 1)
+    row = cluster.wait_for(job, lambda row: any(not m["failure"] for m in row["migrations"]), timeout_s=120.0)
+    assert {device.split(":")[0] for device in row["migrations"][-1]["devices"]} == {"local0"}
+    step = row["step"]
+    row = cluster.wait_for(job, lambda row: row["step"] > step + 5 and row["state"] == "running")
+    assert row["attempt"] == 1
+    steps = [line["step"] for line in lines(cluster, job, 1) if "step" in line]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "lost" in next(line for line in cluster.run("host", "ls").stdout.splitlines() if "local1" in line)
 
 
 @pytest.mark.slow
