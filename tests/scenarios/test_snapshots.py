@@ -64,7 +64,7 @@ def test_a_host_dies_and_replicas_on_the_other_go_on(local_cluster: RunningClust
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_host_loses_its_power_and_replicas_on_the_other_go_on(cluster: RunningCluster) -> None:
-    """No connection is closed, so ranks on the other host wait until they are told; giving up the host costs no step."""
+    """No connection is closed, so ranks on the other host wait until they are told; no step is lost."""
     settings = cluster.directory / "clusterd.toml"
     settings.write_text('[daemon]\nhost_lost_after = "3s"\n')
     cluster.run("start", "--local", "2", "--devices", "2", "--config", str(settings))
