@@ -79,6 +79,15 @@ ALL: tuple[Coefficient, ...] = (
         "another code path, often another framework",
     ),
     Coefficient(
+        "crowding",
+        "1",
+        1e-3,
+        0.01,
+        "hardware",
+        "power with which ranks on one host slow each other's compute",
+        "none between GPUs, which share nothing that they compute with; CPU devices share caches and memory",
+    ),
+    Coefficient(
         "sharded_path", "1", 1.0, 0.04, "model", "slowness of forward and backward under ZeRO", "hooks and buckets"
     ),
     Coefficient(
@@ -129,6 +138,15 @@ ALL: tuple[Coefficient, ...] = (
         "model",
         "tensor-parallel traffic over what bytes and bandwidth say",
         "small messages, 2 or 4 bytes a number",
+    ),
+    Coefficient(
+        "tp_messages",
+        "1",
+        1.0,
+        0.6,
+        "model",
+        "delays of tensor-parallel sums, relative to those of a hop",
+        "what the framework does for each sum: on CPU hosts more than the sum takes",
     ),
     Coefficient(
         "pipe_slowness",

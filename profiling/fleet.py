@@ -127,8 +127,9 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
         "step_s": 1e-3,
         "offload_s": 1e-3,
     }
-    # FSDP scatters block by block, and each block takes milliseconds of Python on a core that has none to spare.
-    wide = Prior.typical(known=cpu, known_width=0.9).holding("scatter_messages", 30.0, 1.0)
+    wide = Prior.typical(known=cpu, known_width=0.9).holding("crowding", 0.3, 0.5).holding("tp_messages", 1.0, 1.0)
+    # FSDP gathers and scatters block by block, and each takes milliseconds of Python on a core that has none to spare.
+    wide = wide.holding("gather_messages", 10.0, 0.8).holding("scatter_messages", 15.0, 0.8)
     for name, value in (known or {}).items():
         # A probe is the best case of one kernel; a model's are smaller and many.
         wide = wide.holding(name, value * (0.6 if name == "compute_rate" else 1.0), 0.7)

@@ -202,6 +202,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
 
     parallel = (tp > 1) | (pp > 1)
     path = np.where(parallel, c("parallel_path"), 1.0) * np.where(zero > 1, c("sharded_path"), 1.0)
+    path = path * host_ranks ** c("crowding")
     unsharded = np.minimum(c("unsharded_share"), 1.0)
     cut = np.where(tp > 1, unsharded + (1.0 - unsharded) / tp, 1.0)
 
@@ -211,6 +212,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     compute = (samples * np.maximum(flops, 1.0) / c("compute_rate") * cut + c("launch_s") * layers / speed) / pp * path
     tp_rate = np.where(tp_crosses > 0, through_network(np.maximum(tp_flows, 1.0), tp_devices), local)
     tp_delay = np.where(tp_crosses > 0, c("network_latency_s") / 20.0, c("local_latency_s"))
+    tp_delay = tp_delay * c("tp_messages")
     summed = np.where(
         tp > 1,
         2.0 * (tp - 1.0) / tp * samples * tp_bytes / tp_rate * c("tp_slowness") + 4.0 * layers * tp_delay,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -129,12 +130,16 @@ class Agent:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
+        self._connections: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # who is served has hung up itself
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(10)
 
@@ -144,6 +149,7 @@ class Agent:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            self._connections.append(connection)
             self._threads.append(threading.Thread(target=self._serve, args=[connection], daemon=True))
             self._threads[-1].start()
 
