@@ -52,7 +52,7 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tp4": ("tp=4", FOUR),
     "zero3": ("dp=4,zero=3", FOUR),
     "pp2 x tp2": ("tp=2,pp=2,accumulation=2", FOUR),
-    "2 ranks": ("tp=2", ("local0:cpu0", "local1:cpu0")),
+    "2 ranks": ("tp=2", ("local0:cpu0", "local1:cpu1")),  # of two cores: embedded hosts share them
 }
 SIZES = {"0.25": (512, 7), "1": (1024, 7), "2": (1024, 13)}
 """State in GB: width and depth of the GPT that has it."""
