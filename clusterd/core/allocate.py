@@ -94,7 +94,7 @@ def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossi
     # "cuda" first: placement prefers it too.
     for kind in sorted(kinds, reverse=True):
         memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-        choice = choose(shape, count, kind, memory_bytes, wish)
+        choice = choose(shape, count, kind, memory_bytes, wish, job.at_most_bytes)
         if isinstance(choice, Choice):
             return choice
     return choice

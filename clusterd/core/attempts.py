@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from clusterd.core import migrations
+from clusterd.core.choose import below
 from clusterd.core.state import Attempt, Job, Lease, Outcome, Rank, State
 from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState, RankEnd, RankReport, Reason
+from plans.model_shape import ModelShape
 
 LOST_IN_A_ROW_MAX = 5
 """Times a job is queued again after faults that were not its own, without a step in between."""
@@ -29,6 +31,7 @@ class Verdict:
     reason: str
     exit_code: int | None = None
     is_infrastructure: bool = False
+    at_most_bytes: int | None = None  # that the next plan may be thought to need
 
 
 def running(state: State, job: JobId) -> Attempt:
@@ -125,11 +128,15 @@ _CAUSES = (
 )
 
 
-def judge(job: Job, attempt: Attempt) -> Verdict:
+def judge(job: Job, attempt: Attempt, kind: str = "cuda") -> Verdict:
     """What becomes of the job now that the attempt is over.
 
     An attempt whose ranks all finished counts as finished even when it was being cancelled at that moment: its results
-    are there.
+    are there. One that ran out of device memory under a plan that its user did not ask for is no failure of the job's:
+    it gets a plan that needs less, as long as there is one.
+
+    Args:
+        kind: of the attempt's devices.
     """
     ends = {r: rank.end for r, rank in attempt.ranks.items()}
     if all(end is not None and end.is_success for end in ends.values()):
@@ -154,6 +161,12 @@ def judge(job: Job, attempt: Attempt) -> Verdict:
     said = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
     if end.reason.is_infrastructure:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {said}", is_infrastructure=True)
+    if end.reason is Reason.DEVICE_OOM and attempt.plan not in (None, job.spec.resources.plan):
+        smaller = below(ModelShape.from_dict(job.shape or {}), attempt.plan, kind)
+        if smaller is not None:
+            at_most_bytes, plan = smaller
+            said = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {said}; {plan} needs less"
+            return Verdict(JobState.QUEUED, said, at_most_bytes=at_most_bytes)
     if job.own_failures < job.spec.retries:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {said}")
     exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)

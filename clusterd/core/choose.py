@@ -33,21 +33,30 @@ class Impossible:
 
 @lru_cache(maxsize=4096)
 def choose(
-    shape: ModelShape, devices: int, kind: str, memory_bytes: int, wish: Plan | None = None
+    shape: ModelShape,
+    devices: int,
+    kind: str,
+    memory_bytes: int,
+    wish: Plan | None = None,
+    at_most_bytes: int | None = None,
 ) -> Choice | Impossible:
     """A plan for exactly `devices` devices of `kind` with `memory_bytes` each.
 
     Pure and remembered: a queued job is asked about in every pass.
+
+    Args:
+        at_most_bytes: that a plan may be thought to need, for one that was thought to need more did not fit.
     """
+    usable_bytes = min(memory_bytes * USABLE_SHARE, at_most_bytes or memory_bytes)
     if wish is not None:
-        return _wish(shape, kind, memory_bytes, wish)
+        return _wish(shape, kind, memory_bytes, usable_bytes, wish)
     plans = legal_plans(shape, devices, kind=kind)
     if not plans:
         return Impossible(_why_none(shape, devices, kind))
     least: tuple[int, Plan] | None = None
     for plan in plans:
         memory = estimate(plan, shape, kind=kind)
-        if memory.device_bytes <= memory_bytes * USABLE_SHARE:
+        if memory.device_bytes <= usable_bytes:
             said = f"the simplest that fits, with {_gib(memory.device_bytes)} of {_gib(memory_bytes)} per device"
             return Choice(plan, memory, said)
         if least is None or memory.device_bytes < least[0]:
@@ -55,8 +64,21 @@ def choose(
     assert least is not None
     return Impossible(
         f"no plan on {devices} devices fits: the least memory is {_gib(least[0])} per device with {least[1]}, "
-        f"they have {_gib(memory_bytes)}: ask for more devices"
+        f"they have {_gib(memory_bytes)}{_but(usable_bytes, memory_bytes)}: ask for more devices"
     )
+
+
+@lru_cache(maxsize=4096)
+def below(shape: ModelShape, plan: Plan, kind: str) -> tuple[int, Plan] | None:
+    """After `plan` ran out of device memory: what another may be thought to need, and the simplest such on as many.
+
+    None: none needs so much less. A tenth, for estimates are off by a twentieth, and each try costs the job a start.
+    """
+    at_most_bytes = int(estimate(plan, shape, kind=kind).device_bytes * 0.9)
+    for other in legal_plans(shape, plan.ranks, kind=kind):
+        if estimate(other, shape, kind=kind).device_bytes <= at_most_bytes:
+            return at_most_bytes, other
+    return None
 
 
 @lru_cache(maxsize=4096)
@@ -74,14 +96,15 @@ def crowding(shape: ModelShape, old: Plan, new: Plan, kind: str, memory_bytes: i
     )
 
 
-def _wish(shape: ModelShape, kind: str, memory_bytes: int, wish: Plan) -> Choice | Impossible:
+def _wish(shape: ModelShape, kind: str, memory_bytes: int, usable_bytes: float, wish: Plan) -> Choice | Impossible:
     reasons = check(wish, shape, kinds=[kind])
     if reasons:
         return Impossible(f"its plan {wish} cannot be: {'; '.join(reasons)}")
     memory = estimate(wish, shape, kind=kind)
-    if memory.device_bytes > memory_bytes * USABLE_SHARE:
+    if memory.device_bytes > usable_bytes:
         return Impossible(
-            f"its plan {wish} cannot fit: a rank needs {_gib(memory.device_bytes)}, a device has {_gib(memory_bytes)}: "
+            f"its plan {wish} cannot fit: a rank needs {_gib(memory.device_bytes)}, a device has {_gib(memory_bytes)}"
+            f"{_but(usable_bytes, memory_bytes)}: "
             "use more devices, zero=3, checkpointing or accumulation, or leave the plan to clusterd"
         )
     return Choice(wish, memory, f"as asked, with {_gib(memory.device_bytes)} of {_gib(memory_bytes)} per device")
@@ -93,5 +116,11 @@ def _why_none(shape: ModelShape, devices: int, kind: str) -> str:
     return f"no plan uses exactly {devices} devices: {said}"
 
 
-def _gib(count: int) -> str:
+def _but(usable_bytes: float, memory_bytes: int) -> str:
+    if usable_bytes >= memory_bytes * USABLE_SHARE:
+        return ""
+    return f", and a plan that was thought to need more than {_gib(usable_bytes)} ran out of memory"
+
+
+def _gib(count: float) -> str:
     return f"{count / (1 << 30):.1f} GiB"

@@ -203,7 +203,7 @@ def _move(
     """`hosts`: where the old ranks train until the switch; None: they need not, or do not any more."""
     memory_bytes = min(d.memory_bytes for d in chosen)
     answer: Choice | Impossible = choose(
-        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish
+        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish, job.at_most_bytes
     )
     if isinstance(answer, Impossible):
         return Refusal(job.id, answer.reason)

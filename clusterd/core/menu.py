@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 from clusterd.core.outlook import Estimate, Outlook
 from clusterd.core.state import Job
@@ -63,7 +64,7 @@ class Menus:
     """Menus of jobs, remembered: jobs of one model with one wish share one."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, Plan | None, int, str | None, Choice], tuple[Outlook, Menu]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Outlook, Menu]] = {}
 
     def of(self, job: Job, outlooks: Mapping[str, Outlook], choice: Choice) -> Menu | None:
         """What the job could run as; None: it is a black box, or nothing of its wish is known."""
@@ -71,7 +72,7 @@ class Menus:
         if outlook is None or outlook.measured < min(ENOUGH, len(outlook.estimates)):
             return None
         wanted = job.spec.resources
-        key = (job.model, wanted.plan, wanted.devices, wanted.kind, choice)
+        key = (job.model, wanted.plan, wanted.devices, wanted.kind, job.at_most_bytes, choice)
         known = self._known.get(key)
         if known is None or known[0] is not outlook:
             known = (outlook, _menu(job, outlook, choice))
@@ -86,7 +87,7 @@ def _menu(job: Job, outlook: Outlook, choice: Choice) -> Menu:
         count = sum(shape)
         if choice in (Choice.ASKED, Choice.SIZE) and count != asked:
             continue
-        allowed = [x for x in some if x.device_bytes >= 0 and _is_allowed(x.plan, wish, choice)]
+        allowed = [x for x in some if may_fit(job, x) and _is_allowed(x.plan, wish, choice)]
         if allowed:
             sizes.setdefault(device_type, {}).setdefault(count, []).append(allowed[0])
     return Menu(
@@ -98,6 +99,11 @@ def _menu(job: Job, outlook: Outlook, choice: Choice) -> Menu:
             for device_type, some in sizes.items()
         }
     )
+
+
+def may_fit(job: Job, offer: Estimate) -> bool:
+    """Whether nothing that needs so little ran out of memory under the job."""
+    return job.at_most_bytes is None or offer.device_bytes <= job.at_most_bytes
 
 
 def _is_allowed(plan: Plan, wish: Plan | None, choice: Choice) -> bool:

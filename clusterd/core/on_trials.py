@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from clusterd.core import events as e
 from clusterd.core import migrations, trials
 from clusterd.core.on_migrations import OnMigrations
@@ -11,6 +13,9 @@ from clusterd.types import JobId
 
 TRIAL_S = 120.0
 """A trial that has not been measured by then is given up."""
+
+RESTART_S = 600.0
+"""So long, beside that, may it take where the job has to start again for it."""
 
 
 class OnTrials(OnMigrations):
@@ -74,12 +79,18 @@ class OnTrials(OnMigrations):
         if isinstance(answer, str):
             self._fail_trial(job, trial, answer)
             return
-        full = migrations.crowded(self.state.hosts, job, attempt, trial.plan, {p.device for p in answer.ranks})
-        if full is not None:
+        used = {place.device for place in answer.ranks}
+        full = migrations.crowded(self.state.hosts, job, attempt, trial.plan, used)
+        if full is not None and used != {*attempt.devices, *attempt.kept}:
+            # Through host memory nothing would hold the devices that it leaves idle.
             self._fail_trial(job, trial, full, is_refused=False)
             return
         trial.migration = len(job.migrations) + 1
-        self._move(answer)
+        self._move(replace(answer, may_restart=True))
+        if attempt.onward is not None:
+            job.trial, job.being_tried = trial, True  # it ends with the next attempt, not with this one
+            until_s = self._now_s + RESTART_S + TRIAL_S
+            self._set_timer(f"trial:{job.id}", until_s, f"{job.spec.name} starts again with {trial.plan}")
         if attempt.migration is not None:
             trials.keep(attempt, answer)
 
@@ -89,8 +100,8 @@ class OnTrials(OnMigrations):
         if plan is not None:
             answer = trials.move_for(job, attempt, plan, self.state.hosts, f"{plan}: the fastest known for its devices")
             if isinstance(answer, Move):
-                self._move(answer)
-                if attempt.migration is not None:
+                self._move(replace(answer, may_restart=True))
+                if attempt.migration is not None or attempt.onward is not None:
                     return
         trials.let_go(self.state, attempt)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterd.core.blend import believed
-from clusterd.core.menu import Choice, Menu, Menus, is_alike
+from clusterd.core.menu import Choice, Menu, Menus, is_alike, may_fit
 from clusterd.core.outlook import Estimate, Outlook
 from clusterd.core.room import of_ranks
 from clusterd.core.service import likely_steps_left
@@ -168,6 +168,7 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
         kept = [promised] if promised is not None else []
         kept += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
         possible = kept or [x for x in possible if x.devices >= asked]
+    possible = [x for x in possible if may_fit(job, x)]
     if not possible:
         return None
     effort_s = min(x.step_time_s * x.devices for x in possible)

@@ -244,6 +244,7 @@ class Job:
     tried: bool = False  # that word was said, and the job is not yet where it belongs
     not_before_s: float = 0.0
     own_failures: int = 0
+    at_most_bytes: int | None = None  # per device, as estimated: a plan that was thought to need more ran out of memory
     lost_in_a_row: int = 0
     step: int = 0
     first_loss: float | None = None

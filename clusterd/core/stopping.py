@@ -5,6 +5,7 @@ from __future__ import annotations
 from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core.deciding import Deciding
+from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Job, Migration, Outcome, Retired
 from clusterd.core.view import Start
 from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState
@@ -77,7 +78,8 @@ class Stopping(Deciding):
         attempt.go(AttemptState.ENDED)
         attempt.ended_s = self._now_s
         job = self.state.jobs[attempt.job]
-        verdict = attempts.judge(job, attempt)
+        devices = of_ranks(self.state.hosts, attempt)
+        verdict = attempts.judge(job, attempt, devices[0].kind if devices else "cuda")
         if verdict.state is not JobState.QUEUED:
             self._end_job(job, verdict.state, verdict.reason, verdict.exit_code)
             return
@@ -89,6 +91,8 @@ class Stopping(Deciding):
             job.reason = verdict.reason
         elif verdict.is_infrastructure:
             self._lost_once_more(job, verdict.reason)
+        elif verdict.at_most_bytes is not None:
+            job.at_most_bytes, job.reason = verdict.at_most_bytes, verdict.reason
         else:
             job.own_failures += 1
             job.reason = verdict.reason

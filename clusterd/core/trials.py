@@ -37,7 +37,8 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host
         return f"{plan} needs {plan.ranks} devices, the job holds {len(mine)}"
     chosen = together(mine, plan.ranks)
     memory_bytes = min(d.memory_bytes for d in chosen)
-    answer = choose(ModelShape.from_dict(job.shape or {}), plan.ranks, chosen[0].kind, memory_bytes, plan)
+    shape = ModelShape.from_dict(job.shape or {})
+    answer = choose(shape, plan.ranks, chosen[0].kind, memory_bytes, plan, job.at_most_bytes)
     if not isinstance(answer, Choice):
         return answer.reason
     where = place_on(job, chosen)

@@ -42,7 +42,7 @@ ANEW_EVERY_S = 20.0
 class _Run:
     """Step times of one generation of an attempt, since the last measurement."""
 
-    generation: int
+    of: tuple[int, int]  # attempt and generation
     seen: int = 0
     times_s: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
@@ -143,12 +143,13 @@ class Profiler:
     async def _saw(self, message: dict[str, Any]) -> None:
         job = self._state.jobs.get(JobId(message["job"]))
         attempt = job.attempt if job is not None else None
-        if job is None or attempt is None or not job.model or attempt.generation != message["generation"]:
+        if job is None or attempt is None or not job.model or not _is_of(attempt, message):
             return
         await self._foresee(job, message)
         run = self._runs.get(job.id)
-        if run is None or run.generation != attempt.generation:
-            run = self._runs[job.id] = _Run(attempt.generation)
+        which = (attempt.number, attempt.generation)
+        if run is None or run.of != which:
+            run = self._runs[job.id] = _Run(which)
         for _, seconds in message.get("steps", ()):
             run.seen += 1
             if run.seen > WARM_UP_STEPS and seconds > 0:
@@ -252,6 +253,10 @@ class Profiler:
             at_s=time.time(),
         )
         await self._learned.keep(measurement)
+
+
+def _is_of(attempt: Attempt, message: dict[str, Any]) -> bool:
+    return (attempt.number, attempt.generation) == (message["attempt"], message["generation"])
 
 
 def _is_quiet(attempt: Attempt) -> bool:

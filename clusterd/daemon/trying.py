@@ -10,7 +10,8 @@ from statistics import median
 import anyio.to_thread
 
 from clusterd.core import events as e
-from clusterd.core import trials
+from clusterd.core import migrations, trials
+from clusterd.core.mobility import RESTART_S
 from clusterd.core.room import shape_of
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.engine import Engine
@@ -69,16 +70,20 @@ class Trying:
         if known is None:
             return
         self._note_refused(job, known)
-        answer = None
+        answer, restarts = None, False
         held = trials.held(attempt, self._state.hosts)
         known_so_far = (len(known.online.observations), len(known.refused), len(held))
         if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
             return  # asked before, and nothing was learned since
-        if self._is_worth_it(job):
+        tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
+        if self._is_worth_it(job, self._move_s(job)):
             shapes = [shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
-            tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
             ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
             answer = await anyio.to_thread.run_sync(ask)
+        if answer is None and self._restarts(job, attempt) and self._is_worth_it(job, self._restart_s(job)):
+            # Nothing fits beside what trains there: a plan of all its devices can be tried through host memory.
+            restarts = True
+            answer = await anyio.to_thread.run_sync(partial(known.next_trial, [shape_of(held)], tried))
         if answer is None:
             self._nothing_to_try[job.id] = known_so_far
             if job.being_tried:
@@ -90,7 +95,8 @@ class Trying:
         # Short steps are tried for a while: what disturbs a host for a moment must not be taken for the plan's speed.
         steps = max(steps, min(round(TRIAL_S / choice.step_time_s), TRIAL_STEPS_MOST))
         extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.step_time_s, 0.0)
-        self._spent_s[job.id] = self._spent_s.get(job.id, 0.0) + extra_s + self._move_s(job)
+        extra_s += self._restart_s(job) if restarts else self._move_s(job)
+        self._spent_s[job.id] = self._spent_s.get(job.id, 0.0) + extra_s
         await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=choice.plan, steps=steps, why=why))
 
     def _may_begin(self, job: Job) -> bool:
@@ -100,12 +106,20 @@ class Trying:
         others = [self._state.jobs[other] for other in self._state.active]
         return all(not other.being_tried or other.model != job.model for other in others)
 
-    def _is_worth_it(self, job: Job) -> bool:
+    def _is_worth_it(self, job: Job, move_s: float) -> bool:
         left = (job.shape or {}).get("steps", 0) - job.step
         left_s = left * (job.step_time_s or 0.0)
         spent_s = self._spent_s.get(job.id, 0.0)
-        expected_s = (TRIAL_STEPS + WARM_UP_STEPS) * (job.step_time_s or 0.0) * 0.5 + self._move_s(job)
+        expected_s = (TRIAL_STEPS + WARM_UP_STEPS) * (job.step_time_s or 0.0) * 0.5 + move_s
         return bool(spent_s + expected_s <= SHARE * (left_s + spent_s))
+
+    def _restarts(self, job: Job, attempt: Attempt) -> bool:
+        """Whether the job's devices have no room for new ranks like its own beside those that train."""
+        assert attempt.plan is not None
+        return migrations.crowded(self._state.hosts, job, attempt, attempt.plan, attempt.devices) is not None
+
+    def _restart_s(self, job: Job) -> float:
+        return self._state.restart_costs_s.get(job.model, RESTART_S)
 
     def _move_s(self, job: Job) -> float:
         took = [m.downtime_s for m in job.migrations if m.downtime_s is not None and not m.restarts]

@@ -13,7 +13,7 @@ from clusterd.types import DeviceId, HostId, JobId
 from plans.memory import estimate
 from plans.plan import Plan
 from tests.core.conftest import Lab, facts
-from tests.core.test_trials import progress, running
+from tests.core.test_trials import measured, progress, propose, running
 from tests.plans.test_reshard import gpt
 
 WISH = Plan(dp=4, zero=1)
@@ -122,3 +122,39 @@ def test_a_policy_grows_a_job_through_host_memory_where_that_pays(lab: Lab) -> N
     assert stop is not None and stop.keep and "through host memory" in stop.reason
     launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
     assert launch is not None and launch.plan == Plan(dp=6)
+
+
+def test_a_plan_is_tried_through_host_memory_and_left_again_in_the_same_way(full: tuple[Lab, JobId]) -> None:
+    """The trial outlives the attempt that it began in; nobody else gets the devices meanwhile."""
+    lab, job = full
+    before = set(lab.scheduler.state.leases)
+    decided = propose(lab, job, WISH)
+    stop = d.StopAttempt.match(decided, job=job)
+    assert stop is not None and stop.keep
+    launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
+    assert launch is not None and launch.plan == WISH
+    assert set(lab.scheduler.state.leases) == before
+    lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
+    progress(lab, job, 8)
+    known = lab.scheduler.state.jobs[job]
+    assert known.trial is not None and known.trial.from_step == 8
+    measured(lab, job, 3.0)
+    rows = tuple(
+        Estimate(plan=plan, device_type="cuda", shape=(4,), step_time_s=t, lower_s=t, upper_s=t)
+        for plan, t in ((Plan(dp=4), 1.0), (WISH, 3.0))
+    )
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=Outlook(rows, global_batch=12, measured=2)))
+    decided = propose(lab, job, None)
+    assert d.StopAttempt.match(decided, job=job, attempt=2)
+    launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
+    assert launch is not None and launch.plan == Plan(dp=4)
+    assert [trial.failure for trial in known.trials] == [""]
+
+
+def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]) -> None:
+    """Its idle devices would be nobody's while the job starts again."""
+    lab, job = full
+    decided = propose(lab, job, Plan(dp=2))
+    assert not d.StopAttempt.match(decided, job=job)
+    (trial,) = lab.scheduler.state.jobs[job].trials
+    assert "trains on the same device" in trial.failure and not trial.is_refused

@@ -32,6 +32,37 @@ train.run(
 """
 
 
+LARGE = """
+import torch
+from torch.nn.functional import mse_loss
+from clusterd import train
+
+def loss(outputs, targets):
+    if len(outputs) > 16384:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return mse_loss(outputs, targets)
+
+inputs = torch.randn(65536, 16, generator=torch.Generator().manual_seed(0))
+train.run(
+    model=lambda: torch.nn.Sequential(
+        torch.nn.Linear(16, 256), *(torch.nn.Tanh() for _ in range(10)), torch.nn.Linear(256, 1)
+    ),
+    loss=loss, data=torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)),
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.01), global_batch=32768, steps=400,
+)
+"""
+
+
+def test_a_first_plan_that_does_not_fit_makes_way_for_one_that_needs_less(local_cluster: RunningCluster) -> None:
+    """Nobody asked for that plan, so it is no failure of the job's."""
+    job = local_cluster.submit_script(LARGE, "large")
+    row = local_cluster.wait_for(job, lambda row: row["step"] >= 2)
+    assert row["attempt"] == 2
+    assert row["plan"] == "accumulation=2"
+    said = " ".join(local_cluster.run("why", job).stdout.split())
+    assert "ran out of memory under dp=1" in said and "accumulation=2 needs less" in said
+
+
 def test_a_plan_that_runs_out_of_memory_costs_no_step(local_cluster: RunningCluster) -> None:
     """The rank that found no memory holds the state of its last step; the job trains on under the plan before."""
     job = local_cluster.submit_script(SCRIPT, "large")
