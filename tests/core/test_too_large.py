@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_next_attempt_needs_less_until_nothing_does(lab: Lab) -> None:
             assert "needs less" in next(x.reason for x in decided if isinstance(x, d.RequeueJob))
             lab.run(job)
     assert 2 <= len(plans) <= 10
-    assert all(need(b) <= 0.9 * need(a) for a, b in zip(plans, plans[1:], strict=False))
+    assert all(need(b) <= 0.9 * need(a) for a, b in pairwise(plans))
     assert lab.state(job) == "failed"
     assert "out of device memory" in lab.why(job)
 
