@@ -63,3 +63,23 @@ def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningC
     mine, theirs = losses(cluster, job, 2), losses(cluster, undisturbed, 1)
     assert sorted(mine) == list(range(1, 61))
     assert all(abs(mine[step] - theirs[step]) < 1e-4 * max(abs(theirs[step]), 1.0) for step in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_job_that_fills_its_devices_is_profiled_through_host_memory(cluster: RunningCluster) -> None:
+    """Each trial is a new start; hours are left, so that is worth it. No step is lost or done twice."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cluster.start(hosts=1, devices=max(total // DEVICE_BYTES, 4))
+    work = cluster.directory / "work"
+    work.mkdir()
+    (work / "train.py").write_text(SCRIPT.replace("STEPS", "100000"))
+    text = f'kind = "elastic"\nworkdir = "{work}"\ncommand = ["python", "train.py"]\nresources = {{ devices = 2 }}\n'
+    job = cluster.submit(text, "full")
+
+    row = cluster.wait_for(job, lambda row: len(row["migrations"]) >= 3 and row["state"] == "running", timeout_s=180.0)
+    assert all(move["restarts"] and not move["failure"] for move in row["migrations"])
+    assert all(move["reason"].startswith("trial of") for move in row["migrations"][:3])
+    losses(cluster, job, row["attempt"])
+    told = cluster.run("profile", job).stdout
+    assert all(move["to"] in told for move in row["migrations"][:2])
