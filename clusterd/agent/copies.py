@@ -14,7 +14,7 @@ from typing import Any
 from clusterd.agent.fabric import FetchFailed, fetch
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.segments import Segment, Store
-from clusterd.agent.threads import in_thread
+from clusterd.agent.threads import be_patient, in_thread
 
 Message = dict[str, Any]
 
@@ -89,8 +89,13 @@ class Copies:
         segment.complete = False
         host, port = message["address"]
         request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
+
+        def bring() -> Message:
+            be_patient()
+            return fetch(*request, lambda: segment.dropped, patient=True)
+
         try:
-            result = await in_thread(lambda: fetch(*request, lambda: segment.dropped), "snapshot")
+            result = await in_thread(bring, "snapshot")
         except FetchFailed as failed:
             raise Refused("snapshot", str(failed)) from failed
         self._store.publish(name, result)

@@ -16,6 +16,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.segments import Segment, Store
+from clusterd.agent.threads import be_patient
 
 CHUNK_BYTES = 4 << 20
 PUBLISH_TIMEOUT_S = 600.0
@@ -103,6 +104,8 @@ class SliceServer:
         if any(offset < 0 or length < 0 or offset + length > segment.size for offset, length in ranges):
             connection.sendall(protocol.encode({"error": f"segment {segment.name} has no such range"}))
             return
+        if request.get("patient"):
+            be_patient()
         connection.sendall(protocol.encode({"meta": segment.meta, "bytes": sum(n for _, n in ranges)}))
         _send_ranges(connection, segment, ranges)
 
@@ -143,10 +146,14 @@ def fetch(
     target: Segment,
     offset: int,
     stopped: Callable[[], bool],
+    patient: bool = False,
 ) -> dict[str, Any]:
     """Bring ranges of a remote segment into `target` at `offset`; returns the remote segment's meta.
 
     Blocks until the segment is published there.
+
+    Args:
+        patient: nobody waits for it: the other side gives way to ranks on its cores.
 
     Raises:
         FetchFailed: the other side refused, or broke off.
@@ -155,7 +162,8 @@ def fetch(
     try:
         with socket.create_connection(address, CONNECT_TIMEOUT_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            request = {"token": token, "move": move, "segment": segment, "ranges": [list(r) for r in ranges]}
+            request: dict[str, Any] = {"token": token, "move": move, "segment": segment}
+            request |= {"ranges": [list(r) for r in ranges], "patient": patient}
             connection.sendall(protocol.encode(request))
             answer = _patient(connection, stopped)
             if "error" in answer:

@@ -7,7 +7,9 @@ they are made, which is while the old plan still trains, stay mapped, and what i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import re
@@ -22,6 +24,9 @@ from clusterd.agent.records import Refused
 
 SPARE_SHARE = 0.1
 """Of a segment's size, that must stay free beside it: others use shared memory too."""
+
+OWNER = "owner"
+"""File of a store in memory that names its agent's directory, and is locked while that agent lives."""
 
 POOL_BYTES_MAX = 4 << 30
 """Of dropped segments that are kept for reuse."""
@@ -69,6 +74,10 @@ class Store:
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._owned = os.open(shared / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._owned, fcntl.LOCK_EX)
+        os.write(self._owned, os.fsencode(files.parent))
+        _sweep(shared)
 
     def make(self, name: str, size: int, move: str) -> Segment:
         """A segment of at least one page, every page of it present; the same again for the same name and size.
@@ -132,6 +141,7 @@ class Store:
         """Remove everything."""
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
+        os.close(self._owned)
 
     def _discard(self, segment: Segment) -> None:
         with segment.changed:
@@ -220,3 +230,14 @@ def _populate(mapped: mmap.mmap, size: int) -> None:
         return
     for offset in range(0, size, mmap.PAGESIZE):  # an older kernel: touch each page
         mapped[offset] = 0
+
+
+def _sweep(mine: Path) -> None:
+    """Removes stores that agents left who were killed and whose directories are gone: memory until the next boot."""
+    prefix = mine.name.rpartition("-")[0]
+    for owner in mine.parent.glob(f"{prefix}-*/{OWNER}"):
+        with contextlib.suppress(OSError), open(owner) as file:
+            if not Path(file.read()).exists():
+                # Containers share memory and not directories: one that lives elsewhere holds the lock.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent, ignore_errors=True)

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+
+PATIENT = 10
+"""Niceness of work that has time: ranks on the same cores do not wait for it."""
+
+
+def be_patient() -> None:
+    """The calling thread gives way to whoever else wants its core, until it ends."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT)
 
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:

@@ -24,10 +24,14 @@ from clusterd.train.leaving import copy_threads, piece_of
 from clusterd.train.moving import Move, sums_from_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
-from clusterd.train.segments import Segment, load
+from clusterd.train.segments import Segment, give_back, load
 from plans.packing import Read
 
 POLL_S = 0.1
+
+MAPPED_AHEAD_BYTES = 256 << 20
+"""Of other ranks' segments, that are mapped before they are filled; larger ones are mapped one after the other, and
+count as this process's memory for as long as they are read."""
 
 
 class MoveFailed(exits.TrainError):
@@ -68,6 +72,7 @@ class Arriving:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.move_id = str(context.move.get("id", ""))
         self._mapped: dict[str, Segment] = {}  # by path
+        self._mapped_bytes = 0
         for event in ("segment", "room", "fetch_failed", "resume"):
             control.on(event, self._messages.put)
         control.on("connected", self._messages.put)
@@ -96,6 +101,7 @@ class Arriving:
         rank = self._context.rank
         training = make()
         training.rehearse()
+        give_back()
         live = check_boxes(training, move.shape, move.new_layout, rank)
         reads = move.packing.reads(rank)
         self._fetch(move)
@@ -193,12 +199,15 @@ class Arriving:
         if path in self._mapped or not (name == move.inbox_name or name in local):
             return
         mine = [r for r in reads if (move.outbox_name(r.source) == name if r.local else name == move.inbox_name)]
+        if self._mapped_bytes + sum(read.bytes for read in mine) > MAPPED_AHEAD_BYTES:
+            return
         try:
             segment = Segment(path)
         except FileNotFoundError:
             return  # dropped meanwhile: somebody says why
         segment.map_in((read.offset, read.bytes) for read in mine)
         self._mapped[path] = segment
+        self._mapped_bytes += sum(read.bytes for read in mine)
 
     def _unmap(self) -> None:
         for segment in self._mapped.values():
@@ -223,8 +232,11 @@ class Arriving:
         segment = self._mapped.get(message["path"])
         if segment is None or not segment.is_at(message["path"]):
             segment = Segment(message["path"])
+            segment.map_in((read.offset, read.bytes) for read in reads)
         pieces = [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads]
         sums = load(segment, pieces, threads=threads)
+        if message["path"] not in self._mapped:
+            segment.close()
         sent = sums_from_bytes(message["meta"]["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
         for read, found in zip(reads, sums, strict=True):

@@ -23,12 +23,14 @@ from clusterd.train.control import Control, Message
 from clusterd.train.moving import Move, sums_to_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
-from clusterd.train.segments import Piece, Segment, fill, narrowed
+from clusterd.train.segments import Piece, Segment, fill, give_back, narrowed
 from plans.layout import Tensor
 from plans.packing import Part
 
 POLL_S = 0.1
 COPY_THREADS_MAX = 8
+TOUCHED_AHEAD_BYTES = 256 << 20
+"""Of a CPU rank's segment, that are made ready while it trains; more would be memory beside that of a whole step."""
 POLITE_SWITCH_S = 0.0005
 """How long the preparing thread may keep the interpreter from the training loop."""
 
@@ -100,6 +102,11 @@ class Leaving:
         began_s = time.time()
         sums: list[int] = []
         if self._segment is not None:
+            if outbox.size_bytes > TOUCHED_AHEAD_BYTES and training.device.type == "cpu":
+                # The next step begins without gradients anyway; their room is the segment's now.
+                training.optimizer.zero_grad()
+                give_back()
+                self._segment.touch_rest()
             tensors = move.moves.old.tensors
             pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
             sums = fill(self._segment, pieces, threads=copy_threads(move.old.hosts, training.context.rank))
@@ -177,9 +184,11 @@ class Leaving:
             if outbox.size_bytes:
                 answer = self._control.ask("segment", name=move.outbox_name(rank), bytes=outbox.size_bytes)
                 segment = Segment(answer["path"], size_bytes=outbox.size_bytes)
-                segment.touch()
                 if self._training.device.type == "cuda":
+                    segment.touch()
                     segment.pin()
+                else:
+                    segment.touch(TOUCHED_AHEAD_BYTES)
         except Exception as error:  # any failure is the move's, never the training's
             self._fail(move, "prepare", error)
             return

@@ -10,6 +10,7 @@ A rank that is stopped so that its job can go on elsewhere leaves one more, of i
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from functools import cached_property
@@ -28,6 +29,9 @@ from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Outbox
 from plans.snapshots import snapshot_of
+
+PATIENT = 10
+"""Niceness of the copying thread: a rank that is held up for a moment holds up all others of its job."""
 
 
 class Kept(Trained, Protocol):
@@ -73,6 +77,7 @@ class Snapshots:
         self._copied.clear()
 
         def take() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT)
             try:
                 meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
             finally:

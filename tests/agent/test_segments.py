@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,25 @@ def test_a_segment_is_there_to_its_last_page_and_mapped_by_others(store: Store) 
     assert stat.st_size == segment.size
     assert stat.st_blocks * 512 >= segment.size
     assert store.make("m.1.2.out0", 3 * mmap.PAGESIZE + 5, "m.1.2") is segment
+
+
+def test_stores_of_agents_that_are_gone_for_good_are_removed(tmp_path: Path) -> None:
+    """Not those of agents that live, or whose directory is there for the next agent."""
+    shared = tmp_path / "shm"
+    for name in ("gone", "lives", "comes back"):
+        (tmp_path / name).mkdir()
+    left = {name: Store(shared / f"clusterd-0-{name}", tmp_path / name / "files") for name in ("gone", "comes back")}
+    lives = Store(shared / "clusterd-0-lives", tmp_path / "lives" / "files")
+    for store in left.values():
+        os.close(store._owned)  # as by SIGKILL
+    shutil.rmtree(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "lives")  # from where this one looks
+    Store(shared / "clusterd-0-new", tmp_path / "files")
+    assert sorted(place.name for place in shared.iterdir()) == [
+        "clusterd-0-comes back", "clusterd-0-lives", "clusterd-0-new",
+    ]  # fmt: skip
+    lives.close()
+    assert not (shared / "clusterd-0-lives").exists()
 
 
 def test_dropped_segments_are_used_again(store: Store) -> None:
