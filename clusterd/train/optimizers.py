@@ -41,7 +41,8 @@ class RankOptimizer:
         ]
         plain = [p for _, _, p in self.local]
         if parallel.plan.zero == 1:
-            self.optimizer = _sharded(factory, plain, parallel.dp_group)
+            are_whole = all(plain is parameter for _, parameter, plain in self.local)
+            self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
         else:
             self.optimizer = factory(plain)
 
@@ -127,7 +128,9 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
-def _sharded(factory: OptimizerFactory, parameters: list[nn.Parameter], group: Any) -> torch.optim.Optimizer:
+def _sharded(
+    factory: OptimizerFactory, parameters: list[nn.Parameter], group: Any, are_whole: bool
+) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     whole = factory(parameters)
@@ -145,7 +148,8 @@ def _sharded(factory: OptimizerFactory, parameters: list[nn.Parameter], group: A
         whole.param_groups,
         optimizer_class=over,
         process_group=group,
-        # One message per rank instead of one per parameter; torch has it for parameters of one type only.
-        parameters_as_bucket_view=len({p.dtype for p in parameters}) == 1,
+        # One message per rank instead of one per parameter. It gives parameters new memory: shards of a DTensor, which
+        # share theirs with it, would be updated and never seen; and torch has it for parameters of one type only.
+        parameters_as_bucket_view=are_whole and len({p.dtype for p in parameters}) == 1,
     )
     return sharded
