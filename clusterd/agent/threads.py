@@ -18,7 +18,8 @@ PATIENT = 10
 
 def be_patient() -> None:
     """The calling thread gives way to whoever else wants its core, until it ends."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT)
+    me = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, me, max(PATIENT, os.getpriority(os.PRIO_PROCESS, me)))
 
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:

@@ -77,8 +77,9 @@ class Snapshots:
         self._copied.clear()
 
         def take() -> None:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PATIENT)
             try:
+                me = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, me, max(PATIENT, os.getpriority(os.PRIO_PROCESS, me)))
                 meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
             finally:
                 self._copied.set()
