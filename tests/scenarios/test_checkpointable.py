@@ -31,6 +31,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cluster: RunningCluster) -> None:
     """`checkpoint` saves while it runs; `migrate` has it save, stop and start with the other sizes filled in."""
     directory = local_cluster.directory / "saved"

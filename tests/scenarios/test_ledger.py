@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
+
 from tests.conftest import RunningCluster, until
 
 SCRIPT = """
@@ -37,6 +39,7 @@ train.run(
 """
 
 
+@pytest.mark.slow
 def test_an_epoch_over_moves_has_every_sample_once(local_cluster: RunningCluster) -> None:
     """dp=2, then dp=4 over both hosts: 64 steps of 8 samples are the 512 of the data set."""
     work = local_cluster.directory / "work"
