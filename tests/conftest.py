@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -86,13 +87,15 @@ class RunningCluster:
         file.write_text(f'name = "{name}"\n{workdir}python = "{sys.executable}"\n{text}')
         return self.run("submit", str(file)).stdout.strip()
 
-    def submit_script(self, script: str, name: str) -> str:
-        """Submit an elastic job of this script on one device, on which nothing is tried."""
+    def submit_script(self, script: str, name: str, *, devices: int = 1, trials: bool = False) -> str:
+        """Submit an elastic job of this script, which is its whole working directory."""
         work = self.directory / "work"
         work.mkdir(exist_ok=True)
         (work / "train.py").write_text(script)
-        text = f'kind = "elastic"\ntrials = false\nworkdir = "{work}"\ncommand = ["python", "train.py"]\n'
-        return self.submit(text + "resources = { devices = 1 }\n", name)
+        text = (
+            f'kind = "elastic"\ntrials = {json.dumps(trials)}\nworkdir = "{work}"\ncommand = ["python", "train.py"]\n'
+        )
+        return self.submit(f"{text}resources = {{ devices = {devices} }}\n", name)
 
     def job(self, job: str) -> dict[str, Any]:
         row: dict[str, Any] = self.call("job", job=job)

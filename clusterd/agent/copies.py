@@ -14,7 +14,8 @@ from typing import Any
 from clusterd.agent.fabric import FetchFailed, fetch
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.segments import Segment, Store
-from clusterd.agent.threads import be_patient, in_thread
+from clusterd.agent.threads import in_thread
+from clusterd.patience import be_patient
 
 Message = dict[str, Any]
 

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
-
-
-PATIENT = 10
-"""Niceness of work that has time: ranks on the same cores do not wait for it."""
-
-
-def be_patient() -> None:
-    """The calling thread gives way to whoever else wants its core, until it ends."""
-    me = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, me, max(PATIENT, os.getpriority(os.PRIO_PROCESS, me)))
 
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:

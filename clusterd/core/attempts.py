@@ -128,7 +128,7 @@ _CAUSES = (
 )
 
 
-def judge(job: Job, attempt: Attempt, kind: str = "cuda") -> Verdict:
+def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     """What becomes of the job now that the attempt is over.
 
     An attempt whose ranks all finished counts as finished even when it was being cancelled at that moment: its results

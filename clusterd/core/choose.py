@@ -68,17 +68,15 @@ def choose(
     )
 
 
-@lru_cache(maxsize=4096)
 def below(shape: ModelShape, plan: Plan, kind: str) -> tuple[int, Plan] | None:
     """After `plan` ran out of device memory: what another may be thought to need, and the simplest such on as many.
 
     None: none needs so much less. A tenth, for estimates are off by a twentieth, and each try costs the job a start.
     """
-    at_most_bytes = int(estimate(plan, shape, kind=kind).device_bytes * 0.9)
-    for other in legal_plans(shape, plan.ranks, kind=kind):
-        if estimate(other, shape, kind=kind).device_bytes <= at_most_bytes:
-            return at_most_bytes, other
-    return None
+    needed_bytes = estimate(plan, shape, kind=kind).device_bytes
+    at_most_bytes = int(needed_bytes * 0.9)
+    answer = choose(shape, plan.ranks, kind, needed_bytes, at_most_bytes=at_most_bytes)
+    return (at_most_bytes, answer.plan) if isinstance(answer, Choice) else None
 
 
 @lru_cache(maxsize=4096)

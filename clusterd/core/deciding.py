@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from clusterd.core import attempts
 from clusterd.core import decisions as d
 from clusterd.core import events as e
@@ -68,44 +70,22 @@ class Deciding:
         return self.state.jobs[attempt.job].spec.grace_s
 
     def _resume(self, attempt: Attempt, reason: str) -> None:
-        self._decide(
-            d.ResumeAttempt(
-                cause=self._cause,
-                reason=reason,
-                job=attempt.job,
-                attempt=attempt.number,
-                generation=attempt.generation,
-                hosts=attempt.hosts,
-            )
-        )
+        self._to_ranks(d.ResumeAttempt, attempt, attempt.hosts, reason)
 
     def _cut_off(self, attempt: Attempt, reason: str) -> None:
         """Tell what is left of the attempt that peers are gone; once."""
         attempt.cut_off = True
         up = tuple(h for h in attempt.hosts if self.state.hosts[h].state is HostState.UP)
-        self._decide(
-            d.CutOffSurvivors(
-                cause=self._cause,
-                reason=reason,
-                job=attempt.job,
-                attempt=attempt.number,
-                generation=attempt.generation,
-                hosts=up,
-            )
-        )
+        self._to_ranks(d.CutOffSurvivors, attempt, up, reason)
 
     def _abort(self, attempt: Attempt, new_generation: int, hosts: tuple[HostId, ...], reason: str) -> None:
-        self._decide(
-            d.AbortMigration(
-                cause=self._cause,
-                reason=reason,
-                job=attempt.job,
-                attempt=attempt.number,
-                generation=attempt.generation,
-                new_generation=new_generation,
-                hosts=hosts,
-            )
-        )
+        self._to_ranks(d.AbortMigration, attempt, hosts, reason, new_generation=new_generation)
+
+    def _to_ranks(
+        self, kind: type[d.ToRanks], attempt: Attempt, hosts: tuple[HostId, ...], reason: str, **more: Any
+    ) -> None:
+        which: dict[str, Any] = {"job": attempt.job, "attempt": attempt.number, "generation": attempt.generation}
+        self._decide(kind(cause=self._cause, reason=reason, **which, hosts=hosts, **more))
 
     def _end_job(self, job: Job, state: JobState, reason: str, exit_code: int | None) -> None:
         job.go(state)

@@ -90,44 +90,36 @@ class StartMigration(Decision):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortMigration(Decision):
+class ToRanks(Decision):
+    """A word for the ranks of one generation, on these hosts."""
+
+    job: JobId
+    attempt: int
+    generation: int
+    hosts: tuple[HostId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortMigration(ToRanks):
     """Let the ranks of `generation`, if they wait for a switch, train on; the new ones are stopped apart from this."""
 
-    job: JobId
-    attempt: int
-    generation: int
     new_generation: int
-    hosts: tuple[HostId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeAttempt(Decision):
+class ResumeAttempt(ToRanks):
     """The switch is made: the ranks of `generation` train from here on."""
 
-    job: JobId
-    attempt: int
-    generation: int
-    hosts: tuple[HostId, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutOffSurvivors(Decision):
+class CutOffSurvivors(ToRanks):
     """Tell ranks that peers of theirs are gone: a host that lost its power closes no connection, and they wait."""
 
-    job: JobId
-    attempt: int
-    generation: int
-    hosts: tuple[HostId, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakeCheckpoint(Decision):
+class TakeCheckpoint(ToRanks):
     """Have the ranks write the job's state to a directory that its hosts share, while they train on."""
 
-    job: JobId
-    attempt: int
-    generation: int
-    hosts: tuple[HostId, ...]
     path: str
 
 

@@ -64,17 +64,8 @@ class OnAttempts(OnTrials):
             # Two take turns: while one is written the other is whole.
             turn = 1 - int((job.checkpoint or "").endswith("/1"))
             path = f"{job.spec.checkpoint_directory}/{job.spec.name}-{job.id}/{turn}"
-            self._decide(
-                d.TakeCheckpoint(
-                    cause=self._cause,
-                    reason=f"every {job.spec.checkpoint_every_s:g} s",
-                    job=job.id,
-                    attempt=attempt.number,
-                    generation=attempt.generation,
-                    hosts=attempt.hosts,
-                    path=path,
-                )
-            )
+            reason = f"every {job.spec.checkpoint_every_s:g} s"
+            self._to_ranks(d.TakeCheckpoint, attempt, attempt.hosts, reason, path=path)
         self._next_checkpoint(job)
 
     def _on_launch_failed(self, event: e.LaunchFailed) -> None:

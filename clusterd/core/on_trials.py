@@ -14,7 +14,7 @@ from clusterd.types import JobId
 TRIAL_S = 120.0
 """A trial that has not been measured by then is given up."""
 
-RESTART_S = 600.0
+RESTART_S_MOST = 600.0
 """So long, beside that, may it take where the job has to start again for it."""
 
 
@@ -89,7 +89,7 @@ class OnTrials(OnMigrations):
         self._move(replace(answer, may_restart=True))
         if attempt.onward is not None:
             job.trial, job.being_tried = trial, True  # it ends with the next attempt, not with this one
-            until_s = self._now_s + RESTART_S + TRIAL_S
+            until_s = self._now_s + RESTART_S_MOST + TRIAL_S
             self._set_timer(f"trial:{job.id}", until_s, f"{job.spec.name} starts again with {trial.plan}")
         if attempt.migration is not None:
             trials.keep(attempt, answer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from typing import Any
 
 import anyio
@@ -244,17 +243,10 @@ class Executor:
                 group.start_soon(on, host, request)
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
-        message = {"event": "checkpoint", "path": decision.path}
-        which: dict[str, Any] = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
-        for host in decision.hosts:
-            await self._hosts.request(host, "tell", message=message, **which)
+        await self._hosts.everywhere(decision, "tell", message={"event": "checkpoint", "path": decision.path})
 
     async def _cut_off(self, decision: d.CutOffSurvivors) -> None:
-        message = {"event": "peers_lost", "reason": decision.reason}
-        which: dict[str, Any] = {"job": decision.job, "attempt": decision.attempt, "generation": decision.generation}
-        async with anyio.create_task_group() as group:
-            for host in decision.hosts:
-                group.start_soon(partial(self._hosts.request, host, "tell", message=message, **which))
+        await self._hosts.everywhere(decision, "tell", message={"event": "peers_lost", "reason": decision.reason})
 
     # --- stop ---------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import anyio.abc
 import msgspec
 
 from clusterd.config import Config, HostOptions
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon import facts
 from clusterd.daemon.engine import Engine
@@ -305,6 +306,26 @@ class Hosts:
         if managed is None:
             raise AgentLost(f"{host} is not part of the cluster any more")
         return await managed.link.request(verb, timeout_s=timeout_s, **args)
+
+    async def everywhere(self, decision: d.ToRanks, verb: str, **args: Any) -> None:
+        """Ask the agents of all its hosts, each apart: one that is gone keeps the word from no other."""
+
+        async def ask(host: HostId) -> None:
+            which: dict[str, Any] = {
+                "job": decision.job,
+                "attempt": decision.attempt,
+                "generation": decision.generation,
+            }
+            try:
+                await self.request(host, verb, **which, **args)
+            except AgentLost:
+                pass  # asked again when the host is back
+            except ClusterError as error:
+                log.warning("%s: %s of %s.%d: %s", host, verb, decision.job, decision.attempt, error)
+
+        async with anyio.create_task_group() as group:
+            for host in decision.hosts:
+                group.start_soon(ask, host)
 
     def retry_now(self, host: HostId) -> None:
         """Dial at once: what was in the way may be gone."""

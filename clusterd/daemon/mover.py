@@ -28,7 +28,7 @@ from clusterd.core import events as e
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.keeper import Whole
-from clusterd.errors import AgentLost, ClusterError
+from clusterd.errors import ClusterError
 from clusterd.types import HostId, RankPlace
 from clusterd.units import size
 
@@ -108,7 +108,7 @@ class Mover:
         move = self._under_way.get(key)
         if move is not None:
             move.scope.cancel()
-        await self._everywhere(decision.hosts, "abort", decision, decision.generation, _id(*key))
+        await self._hosts.everywhere(decision, "abort", move=_id(*key))
 
     async def resume(self, decision: d.ResumeAttempt) -> None:
         """After the switch: the new ranks train."""
@@ -116,29 +116,7 @@ class Mover:
         move = self._finishing.get(key)
         if move is not None:
             move.resume_asked_s = time.perf_counter()
-        await self._everywhere(decision.hosts, "resume", decision, decision.generation, _id(*key))
-
-    async def _everywhere(
-        self,
-        hosts: Iterable[HostId],
-        verb: str,
-        decision: d.AbortMigration | d.ResumeAttempt,
-        generation: int,
-        move: str,
-    ) -> None:
-        async def ask(host: HostId) -> None:
-            try:
-                await self._hosts.request(
-                    host, verb, job=decision.job, attempt=decision.attempt, generation=generation, move=move
-                )
-            except AgentLost:
-                pass  # asked again when the host is back
-            except ClusterError as error:
-                log.warning("%s: %s of %s: %s", host, verb, move, error)
-
-        async with anyio.create_task_group() as group:
-            for host in hosts:
-                group.start_soon(ask, host)
+        await self._hosts.everywhere(decision, "resume", move=_id(*key))
 
     # --- what is heard ------------------------------------------------------------------------------------------------
 

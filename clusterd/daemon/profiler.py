@@ -143,11 +143,11 @@ class Profiler:
     async def _saw(self, message: dict[str, Any]) -> None:
         job = self._state.jobs.get(JobId(message["job"]))
         attempt = job.attempt if job is not None else None
-        if job is None or attempt is None or not job.model or not _is_of(attempt, message):
+        which = (message["attempt"], message["generation"])
+        if job is None or attempt is None or not job.model or (attempt.number, attempt.generation) != which:
             return
         await self._foresee(job, message)
         run = self._runs.get(job.id)
-        which = (attempt.number, attempt.generation)
         if run is None or run.of != which:
             run = self._runs[job.id] = _Run(which)
         for _, seconds in message.get("steps", ()):
@@ -253,10 +253,6 @@ class Profiler:
             at_s=time.time(),
         )
         await self._learned.keep(measurement)
-
-
-def _is_of(attempt: Attempt, message: dict[str, Any]) -> bool:
-    return (attempt.number, attempt.generation) == (message["attempt"], message["generation"])
 
 
 def _is_quiet(attempt: Attempt) -> bool:

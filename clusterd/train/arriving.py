@@ -199,7 +199,8 @@ class Arriving:
         if path in self._mapped or not (name == move.inbox_name or name in local):
             return
         mine = [r for r in reads if (move.outbox_name(r.source) == name if r.local else name == move.inbox_name)]
-        if self._mapped_bytes + sum(read.bytes for read in mine) > MAPPED_AHEAD_BYTES:
+        size_bytes = sum(read.bytes for read in mine)
+        if self._mapped_bytes + size_bytes > MAPPED_AHEAD_BYTES:
             return
         try:
             segment = Segment(path)
@@ -207,7 +208,7 @@ class Arriving:
             return  # dropped meanwhile: somebody says why
         segment.map_in((read.offset, read.bytes) for read in mine)
         self._mapped[path] = segment
-        self._mapped_bytes += sum(read.bytes for read in mine)
+        self._mapped_bytes += size_bytes
 
     def _unmap(self) -> None:
         for segment in self._mapped.values():

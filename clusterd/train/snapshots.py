@@ -10,7 +10,6 @@ A rank that is stopped so that its job can go on elsewhere leaves one more, of i
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from clusterd.patience import be_patient
 from clusterd.train import scalars
 from clusterd.train.boxes import Trained, holdings
 from clusterd.train.context import Context
@@ -29,9 +29,6 @@ from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Outbox
 from plans.snapshots import snapshot_of
-
-PATIENT = 10
-"""Niceness of the copying thread: a rank that is held up for a moment holds up all others of its job."""
 
 
 class Kept(Trained, Protocol):
@@ -78,8 +75,7 @@ class Snapshots:
 
         def take() -> None:
             try:
-                me = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, me, max(PATIENT, os.getpriority(os.PRIO_PROCESS, me)))
+                be_patient()
                 meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
             finally:
                 self._copied.set()

@@ -71,12 +71,7 @@ def test_a_job_that_fills_its_devices_is_profiled_through_host_memory(cluster: R
     """Each trial is a new start; hours are left, so that is worth it. No step is lost or done twice."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cluster.start(hosts=1, devices=max(total // DEVICE_BYTES, 4))
-    work = cluster.directory / "work"
-    work.mkdir()
-    (work / "train.py").write_text(SCRIPT.replace("STEPS", "100000"))
-    text = f'kind = "elastic"\nworkdir = "{work}"\ncommand = ["python", "train.py"]\nresources = {{ devices = 2 }}\n'
-    job = cluster.submit(text, "full")
-
+    job = cluster.submit_script(SCRIPT.replace("STEPS", "100000"), "full", devices=2, trials=True)
     row = cluster.wait_for(job, lambda row: len(row["migrations"]) >= 3 and row["state"] == "running", timeout_s=180.0)
     assert all(move["restarts"] and not move["failure"] for move in row["migrations"])
     assert all(move["reason"].startswith("trial of") for move in row["migrations"][:3])
