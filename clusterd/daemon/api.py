@@ -16,6 +16,7 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import admission, elastic, migrations
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocate import allocate
 from clusterd.core.place import Placement
@@ -376,10 +377,18 @@ class Api:
             raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
         waiting = Expected(self._hosts.checkpoints, (known.id, path))
         try:
-            message = {"event": "checkpoint", "path": path}
-            which: dict[str, Any] = {"job": known.id, "attempt": attempt.number, "generation": attempt.generation}
-            for host in attempt.hosts:
-                await self._hosts.request(host, "tell", message=message, **which)
+            asked = d.TakeCheckpoint(
+                cause=e.EventId(0),  # no event: nothing is decided, the word is only passed on
+                reason=f"asked by {peer.user}",
+                job=known.id,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                hosts=attempt.hosts,
+                path=path,
+            )
+            errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
+            if len(errors) == len(attempt.hosts):  # ranks of an elastic job pass it on
+                raise errors[0]
             with anyio.move_on_after(CHECKPOINT_S) as patience:
                 said = await waiting.wait()
             if patience.cancelled_caught or said is None:

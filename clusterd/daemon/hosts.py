@@ -307,8 +307,12 @@ class Hosts:
             raise AgentLost(f"{host} is not part of the cluster any more")
         return await managed.link.request(verb, timeout_s=timeout_s, **args)
 
-    async def everywhere(self, decision: d.ToRanks, verb: str, **args: Any) -> None:
-        """Ask the agents of all its hosts, each apart: one that is gone keeps the word from no other."""
+    async def everywhere(self, decision: d.ToRanks, verb: str, **args: Any) -> list[ClusterError]:
+        """Ask the agents of all its hosts, each apart: one that is gone keeps the word from no other.
+
+        Returns: what went wrong, by host; logged already but for hosts that are away.
+        """
+        errors: list[ClusterError] = []
 
         async def ask(host: HostId) -> None:
             which: dict[str, Any] = {
@@ -318,14 +322,15 @@ class Hosts:
             }
             try:
                 await self.request(host, verb, **which, **args)
-            except AgentLost:
-                pass  # asked again when the host is back
             except ClusterError as error:
-                log.warning("%s: %s of %s.%d: %s", host, verb, decision.job, decision.attempt, error)
+                errors.append(error)
+                if not isinstance(error, AgentLost):
+                    log.warning("%s: %s of %s.%d: %s", host, verb, decision.job, decision.attempt, error)
 
         async with anyio.create_task_group() as group:
             for host in decision.hosts:
                 group.start_soon(ask, host)
+        return errors
 
     def retry_now(self, host: HostId) -> None:
         """Dial at once: what was in the way may be gone."""

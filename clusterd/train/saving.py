@@ -14,8 +14,6 @@ from clusterd.train.control import Control, Message
 from plans.layout import layout
 from plans.model_shape import ModelShape
 
-POLL_S = 0.1
-
 
 class Saved(Checkpointed, Protocol):
     """The part of `clusterd.train.entry.Training` that is saved."""
@@ -30,26 +28,20 @@ class Checkpoints:
 
     def __init__(self, training: Saved, control: Control) -> None:
         self._training, self._control = training, control
-        self._news = threading.Condition()
+        self._lock = threading.Lock()
         self._paths: deque[str] = deque()
+        self._taken_unasked: str | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         control.on("checkpoint", self._on_checkpoint)
 
     def take(self) -> None:
         """Between two steps, on every rank: copies the state, and lets a thread write it."""
-        with self._news:
-            while not self._paths:  # others were asked a moment earlier
-                if self._control.requested("stop"):
-                    return
-                self._news.wait(POLL_S)
-            path = self._paths.popleft()
-            if not self._paths:
-                self._control.withdraw("checkpoint")
         began = time.perf_counter()
         self.finish()
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # the training's own groups are busy while it is used
+        path = self._path()
         training = self._training
         shape = training.shape
         staged = stage(training, shape, layout(shape, training.context.plan))
@@ -65,11 +57,32 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
+    def _path(self) -> str:
+        """Where to: as the first rank was told that was; the word to others may be late, or lost with an agent."""
+        with self._lock:
+            mine = self._paths[0] if self._paths else None
+        told: list[str | None] = [mine]
+        if self._group is not None:
+            told = [None] * dist.get_world_size()
+            dist.all_gather_object(told, mine, group=self._group)
+        path = next(path for path in told if path is not None)
+        with self._lock:
+            asked = bool(self._paths) and self._paths[0] == path
+            if asked:
+                self._paths.popleft()
+            self._taken_unasked = None if asked else path
+            if not self._paths:
+                self._control.withdraw("checkpoint")
+        return path
+
     def _on_checkpoint(self, message: Message) -> None:
-        with self._news:
-            self._paths.append(str(message["path"]))
-            self._news.notify_all()
-        self._control.request("checkpoint", f"to {message['path']}")
+        path = str(message["path"])
+        with self._lock:
+            if path == self._taken_unasked:  # the word for the last one, at last
+                self._taken_unasked = None
+                return
+            self._paths.append(path)
+            self._control.request("checkpoint", f"to {path}")
 
     def _write(self, staged: Staged, path: str, blocked_s: float) -> None:
         began = time.perf_counter()

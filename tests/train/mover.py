@@ -196,11 +196,21 @@ class Mover:
         step, names = max(whole, default=(-1, []))
         return names, step
 
-    def checkpoint(self, directory: Path) -> Message:
-        """Asks for one, and waits until it is complete; what rank 0 says of it."""
-        self._tell(self.now, {"event": "checkpoint", "path": str(directory)})
-        self.wait(lambda: len(self._said(self.now, "checkpointed", "")) == self.now.plan.ranks, "checkpointed")
+    def checkpoint(self, directory: Path, host: str = "") -> Message:
+        """Asks for one, of one host's ranks if that is said, and waits until it is complete; what rank 0 says of it."""
+        before = self.checkpoints()
+        self.ask_for_checkpoint(directory, host)
+        self.wait(lambda: self.checkpoints() == before + self.now.plan.ranks, "checkpointed")
         return self._said(self.now, "checkpointed", "")[0]
+
+    def ask_for_checkpoint(self, directory: Path, host: str = "") -> None:
+        """Does not wait."""
+        self._tell(self.now, {"event": "checkpoint", "path": str(directory)}, host)
+
+    def checkpoints(self) -> int:
+        """How often ranks said that one is complete."""
+        heard = [m.get("said", {}) for agent in self.agents.values() for _, _, m in agent.heard]
+        return sum(said.get("what") == "checkpointed" for said in heard)
 
     def checkpoint_fails(self, path: Path) -> list[str]:
         """Asks for one where none can be; why not, as every rank says."""
@@ -253,9 +263,10 @@ class Mover:
     def _said(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
         return {r: s for agent in self.agents.values() for r, s in agent.said(generation.number, what, move).items()}
 
-    def _tell(self, generation: Generation, message: Message) -> None:
-        for agent in self.agents.values():
-            agent.send(generation.number, message)
+    def _tell(self, generation: Generation, message: Message, only: str = "") -> None:
+        for host, agent in self.agents.items():
+            if only in ("", host):
+                agent.send(generation.number, message)
 
     @property
     def last_step(self) -> int:

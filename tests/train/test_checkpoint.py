@@ -100,3 +100,18 @@ def test_a_checkpoint_that_cannot_be_put_in_its_place_keeps_no_rank_waiting(
     mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
     assert sorted(p.name for p in tmp_path.glob("free*")) == ["free"]
     mover.stop()
+
+
+def test_the_word_of_one_agent_is_enough(moving: Callable[..., Mover], tmp_path: Path) -> None:
+    """The other's may be lost with it, and its ranks would wait for ever; or it is late, and asks for no other one."""
+    mover = moving("ab")
+    mover.start("dp=2", "ab")
+    mover.train(3)
+    for host in "ab":
+        assert mover.checkpoint(tmp_path / host, host)["path"] == str(tmp_path / host)
+    taken = mover.checkpoints()
+    mover.ask_for_checkpoint(tmp_path / "b", "a")
+    mover.train(3)
+    assert mover.checkpoints() == taken
+    mover.checkpoint(tmp_path / "b", "a")
+    mover.stop()
