@@ -13,7 +13,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
 from clusterd.core.matching import match, total_s
-from tests.benchmarks.report import Report
+from tests.benchmarks.report import Report, arguments
 
 TYPES = 3
 SIZES = (
@@ -132,8 +131,7 @@ def quiet() -> Iterator[None]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--instances", type=int, default=20)
     parser.add_argument("--solver-s", type=float, default=60.0)
     given = parser.parse_args()

@@ -55,11 +55,17 @@ class Report:
 
 def options(description: str, **defaults: Any) -> argparse.Namespace:
     """``--json`` and the benchmark's own numbers."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = arguments(description)
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     return parser.parse_args()
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser that knows ``--json``, and shows the description as it is written."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

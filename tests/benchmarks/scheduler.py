@@ -14,7 +14,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import math
 import resource
 import statistics
@@ -34,7 +33,7 @@ from clusterd.simulate.cluster import parse_cluster
 from clusterd.types import JobId, JobKind, JobSpec, Resources
 from examples.demo import JOBS as DEMO
 from plans.plan import Plan
-from tests.benchmarks.report import Report, spread
+from tests.benchmarks.report import Report, arguments, spread
 from tests.conftest import RunningCluster
 
 MODELS = 8
@@ -130,8 +129,7 @@ def exponent(sizes: list[int], times: list[float]) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="a sixteenth of the largest sizes")
     given = parser.parse_args()

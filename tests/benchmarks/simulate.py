@@ -12,7 +12,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import multiprocessing
 import random
 import statistics
@@ -31,7 +30,7 @@ from clusterd.core.policies import POLICIES
 from clusterd.simulate import run, workload
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.importers import read
-from tests.benchmarks.report import Report
+from tests.benchmarks.report import Report, arguments
 
 DATA = Path(os.environ.get("CLUSTERD_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 AIMS = {
@@ -60,8 +59,7 @@ def one(job: tuple[int, float, str, float | None, str, float | None, bool]) -> d
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = arguments(__doc__)
     parser.add_argument("--load", type=float, default=1.0)
     parser.add_argument("--workloads", type=int, default=8)
     parser.add_argument("--move-cost", default="78")
