@@ -24,14 +24,15 @@ from clusterd.train.leaving import copy_threads, piece_of
 from clusterd.train.moving import Move, sums_from_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
-from clusterd.train.segments import Segment, give_back, load
+from clusterd.train.segments import Segment, give_back, load, room_bytes
 from plans.packing import Read
 
 POLL_S = 0.1
 
 MAPPED_AHEAD_BYTES = 256 << 20
-"""Of other ranks' segments, that are mapped before they are filled; larger ones are mapped one after the other, and
-count as this process's memory for as long as they are read."""
+"""Of other ranks' segments, that are mapped before they are filled, or more, up to a share of a step's memory; what is
+beyond that is mapped source by source, and counts as this process's memory for as long as it is read."""
+PEAK_SHARE = 1.25
 
 
 class MoveFailed(exits.TrainError):
@@ -72,7 +73,7 @@ class Arriving:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.move_id = str(context.move.get("id", ""))
         self._mapped: dict[str, Segment] = {}  # by path
-        self._mapped_bytes = 0
+        self._ahead_bytes = MAPPED_AHEAD_BYTES
         for event in ("segment", "room", "fetch_failed", "resume"):
             control.on(event, self._messages.put)
         control.on("connected", self._messages.put)
@@ -102,6 +103,7 @@ class Arriving:
         training = make()
         training.rehearse()
         give_back()
+        self._ahead_bytes = max(MAPPED_AHEAD_BYTES, room_bytes(PEAK_SHARE))
         live = check_boxes(training, move.shape, move.new_layout, rank)
         reads = move.packing.reads(rank)
         self._fetch(move)
@@ -200,7 +202,7 @@ class Arriving:
             return
         mine = [r for r in reads if (move.outbox_name(r.source) == name if r.local else name == move.inbox_name)]
         size_bytes = sum(read.bytes for read in mine)
-        if self._mapped_bytes + size_bytes > MAPPED_AHEAD_BYTES:
+        if size_bytes > self._ahead_bytes:
             return
         try:
             segment = Segment(path)
@@ -208,7 +210,7 @@ class Arriving:
             return  # dropped meanwhile: somebody says why
         segment.map_in((read.offset, read.bytes) for read in mine)
         self._mapped[path] = segment
-        self._mapped_bytes += size_bytes
+        self._ahead_bytes -= size_bytes
 
     def _unmap(self) -> None:
         for segment in self._mapped.values():

@@ -99,6 +99,14 @@ class Segment:
             return  # a view is alive; the mapping ends with it
 
 
+def room_bytes(share: float) -> int:
+    """How much may still come into this process's memory before it is `share` of its own peak so far."""
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    peak_kb, now_kb = (int(status[name].split()[0]) for name in ("VmHWM", "VmRSS"))
+    return max(0, int(share * peak_kb) - now_kb) << 10
+
+
 def give_back() -> None:
     """Returns to the system what was freed and the C library keeps, so that it can be somebody's segment."""
     with contextlib.suppress(AttributeError, OSError):  # glibc's alone

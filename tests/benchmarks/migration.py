@@ -140,7 +140,7 @@ def migrate(
         raise SystemExit(f"a move failed: {found['failure']}")
     pids = ranks_of(cluster, job)
     peaks(pids, reset=True)
-    trained(cluster, job)
+    trained(cluster, job, steps=4)
     larger = max(*steady.values(), *peaks(pids).values())
     found["peak"] = max(watch.peaks.values()) / larger
     words = next(p["what"] for p in found["phases"] if p["phase"] == "transfer")
@@ -163,10 +163,10 @@ def migrate(
     return found
 
 
-def trained(cluster: RunningCluster, job: str) -> dict[str, Any]:
-    """The job's row, some steps later."""
+def trained(cluster: RunningCluster, job: str, steps: int = 1) -> dict[str, Any]:
+    """The job's row, when more than so many steps were reported after now; the first two may have been made before."""
     step = cluster.job(job)["step"]
-    return cluster.wait_for(job, lambda row: row["step"] > step + 1 and not row["migrating"], timeout_s=120.0)
+    return cluster.wait_for(job, lambda row: row["step"] > step + steps and not row["migrating"], timeout_s=120.0)
 
 
 class Watch:
