@@ -9,11 +9,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent import facts, logs, processes, programs
+from clusterd.agent import facts, processes, programs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
@@ -26,6 +26,7 @@ from clusterd.agent.progress import Progress
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.snapshots import Snapshots
 from clusterd.agent.threads import in_thread
+from clusterd.agent.verbs import Verbs
 
 PRELOAD = "clusterd.train.preload"
 """What the fork server of an elastic job imports before it forks."""
@@ -33,8 +34,6 @@ PRELOAD = "clusterd.train.preload"
 FACTS_PERIOD_S = 10.0
 IDLE_S = 24 * 3600.0
 """An agent that no daemon speaks to, and that has nothing that runs, ends after this long."""
-
-Handler = Callable[[Connection, Message], Awaitable[Message]]
 
 
 class Agent:
@@ -65,32 +64,8 @@ class Agent:
         self._heard_at = time.monotonic()
         self._requests: set[asyncio.Task[None]] = set()
         self._callers: set[asyncio.Task[Any]] = set()
-        self._verbs: dict[str, Handler] = {
-            "hello": self._hello,
-            "facts": self._facts,
-            "launch": self._launch,
-            "stop": self._stop,
-            "forget": self._forget,
-            "logs": self._logs,
-            "steps": self._steps,
-            "model": self._model,
-            "snapshot_has": self._snapshot_has,
-            "snapshot_put": self._snapshot_put,
-            "port": self._port,
-            "fabric": self._fabric,
-            "snapshot_keep": self._snapshot_keep,
-            "snapshot_kept": self._snapshot_kept,
-            "snapshot_admit": self._snapshot_admit,
-            "data_serve": self._data_serve,
-            "data_from": self._data_from,
-            "move": self._move,
-            "quiesce": self._pass_on,
-            "abort": self._pass_on,
-            "resume": self._pass_on,
-            "tell": self._tell,
-            "drop": self._drop,
-            "shutdown": self._shutdown,
-        }
+        verbs = Verbs(home, self._attempts, self._progress, self._snapshots, self._datasets, self._moves, self._ports)
+        self._verbs = {"facts": self._facts, "shutdown": self._shutdown, **verbs.table}
 
     async def run(self) -> None:
         """Adopt what an earlier agent left, then serve until told to end."""
@@ -174,9 +149,12 @@ class Agent:
                 answer = await self._data(connection.reads_for, str(verb), message)
             elif connection.rank is not None:
                 answer = await self._asked_by_rank(connection.rank[0], str(verb), message)
+            elif verb == "hello":
+                self._check_epoch(connection, verb)
+                answer = await self._hello(connection, message)
             elif verb in self._verbs:
                 self._check_epoch(connection, str(verb))
-                answer = await self._verbs[str(verb)](connection, message)
+                answer = await self._verbs[str(verb)](message)
             else:
                 raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
             reply: Message = {"ok": answer}
@@ -312,104 +290,10 @@ class Agent:
             "snapshots": self._moves.copies.report(),
         }
 
-    async def _facts(self, _connection: Connection, _message: Message) -> Message:
+    async def _facts(self, _message: Message) -> Message:
         return await self._gather()
 
-    async def _launch(self, _connection: Connection, message: Message) -> Message:
-        snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
-        if message.get("move"):
-            self._moves.admit(message["move"])
-        return await self._attempts.launch(message, self._home.socket, snapshot)
-
-    async def _stop(self, _connection: Connection, message: Message) -> Message:
-        return await self._attempts.stop(
-            message["job"],
-            message["attempt"],
-            int(message["generation"]),
-            float(message.get("grace_s") or 0.0),
-            str(message.get("reason") or "stopped"),
-            keep=bool(message.get("keep")),
-        )
-
-    async def _forget(self, _connection: Connection, message: Message) -> Message:
-        generations = self._attempts.generations(message["job"], message["attempt"])
-        await self._attempts.forget(message["job"], message["attempt"])
-        names = {attempt.name for attempt in generations}
-        self._datasets.forget(f"{message['job']}.{message['attempt']}")
-        for attempt in generations:
-            self._progress.forget(attempt.name)
-            self._moves.forget(attempt)
-        self._ports.release(lambda owner, _generation, _age_s: owner in names)
-        return {}
-
-    async def _logs(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
-        rank = int(message["rank"])
-        if rank not in attempt.ranks:
-            raise Refused(
-                "unknown", f"rank {rank} of {attempt.name} is not on this host; here are {sorted(attempt.ranks)}"
-            )
-        ended = attempt.ranks[rank].state != "running"  # asked before the file is: what it wrote last is then in it
-        return logs.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
-
-    async def _steps(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
-        ended = not attempt.running
-        return logs.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
-
-    async def _model(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
-        return {"model": read_json(attempt.directory / "model.json")}
-
-    async def _snapshot_has(self, _connection: Connection, message: Message) -> Message:
-        return {"have": self._snapshots.have(message["digest"])}
-
-    async def _snapshot_put(self, _connection: Connection, message: Message) -> Message:
-        put = (message["digest"], int(message["offset"]), bytes(message["data"]), bool(message["last"]))
-        await asyncio.get_running_loop().run_in_executor(None, self._snapshots.put, *put)
-        return {}
-
-    async def _port(self, _connection: Connection, message: Message) -> Message:
-        name = self._home.attempt(message["job"], message["attempt"], int(message["generation"])).name
-        return {"port": self._ports.lease(name, int(message["generation"]))}
-
-    async def _snapshot_keep(self, _connection: Connection, message: Message) -> Message:
-        return await self._moves.copies.keep(message)
-
-    async def _snapshot_kept(self, _connection: Connection, message: Message) -> Message:
-        return self._moves.copies.kept(str(message["name"]))
-
-    async def _snapshot_admit(self, _connection: Connection, message: Message) -> Message:
-        self._moves.admit({"id": message["set"], "token": message["token"]})
-        return self._moves.fabric()
-
-    async def _data_serve(self, _connection: Connection, message: Message) -> Message:
-        self._datasets.serve(str(message["token"]), str(message["dataset"]), str(message["path"]))
-        return self._moves.fabric()
-
-    async def _data_from(self, _connection: Connection, message: Message) -> Message:
-        self._datasets.know(f"{message['job']}.{message['attempt']}", message["datasets"])
-        return {}
-
-    async def _fabric(self, _connection: Connection, _message: Message) -> Message:
-        return self._moves.fabric()
-
-    async def _move(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, {"event": "move", "move": message["move"]})
-
-    async def _pass_on(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, {"event": message["verb"], "move": message["move"]})
-
-    async def _tell(self, _connection: Connection, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        return self._moves.forward(attempt, dict(message["message"]))
-
-    async def _drop(self, _connection: Connection, message: Message) -> Message:
-        return await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, str(message["move"]))
-
-    async def _shutdown(self, _connection: Connection, message: Message) -> Message:
+    async def _shutdown(self, message: Message) -> Message:
         running = self._attempts.running
         if running and not message.get("force"):
             raise Refused("busy", f"{len(running)} attempts run here: {', '.join(sorted(running))}")

@@ -97,3 +97,13 @@ def may_submit(spec: JobSpec) -> None:
         raise UsageError(f"checkpoints.every is {spec.checkpoint_every_s:g} s: it must be a second or more")
     if spec.time_limit_s is not None and spec.time_limit_s <= 0:
         raise UsageError(f"limits.time is {spec.time_limit_s:g} s: it must be longer than nothing")
+
+
+def refuse_if_over(job: Job) -> None:
+    """Nothing can be asked of a job that is.
+
+    Raises:
+        ClusterError: it is.
+    """
+    if job.state.is_final:
+        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value} already")

@@ -15,39 +15,31 @@ import msgspec
 
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
-from clusterd.core import admission, elastic, migrations
-from clusterd.core import decisions as d
+from clusterd.core import admission
 from clusterd.core import events as e
 from clusterd.core.allocate import allocate
 from clusterd.core.place import Placement
 from clusterd.core.state import Job
-from clusterd.core.view import Move, Refusal, View
+from clusterd.core.view import Refusal, View
 from clusterd.daemon import codec
 from clusterd.daemon.archive import Archive
+from clusterd.daemon.by_hand import ByHand
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Change, Feed
-from clusterd.daemon.foresight import foresee
-from clusterd.daemon.hosts import Expected, Hosts
+from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.membership import Membership, need_operator
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.daemon.wellformed import refuse_malformed
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import AttemptState, DeviceId, JobId, JobKind, JobSpec
-from plans.plan import Plan, PlanError
+from clusterd.types import JobId, JobKind, JobSpec
 
 ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
 
-
 HISTORY_MAX = 5000
 """Events, and decisions, that `history` gives at most."""
-
-CHECKPOINT_S = 900.0
-
-LAST_MOVE_S = 60.0
-"""A move waits so long for the one before it to be cleaned up; then it is refused, with what is in the way."""
 
 
 class Api:
@@ -71,6 +63,7 @@ class Api:
         self._archive = archive
         self._feed = feed
         self._membership = Membership(engine, hosts, invite)
+        self._by_hand = ByHand(engine, hosts, feed)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
@@ -95,10 +88,8 @@ class Api:
             "cancel": self.cancel,
             "priority": self.priority,
             **self._membership.verbs,
+            **self._by_hand.verbs,
             "steps": self.steps,
-            "migrate": self.migrate,
-            "unpin": self.unpin,
-            "checkpoint": self.checkpoint,
         }
 
     @property
@@ -276,7 +267,7 @@ class Api:
         """End a job; answers at once, `wait` tells when its devices are free."""
         known = admission.find_job(self._state, job)
         admission.may_act_on(known, peer.user, peer.is_operator)
-        _refuse_if_over(known)
+        admission.refuse_if_over(known)
         await self._engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
@@ -286,7 +277,7 @@ class Api:
         admission.may_act_on(known, peer.user, peer.is_operator)
         if not isinstance(priority, int):
             raise UsageError(f"priority is {priority!r}; it must be a whole number")
-        _refuse_if_over(known)
+        admission.refuse_if_over(known)
         await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
         return projection.job_row(known, self._state)
 
@@ -294,118 +285,6 @@ class Api:
         """The training steps of an attempt, as its rank 0 wrote them."""
         known = admission.find_job(self._state, job)
         return {"job": known.id, "data": await self._logs.steps(known, attempt)}
-
-    async def migrate(
-        self,
-        peer: Peer,
-        job: str,
-        plan: str | None = None,
-        devices: list[str] | None = None,
-        pin: bool = False,
-        dry_run: bool = False,
-    ) -> dict[str, Any]:
-        """Move a running job; answers with what will move, `wait` and `watch` tell how it goes."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
-        try:
-            wish = Plan.parse(plan) if plan else None
-        except PlanError as error:
-            raise UsageError(f"--plan: {error}") from None
-        chosen = tuple(DeviceId(device) for device in devices or ())
-        if known.spec.kind is JobKind.CHECKPOINTABLE:
-            return await self._restart(peer, known, wish, dry_run)
-        with anyio.move_on_after(LAST_MOVE_S):
-            await self._settled(known)
-        answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
-        if isinstance(answer, Refusal):
-            raise ClusterError(answer.reason)
-        stays = pin and migrations.is_there(known, answer)
-        objection = None if stays else migrations.objection(self._state, known, answer)
-        if objection:
-            raise ClusterError(objection)
-        preview = await self._preview(known, answer)
-        if not dry_run:
-            event = e.MigrationRequested(
-                at_s=time.time(), job=known.id, plan=wish, devices=chosen, pin=pin, by=peer.user
-            )
-            await self._engine.post(event)
-        moves = {"migrations": len(known.migrations), "stays": stays}
-        return {"job": known.id, "name": known.spec.name, **moves, **preview}
-
-    async def _restart(self, peer: Peer, job: Job, wish: Plan | None, dry_run: bool) -> dict[str, Any]:
-        """A checkpointable job at another size: it saves, stops and starts again."""
-        if wish is None:
-            raise UsageError(f"{job.spec.name} is a checkpointable job: say what to start it as, with --plan")
-        if job.attempt is None or job.attempt.state is not AttemptState.RUNNING:
-            raise ClusterError(f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
-        if job.attempt.plan == wish:
-            raise ClusterError(f"{job.spec.name} runs under {wish} already")
-        count = sum(len(host.devices) for host in self._state.hosts.values() if host.unusable is None)
-        if wish.ranks > count:
-            raise ClusterError(f"{wish} needs {wish.ranks} devices, the cluster has {count}")
-        answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(wish)}
-        if not dry_run:
-            event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=wish, by=peer.user)
-            await self._engine.post(event)
-        return {**answer, "restarts": True, "attempt": job.attempts[-1].number}
-
-    async def _settled(self, job: Job) -> None:
-        """Until the ranks of the job's last move are gone: two moves in a row are meant one after the other."""
-        while job.attempt is not None and (job.attempt.retired or job.attempt.resuming):
-            await self._feed.wait(self._feed.number)
-
-    async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
-        """What would move, and how long the job would stand still for it."""
-        attempt = job.attempt
-        assert attempt is not None
-        devices = {place.device for place in move.ranks}
-        crowded = migrations.crowded(self._state.hosts, job, attempt, move.plan, devices)
-        restart_s = self._state.restart_costs_s.get(job.model)
-        return await anyio.to_thread.run_sync(foresee, job, move, crowded, restart_s)
-
-    async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
-        """Have a running elastic job write its state to a directory that its hosts share, while it trains on."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
-        attempt = known.attempt
-        if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:
-            raise ClusterError(
-                f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic and "
-                "checkpointable jobs that run can be checkpointed"
-            )
-        if not path.startswith("/"):
-            raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
-        waiting = Expected(self._hosts.checkpoints, (known.id, path))
-        try:
-            asked = d.TakeCheckpoint(
-                cause=e.EventId(0),  # no event: nothing is decided, the word is only passed on
-                reason=f"asked by {peer.user}",
-                job=known.id,
-                attempt=attempt.number,
-                generation=attempt.generation,
-                hosts=attempt.hosts,
-                path=path,
-            )
-            errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
-            if len(errors) == len(attempt.hosts):  # ranks of an elastic job pass it on
-                raise errors[0]
-            with anyio.move_on_after(CHECKPOINT_S) as patience:
-                said = await waiting.wait()
-            if patience.cancelled_caught or said is None:
-                raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
-        finally:
-            waiting.close()
-        if said["what"] == "checkpoint_failed":
-            raise ClusterError(f"{known.spec.name} could not write its checkpoint: {said['why']}")
-        return {"name": known.spec.name, **said}
-
-    async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Let the scheduler choose again."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
-        _refuse_if_over(known)
-        await self._engine.post(e.JobUnpinned(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known, self._state)
 
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
         """The job's row whenever it changes, until it is over."""
@@ -449,8 +328,3 @@ class Api:
 
     def _change(self, change: Change) -> dict[str, Any]:
         return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)
-
-
-def _refuse_if_over(job: Job) -> None:
-    if job.state.is_final:
-        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value} already")

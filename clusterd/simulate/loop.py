@@ -1,104 +1,25 @@
 """The virtual clock: events go to the scheduler, its decisions are carried out against the truth.
 
-What the daemon learns from agents, the scheduler learns here from arithmetic. Everything of one instant is one batch,
-as in the daemon. Reports of progress come with each batch and at completion, not step by step.
-
-Systems that schedule in rounds hear of arrivals and ends at the next round only: so does the scheduler here where a
-round is set. What a round decides is carried out at once; a job that ends within a round keeps its devices to its end.
+Everything of one instant is one batch, as in the daemon. Reports of progress come with each batch and at completion,
+not step by step.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-import time
-from collections.abc import Callable, Sequence
-from itertools import count
-from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Outlook
-from clusterd.core.scheduler import Scheduler
-from clusterd.core.state import State
-from clusterd.core.view import Policy, Proposal, View
-from clusterd.simulate.cluster import Cluster
-from clusterd.simulate.costs import Costs
-from clusterd.simulate.mixture import truth_of
-from clusterd.simulate.runs import Disturbance, Result, Run
-from clusterd.simulate.truth import ModelTruth, Truth
-from clusterd.simulate.workload import Arrival, Workload
-from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
-from plans.plan import Plan
-
-OnBatch = Callable[[State, Sequence[e.Event], Sequence[d.Decision]], None]
+from clusterd.simulate.runs import Result
+from clusterd.simulate.world import World
+from clusterd.types import JobId
 
 TURNS_MAX = 2000
 """Batches of one instant: beyond these a policy undoes what it has just done, again and again."""
 
-_OK = RankEnd(reason=Reason.EXIT, exit_code=0)
-_STOPPED = RankEnd(reason=Reason.STOPPED)
 
-
-class _Timed:
-    """The policy, with the processor time that its answers take."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy, self.name, self.interval_s = policy, policy.name, policy.interval_s
-        self.seconds: list[float] = []
-
-    def propose(self, view: View) -> Proposal:
-        began_s = time.process_time()
-        proposal = self.policy.propose(view)
-        self.seconds.append(time.process_time() - began_s)
-        return proposal
-
-
-class Simulation:
+class Simulation(World):
     """One workload under one policy."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        workload: Workload,
-        truth: Truth,
-        outlooks: dict[str, Outlook],
-        policy: Policy,
-        costs: Costs,
-        *,
-        disturbances: Sequence[Disturbance] = (),
-        checkpoint_s: float = 600.0,
-        horizon_s: float = float("inf"),
-        round_s: float = 0.0,
-        whole_steps: bool = False,
-        on_batch: OnBatch | None = None,
-        timeline: bool = False,
-    ) -> None:
-        self.cluster, self.workload, self.truth, self.costs = cluster, workload, truth, costs
-        self.outlooks = outlooks
-        self.policy = _Timed(policy)
-        self.scheduler = Scheduler(self.policy)
-        self.checkpoint_s, self.horizon_s = checkpoint_s, horizon_s
-        self.round_s, self.whole_steps = round_s, whole_steps
-        self.facts: dict[HostId, HostFacts] = cluster.facts()
-        self.types = {device.id: device.name for facts in self.facts.values() for device in facts.devices}
-        self.down: set[HostId] = set()
-        self.runs: dict[JobId, Run] = {}
-        self.now_s = 0.0
-        self._on_batch = on_batch
-        self._timeline = timeline
-        self._heap: list[tuple[float, int, str, Any]] = []
-        self._number = count()
-        self._ids = count(1)
-        self._going: dict[JobId, None] = {}  # with devices
-        self._waiting: dict[JobId, None] = {}
-        self._unfinished = len(workload.arrivals)
-        self._device_s = 0.0
-        self._samples: list[tuple[float, dict[str, int]]] = []
-        self._disturbances = disturbances
-        self._shapes: dict[str, dict[str, Any]] = {}
-        self._ticks = False  # the end of this round is awaited
-        self._deferred: dict[HostId, list[d.StopAttempt]] = {}
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
@@ -157,19 +78,6 @@ class Simulation:
         ]
         self._tell(first)
 
-    def _at(self, at_s: float, kind: str, what: Any) -> None:
-        at_s = max(at_s, self.now_s)
-        if at_s > self.now_s and kind != "done":
-            at_s = self._heard_s(at_s)
-        heapq.heappush(self._heap, (at_s, next(self._number), kind, what))
-
-    def _heard_s(self, at_s: float) -> float:
-        """When the scheduler hears of what happens then: at the next round, where there are rounds."""
-        return math.ceil(at_s / self.round_s - 1e-9) * self.round_s if self.round_s else at_s
-
-    def _stamp(self) -> dict[str, Any]:
-        return {"at_s": self.now_s, "id": e.EventId(next(self._ids))}
-
     def _advance(self, at_s: float) -> None:
         """Nothing happens until then: what holds devices keeps them, what waits goes on waiting."""
         passed_s = at_s - self.now_s
@@ -212,197 +120,6 @@ class Simulation:
             now = {str(self.runs[job].arrival.name): self.runs[job].devices for job in self._going}
             if not self._samples or self._samples[-1][1] != now:
                 self._samples.append((self.now_s, now))
-
-    # --- what happens -------------------------------------------------------------------------------------------------
-
-    def _when_arrival(self, what: tuple[JobId, Arrival]) -> list[e.Event]:
-        job, arrival = what
-        model = self.truth.models[arrival.model]
-        self.runs[job] = Run(arrival, job, model, waited_s=self.now_s - arrival.at_s)
-        self._waiting[job] = None
-        spec = JobSpec(
-            name=arrival.name,
-            kind=JobKind.ELASTIC,
-            command=("simulated",),
-            resources=Resources(devices=arrival.devices, kind="cuda", cpus=arrival.cpus, plan=arrival.plan),
-            priority=arrival.priority,
-            guaranteed=arrival.guaranteed,
-            tenant=arrival.tenant,
-            user=arrival.tenant,
-        )
-        steps = arrival.steps if arrival.predictable else 0
-        shape = {**self._shape(model), "samples": model.samples or model.global_batch, "steps": steps}
-        return [
-            e.JobSubmitted(**self._stamp(), job=job, spec=spec),
-            e.ModelDescribed(**self._stamp(), job=job, shape=shape, model=arrival.model),
-        ]
-
-    def _shape(self, model: ModelTruth) -> dict[str, Any]:
-        """A model that weighs nothing, and has a layer for every stage of the longest pipeline that is known."""
-        if model.name not in self._shapes:
-            stages = range(max(plan.pp for plan, _, _ in model.step_times_s))
-            self._shapes[model.name] = {
-                "parameters": [[f"{n}.weight", [1], 1, n] for n in stages],
-                "layers": [{"name": str(n)} for n in stages],
-                "global_batch": model.global_batch,
-            }
-        return self._shapes[model.name]
-
-    def _when_launched(self, what: d.LaunchAttempt) -> list[e.Event]:
-        if any(host in self.down for host in what.hosts):
-            return []
-        return [e.AttemptLaunched(**self._stamp(), job=what.job, attempt=what.attempt, generation=what.generation)]
-
-    def _when_done(self, what: tuple[JobId, int]) -> list[e.Event]:
-        job, version = what
-        run = self.runs[job]
-        if run.version != version or self.scheduler.state.jobs[job].attempt is None:
-            return []
-        run.go_to(self.now_s)
-        run.done, run.end_s, run.rate = float(run.arrival.steps), self.now_s, 0.0
-        run.version += 1
-        if self._heard_s(self.now_s) > self.now_s:
-            self._at(self._heard_s(self.now_s), "ended", job)
-            return []
-        return self._when_ended(job)
-
-    def _when_ended(self, job: JobId) -> list[e.Event]:
-        attempt = self.scheduler.state.jobs[job].attempt
-        assert attempt is not None, "between rounds nothing is decided"
-        about: dict[str, Any] = {"job": job, "attempt": attempt.number, "generation": attempt.generation}
-        events: list[e.Event] = [
-            e.RankExited(**self._stamp(), **about, host=rank.place.host, rank=number, end=_OK)
-            for number, rank in attempt.ranks.items()
-        ]
-        if self.round_s:
-            # By the next round its devices are free: who divides the cluster then divides these too.
-            events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
-        return events
-
-    def _when_cut_off(self, what: d.CutOffSurvivors) -> list[e.Event]:
-        """Nobody's replicas stand in for what was lost with a host: after a fault all policies go on from snapshots."""
-        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
-        if attempt is None:
-            return []
-        which: dict[str, Any] = {"job": what.job, "attempt": what.attempt, "generation": what.generation}
-        return [
-            e.RankExited(**self._stamp(), **which, host=rank.place.host, rank=number, end=RankEnd(reason=Reason.LOST))
-            for number, rank in attempt.ranks.items()
-            if rank.place.host in what.hosts
-        ]
-
-    def _when_stopped(self, what: d.StopAttempt) -> list[e.Event]:
-        run = self.runs[what.job]
-        events: list[e.Event] = []
-        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
-        ends: tuple[RankReport, ...] = ()
-        if attempt is not None and run.end_s is None:
-            here = [n for n, rank in attempt.ranks.items() if rank.place.host == what.host and rank.end is None]
-            ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
-            if attempt.outcome is not None and attempt.outcome.value == "preempted" and run.done > run.saved:
-                run.saved = run.done
-                events.append(
-                    e.CheckpointTaken(
-                        **self._stamp(), job=what.job, attempt=what.attempt, step=int(run.done), path="simulated"
-                    )
-                )
-        events.append(
-            e.AttemptStopped(
-                **self._stamp(),
-                job=what.job,
-                attempt=what.attempt,
-                generation=what.generation,
-                host=what.host,
-                ranks=ends,
-            )
-        )
-        return events
-
-    def _when_verified(self, what: d.StartMigration) -> list[e.Event]:
-        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
-        moving = attempt.migration if attempt is not None else None
-        if moving is None or moving.generation != what.new_generation:
-            return []
-        run = self.runs[what.job]
-        run.go_to(self.now_s)
-        run.rate, run.version = 0.0, run.version + 1
-        return [
-            e.MigrationVerified(
-                **self._stamp(),
-                job=what.job,
-                attempt=what.attempt,
-                generation=what.new_generation,
-                step=int(run.done),
-                network_bytes=0,
-                local_bytes=0,
-            )
-        ]
-
-    def _when_moved(self, what: tuple[d.ResumeAttempt, float]) -> list[e.Event]:
-        start, downtime_s = what
-        attempt = self.scheduler.state.attempt(start.job, start.attempt, start.generation)
-        if attempt is None or not attempt.resuming:
-            return []
-        return [
-            e.MigrationFinished(
-                **self._stamp(),
-                job=start.job,
-                attempt=start.attempt,
-                generation=start.generation,
-                downtime_s=downtime_s,
-            )
-        ]
-
-    def _when_round(self, what: None) -> list[e.Event]:
-        """A round is over: steps begun in it and not ended are not made."""
-        for job in self._going:
-            run = self.runs[job]
-            run.go_to(self.now_s)
-            if run.rate > 0 and run.done < run.arrival.steps:
-                run.done = math.floor(run.done + 1e-6)
-                self._foresee(run)
-        self._ticks = False
-        if self._going:
-            self._tick()
-        return []
-
-    def _tick(self) -> None:
-        if self.round_s and self.whole_steps and not self._ticks:
-            self._ticks = True
-            self._at(self.now_s + self.round_s, "round", None)
-
-    def _when_timer(self, what: tuple[str, float]) -> list[e.Event]:
-        timer, at_s = what
-        if self.scheduler.state.timers.get(timer) != at_s:
-            return []
-        return [e.TimerFired(**self._stamp(), timer=timer)]
-
-    def _when_disturbance(self, what: Disturbance) -> list[e.Event]:
-        host = list(self.facts)[what.host]
-        if what.kind == "drain":
-            return [e.HostDrained(**self._stamp(), host=host, by="simulation")]
-        if what.kind == "undrain":
-            return [e.HostUndrained(**self._stamp(), host=host)]
-        if what.kind == "down":
-            self.down.add(host)
-            for attempt in self.scheduler.state.attempts_on(host):
-                self._fall_back(self.runs[attempt.job])
-            return [e.HostDisconnected(**self._stamp(), host=host, why="fault")]
-        self.down.discard(host)
-        # Rebooted: nothing of ours runs there any more.
-        events: list[e.Event] = [e.HostConnected(**self._stamp(), host=host, facts=self.facts[host])]
-        for stop in self._deferred.pop(host, []):
-            events += self._when_stopped(stop)
-        return events
-
-    def _fall_back(self, run: Run) -> None:
-        """A fault: the steps since the last snapshot are lost, and nothing goes on until the job runs again."""
-        run.go_to(self.now_s)
-        if run.rate > 0:
-            every = max(self.checkpoint_s * run.rate, 1e-9)
-            run.done = max(run.saved, run.done - (run.done - run.saved) % every)
-            run.saved = run.done
-        run.rate, run.version = 0.0, run.version + 1
 
     # --- what is decided ----------------------------------------------------------------------------------------------
 
@@ -472,23 +189,3 @@ class Simulation:
 
     def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802
         self._at(decision.at_s, "timer", (decision.timer, decision.at_s))
-
-    def _go(self, run: Run, plan: Plan, places: Sequence[RankPlace], from_s: float) -> None:
-        """The job goes on under this plan on these devices."""
-        by_host: dict[HostId, list[str]] = {}
-        for place in places:
-            assert place.device is not None
-            by_host.setdefault(place.host, []).append(self.types[place.device])
-        step_time_s = truth_of(run.model, plan, list(by_host.values()))
-        if step_time_s is None:
-            shape = [len(kinds) for kinds in by_host.values()]
-            raise AssertionError(f"{run.arrival.name}: {plan} on {shape} was not on offer, and was chosen")
-        run.rate, run.since_s = 1.0 / step_time_s, from_s
-        self._foresee(run)
-        self._tick()
-
-    def _foresee(self, run: Run) -> None:
-        """When it ends, if it goes on as it does."""
-        run.version += 1
-        left_s = (run.arrival.steps - run.done) / run.rate
-        self._at(max(run.since_s, self.now_s) + left_s, "done", (run.job, run.version))

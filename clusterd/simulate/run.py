@@ -15,12 +15,13 @@ from clusterd.core.policies import POLICIES
 from clusterd.errors import UsageError
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
-from clusterd.simulate.loop import OnBatch, Simulation
+from clusterd.simulate.loop import Simulation
 from clusterd.simulate.metrics import figures
 from clusterd.simulate.published import PUBLISHED, policy_named
 from clusterd.simulate.runs import Disturbance, Result
 from clusterd.simulate.truth import Truth, by_count, learned, oracle
 from clusterd.simulate.workload import Workload
+from clusterd.simulate.world import OnBatch
 
 RESTART_S = 78.0
 """What a restart from a checkpoint costs: Rubick's average reconfiguration."""
