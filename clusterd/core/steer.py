@@ -59,7 +59,7 @@ class Steering(Growing):
         if found is not None and not self._may_pass(p, *found):
             found = None
         if found is not None and not self._better_later(p, found[0], opening):
-            ends_s = self._burden_s(p, found[0])
+            ends_s = self._grown_s(p, found[0], opening)
         else:
             found, ends_s = None, float("inf")
             if opening is not None:
@@ -103,10 +103,17 @@ class Steering(Growing):
         """Waiting for better ends sooner than starting now, growing included."""
         if opening is None:
             return False
-        now_s, best_s = self._burden_s(p, offer), self._burden_s(p, opening.offer)
+        return opening.at_s + self._burden_s(p, opening.offer) < self._grown_s(p, offer, opening)
+
+    def _grown_s(self, p: Prospect, offer: Estimate, opening: Opening | None) -> float:
+        """The burden of starting so now and moving to what comes free, where that is less than staying."""
+        now_s = self._burden_s(p, offer)
+        if opening is None:
+            return now_s
+        best_s = self._burden_s(p, opening.offer)
         meanwhile_s = opening.at_s * now_s / max(p.left_s(offer), 1e-9)  # its devices paid for
         grown_s = meanwhile_s + self.mobility.move_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
-        return opening.at_s + best_s < min(now_s, grown_s)
+        return min(now_s, grown_s)
 
     def _start(self, p: Prospect, offer: Estimate, devices: list[Device]) -> bool:
         where = seat(p.job, offer, devices)

@@ -181,6 +181,19 @@ def test_what_runs_mixed_is_known_and_shrinks_to_one_type_for_a_newcomer() -> No
     assert len(set(lab.kinds(launch(decided, short).ranks))) == 1
 
 
+def test_nobody_is_moved_off_fast_devices_that_come_free_soon_enough() -> None:
+    """The newcomer starts on the slow one and is moved when the fast one is free: that is hardly later."""
+    for left, moves in ((400, False), (10_000, True)):
+        lab = MixedLab({"new": [1], "older": [1]})
+        first, decided = lab.net("first", 20_000)
+        assert lab.kinds(launch(decided, first).ranks) == ["new"]
+        lab.progress(first, 20_000 - left)
+        newcomer, decided = lab.net("newcomer", 1000)
+        assert (d.StartMigration.match(decided, job=first) is not None) == moves
+        if not moves:
+            assert lab.kinds(launch(decided, newcomer).ranks) == ["older"]
+
+
 def test_a_guaranteed_job_is_mixed_only_where_it_keeps_what_it_asked_for() -> None:
     """It asks for four new devices: with the old ones it is faster; instead of some of them it would be slower."""
     lab = MixedLab({"new": [4], "old": [4]})
