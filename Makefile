@@ -38,7 +38,7 @@ check: $(STAMP)
 binary: dist/clusterd
 dist/clusterd: $(STAMP) pyproject.toml $(shell find clusterd plans profiling tui -name '*.py' 2>/dev/null)
 	@mkdir -p dist
-	$(BIN)/shiv --compressed -p '/usr/bin/env python3' -e clusterd.cli.main:main -o $@ '.[tui]'
+	$(BIN)/shiv --compressed -p '/usr/bin/env python3' -e clusterd.__main__:main -o $@ '.[tui]'
 
 clean:
 	rm -rf dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -102,7 +102,7 @@ def _clusterd(*arguments: str) -> str:
     """One command, as a user would type it."""
     print("$ clusterd " + " ".join(arguments), flush=True)
     done = subprocess.run(
-        [sys.executable, "-m", "clusterd.cli.main", *arguments], stdout=subprocess.PIPE, text=True, check=False
+        [sys.executable, "-m", "clusterd", *arguments], stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(f"demo: clusterd {arguments[0]} failed with exit code {done.returncode}")

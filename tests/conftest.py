@@ -46,7 +46,7 @@ class RunningCluster:
         options.setdefault("timeout", 90)
         options.setdefault("cwd", self.directory)
         done = subprocess.run(
-            [sys.executable, "-m", "clusterd.cli.main", *arguments],
+            [sys.executable, "-m", "clusterd", *arguments],
             env=self.environment,
             capture_output=True,
             text=True,

@@ -14,7 +14,7 @@ def serve(arguments: Sequence[str], port: int) -> int:
     """Serve until interrupted; `arguments` are those of ``clusterd top`` for each page."""
     from textual_serve.server import Server
 
-    command = shlex.join([sys.executable, "-m", "clusterd.cli.main", *arguments])
+    command = shlex.join([sys.executable, "-m", "clusterd", *arguments])
     print(f"clusterd top: http://{HOST}:{port}/ until ctrl+c", file=sys.stderr)
     Server(command, host=HOST, port=port, title="clusterd").serve()
     return 0

@@ -140,7 +140,3 @@ def main() -> None:
 def _drop_output() -> None:
     """What is still buffered goes nowhere: the interpreter tries it once more at its end, and says what came of it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-if __name__ == "__main__":
-    main()

@@ -59,7 +59,7 @@ def pretend(socket: Path, told: Path, **sizes: int) -> subprocess.Popen[bytes]:
 
 def top(socket: Path) -> Terminal:
     """`clusterd top` in a terminal of its own."""
-    return Terminal([sys.executable, "-m", "clusterd.cli.main", "top", "--socket", str(socket)], 160, 48)
+    return Terminal([sys.executable, "-m", "clusterd", "top", "--socket", str(socket)], 160, 48)
 
 
 def measure_load(report: Report, directory: Path, seconds: float, **sizes: int) -> None:

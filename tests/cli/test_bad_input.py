@@ -241,11 +241,26 @@ def test_the_settings_file_in_force_is_told(cluster: RunningCluster) -> None:
     assert "no settings file" in cluster.run("start").stderr
 
 
+def test_an_interrupt_before_anything_is_imported() -> None:
+    """Ctrl-C in the first tenth of a second ends as it does later: without a traceback."""
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from clusterd.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_a_reader_that_is_gone(cluster: RunningCluster) -> None:
     """``clusterd ls | head -0``: no word, no traceback, at whatever moment the pipe closes."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "clusterd.cli.main", "completion", "bash"]
+    command = [sys.executable, "-m", "clusterd", "completion", "bash"]
     done = subprocess.run(command, env=cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")

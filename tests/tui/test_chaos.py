@@ -36,7 +36,7 @@ def pretend(socket: Path, *options: str) -> subprocess.Popen[bytes]:
 
 def top(socket: Path, columns: int = 100, rows: int = 30) -> Terminal:
     """`clusterd top` in a terminal."""
-    return Terminal([sys.executable, "-m", "clusterd.cli.main", "top", "--socket", str(socket)], columns, rows)
+    return Terminal([sys.executable, "-m", "clusterd", "top", "--socket", str(socket)], columns, rows)
 
 
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])

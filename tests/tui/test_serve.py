@@ -25,7 +25,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
-    argv = [sys.executable, "-m", "clusterd.cli.main", "top", "--serve", "--port", str(port)]
+    argv = [sys.executable, "-m", "clusterd", "top", "--serve", "--port", str(port)]
     argv += ["--socket", str(tmp_path / "absent.sock")]
     process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 30
