@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +64,11 @@ def options(description: str, **defaults: Any) -> argparse.Namespace:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser that knows ``--json``, and shows the description as it is written."""
+    """A parser that knows ``--json``, and shows the description as it is written.
+
+    From here on a benchmark that is asked to end (SIGTERM, as from `timeout`) takes its daemons and ranks with it.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
