@@ -203,6 +203,15 @@ ALL: tuple[Coefficient, ...] = (
         "DeepSpeed's CPU Adam, 1 to 2 billion a second",
     ),
     Coefficient(
+        "thread_update_rate",
+        "parameter/s",
+        2.5e8,
+        0.7,
+        "model",
+        "optimizer on the host, one thread",
+        "a core moves 7 to 10 GB/s, Adam about 28 bytes a parameter",
+    ),
+    Coefficient(
         "host_sharing",
         "1",
         0.5,

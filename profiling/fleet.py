@@ -121,6 +121,7 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
         "network_latency_s": 1e-3,
         "update_rate": 4e8,
         "host_update_rate": 4e8,
+        "thread_update_rate": 4e8,
         "copy_rate": 4e9,
         "offload_whole_rate": 1e9,
         "launch_s": 2e-4,

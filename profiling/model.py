@@ -246,8 +246,11 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
 
     mine = parameters / (tp * pp) / np.where(zero > 0, dp, 1.0)
     on_device = mine / c("update_rate") / speed
+    # A rank's threads, until together they take what the host's memory gives.
+    threads = cores / (dp * tp * pp)
+    on_threads = np.where(cores > 0, mine / c("thread_update_rate") / np.maximum(threads, 1.0), 0.0)
     on_host = (
-        mine / c("host_update_rate") * host_ranks ** c("host_sharing")
+        np.maximum(mine / c("host_update_rate") * host_ranks ** c("host_sharing"), on_threads)
         + mine * (gradients / parameters) * 2.0 / c("copy_rate")
         + parameters / (tp * pp) / c("offload_whole_rate")
         + c("offload_s")

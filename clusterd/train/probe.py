@@ -28,7 +28,7 @@ def probe(device: torch.device, hosts: int) -> dict[str, float]:
         "copy_rate": _copies(device),
     }
     if device.type == "cuda":
-        figures["host_update_rate"] = _updates(torch.device("cpu"))  # by all threads of this rank
+        figures |= _host_updates()
     if dist.is_initialized() and dist.get_world_size() > 1:
         where = "network" if hosts > 1 else "local"
         rate, delay_s = _ring(device)
@@ -55,6 +55,20 @@ def _updates(device: torch.device) -> float:
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
     return count / _seconds(optimizer.step, device)
+
+
+def _host_updates() -> dict[str, float]:
+    """The same on the host: by one thread, and, where this rank has more, by all that it has."""
+    count = torch.get_num_threads()
+    found: dict[str, float] = {}
+    try:
+        torch.set_num_threads(1)
+        found["thread_update_rate"] = _updates(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(count)
+    if count > 1:
+        found["host_update_rate"] = _updates(torch.device("cpu"))
+    return found
 
 
 def _copies(device: torch.device) -> float:

@@ -98,6 +98,19 @@ def test_too_few_cores_starve_the_devices():
     assert one_s == pytest.approx(32 * 0.5 / 4, rel=0.1)
 
 
+def test_an_optimizer_on_the_host_takes_its_threads_and_no_more_than_the_host_gives():
+    offloaded, kept = Plan(dp=4, zero=2, offload="optimizer"), Plan(dp=4, zero=2)
+    world = truth(sample_core_s=1e-9, thread_update_rate=1e8, host_update_rate=8e8, host_sharing=1e-9)
+
+    def step_s(plan, cores):
+        return predict(world, Rows.of([Row(TRANSFORMER, plan, Allocation.of((4,), cores_per_device=cores))]))[0]
+
+    one, two, eight, sixteen = (step_s(offloaded, n) for n in (1, 2, 8, 16))
+    assert one - two == pytest.approx(TRANSFORMER.parameters / 4 / 1e8 / 2, rel=0.01)
+    assert two > eight == pytest.approx(sixteen)
+    assert step_s(kept, 1) == pytest.approx(step_s(kept, 16)), "what stays on the device needs no more cores"
+
+
 def test_a_described_model_is_predicted_under_every_legal_plan():
     shape = gpt()
     load = Workload.from_shape(shape, "gpt")
