@@ -22,15 +22,17 @@ class DeviceType:
     per_host: tuple[int, ...]  # of it on each host that has some, most first
     memory_bytes: int  # of one device, the smallest
     cores_per_device: int  # host CPU cores that come with one; 0: not known
+    cores_most: int = 0  # of a host, for jobs to share; 0: devices have their own, or it is not known
 
     @property
     def devices(self) -> int:
         """In all."""
         return sum(self.per_host)
 
-    def allocation(self, shape: Iterable[int]) -> Allocation:
-        """So many devices on each of so many hosts."""
-        return Allocation(tuple(HostShare(n, n * self.cores_per_device, self.name) for n in shape))
+    def allocation(self, shape: Iterable[int], cores: int | None = None) -> Allocation:
+        """So many devices on each of so many hosts, each with so many cores, by default its share of the host's."""
+        each = self.cores_per_device if cores is None else cores
+        return Allocation(tuple(HostShare(n, n * each, self.name) for n in shape))
 
 
 def shapes(fleet: DeviceType, most: int | None = None) -> list[tuple[int, ...]]:

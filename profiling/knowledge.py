@@ -29,6 +29,10 @@ BUDGET = 7
 WORTH_KNOWING = 0.02
 """Expected loss of step time, for want of knowing better, below which no trial is worth its moves."""
 
+WORTH_CORES = 0.03
+"""Of the step time: what more CPU cores must save at least."""
+
+_CORES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _ACCUMULATIONS = tuple(2**i for i in range(11))
 _LISTED = 400
 
@@ -44,6 +48,7 @@ class Ranked:
     upper_s: float
     width: float  # of the logarithm, without a measurement's noise
     memory: MemoryEstimate
+    core_times: tuple[tuple[int, float], ...] = ()  # step time by cores beside each device; empty: all alike
 
 
 @dataclass(slots=True)
@@ -83,9 +88,9 @@ class Knowledge:
         kept = replace(plan, offload="none", zero=plan.zero if plan.dp > 1 else 0)
         return self.fits(kept)
 
-    def row(self, plan: Plan, shape: Iterable[int]) -> Row:
-        """For the performance model."""
-        return Row(self.workload, plan, self.devices.allocation(shape))
+    def row(self, plan: Plan, shape: Iterable[int], cores: int | None = None) -> Row:
+        """For the performance model; with so many cores beside each device, by default its share of the host's."""
+        return Row(self.workload, plan, self.devices.allocation(shape, cores))
 
     def ranked(self, shapes: Sequence[tuple[int, ...]], keep: int, always: Iterable[Plan] = ()) -> list[Ranked]:
         """For each shape the `keep` fastest plans that fit, and those of `always` that have its number of ranks."""
@@ -114,7 +119,29 @@ class Knowledge:
                         self.memory(plan),
                     )
                 )  # fmt: skip
-        return found
+        return self._with_cores(found) if self.devices.cores_most else found
+
+    def _with_cores(self, found: list[Ranked]) -> list[Ranked]:
+        """The same, with step times on fewer and on more cores where these differ."""
+
+        def step_times(asked: list[tuple[Ranked, int]]) -> list[float]:
+            times: list[float] = []
+            if asked:
+                rows = Rows.of(self.row(one.plan, one.shape, cores) for one, cores in asked)
+                times = self.online.fit.predict(rows).median_s.tolist()
+            return times
+
+        most = [max(self.devices.cores_most // max(one.shape), 1) for one in found]
+        fewest_s = step_times([(one, 1) for one in found])
+        most_s = step_times(list(zip(found, most, strict=True)))
+        matters = [i for i in range(len(found)) if most_s[i] < (1.0 - WORTH_CORES) * fewest_s[i]]
+        asked = [(i, cores) for i in matters for cores in _CORES if cores <= most[i]]
+        ladders: dict[int, list[tuple[int, float]]] = {}
+        for (i, cores), step_s in zip(asked, step_times([(found[i], n) for i, n in asked]), strict=True):
+            ladder = ladders.setdefault(i, [])
+            if not ladder or step_s < (1.0 - WORTH_CORES) * ladder[-1][1]:
+                ladder.append((cores, step_s))
+        return [replace(one, core_times=tuple(ladders.get(i, ()))) for i, one in enumerate(found)]
 
     def _of(self, count: int, wanted: Iterable[Plan]) -> list[Plan]:
         legal = self.plans(count)

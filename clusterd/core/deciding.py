@@ -8,7 +8,7 @@ from clusterd.core import attempts
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Attempt, Job, State
-from clusterd.core.view import Start
+from clusterd.core.view import CoreGrant, Start
 from clusterd.types import HostId, HostState, JobId, JobState
 
 
@@ -49,6 +49,15 @@ class Deciding:
             self._set_timer(f"limit:{job.id}", self._now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
         self._launch(attempt, start.reason)
         return None
+
+    def _grant(self, grant: CoreGrant) -> None:
+        """Book the cores anew, and tell the ranks."""
+        attempt = self.state.jobs[grant.job].attempt
+        assert attempt is not None, f"cores for {grant.job}, which does not run"
+        for host, count in grant.cores.items():
+            self.state.hosts[host].cores_used += count - attempt.cores.get(host, 0)
+        attempt.cores = dict(grant.cores)
+        self._to_ranks(d.UseCores, attempt, attempt.hosts, grant.reason, each=grant.each)
 
     def _stop_on(
         self, host: HostId, job: JobId, number: int, generation: int, grace_s: float, reason: str, keep: bool = False

@@ -124,6 +124,13 @@ class TakeCheckpoint(ToRanks):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UseCores(ToRanks):
+    """Have each rank compute on so many CPU cores from its next step on."""
+
+    each: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Decision):
     """Report back at this time; a timer of the same name is replaced."""
 

@@ -31,6 +31,7 @@ class Estimate:
     cores_per_device: int = 0  # for which it holds; 0: what is usual there
     device_bytes: int = 0  # of a rank, at its peak; 0: not known
     host_bytes: int = 0  # of a rank in host memory (offload)
+    core_times: tuple[tuple[int, float], ...] = ()  # step time by cores beside each device, ascending; empty: all alike
     device_types: tuple[str, ...] = ()  # of each host of the shape, where they differ; empty: all `device_type`
 
     @property

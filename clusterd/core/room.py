@@ -100,12 +100,17 @@ class Room:
 def needs(job: Job, estimate: Estimate | None) -> tuple[int, int]:
     """Cores and bytes of host memory that a job needs beside each device."""
     wanted = job.spec.resources
-    count = max(wanted.devices, 1)
-    cores = max(-(-wanted.cpus // count), 1)
-    memory_bytes = -(-wanted.memory_bytes // count)
-    if estimate is not None:
-        cores, memory_bytes = max(cores, estimate.cores_per_device), max(memory_bytes, estimate.host_bytes)
-    return cores, memory_bytes
+    memory_bytes = -(-wanted.memory_bytes // max(wanted.devices, 1))
+    return least_cores(job, estimate), max(memory_bytes, estimate.host_bytes if estimate is not None else 0)
+
+
+def least_cores(job: Job, estimate: Estimate | None) -> int:
+    """Cores that a job cannot do without beside each device: as asked; guaranteed, for what was promised too."""
+    wanted = job.spec.resources
+    asked = max(-(-wanted.cpus // max(wanted.devices, 1)), 1)
+    if estimate is None or (estimate.core_times and not job.spec.guaranteed):
+        return asked
+    return max(asked, estimate.cores_per_device)
 
 
 def seat(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:

@@ -60,6 +60,8 @@ class Scheduler(OnHosts):
             attempt = self.state.jobs[preempt.job].attempt
             if attempt is not None and attempt.state is not AttemptState.STOPPING:
                 self._stop(attempt, Outcome.PREEMPTED, preempt.reason)
+        for grant in proposal.grants:
+            self._grant(grant)
         for move in proposal.moves:
             if not self._yields_to_trial(move):
                 self._move(move)

@@ -39,6 +39,16 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class CoreGrant:
+    """Let a running job use so many CPU cores; its ranks stay where they are."""
+
+    job: JobId
+    each: int  # beside each device
+    cores: Mapping[HostId, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Preempt:
     """Stop a running job and queue it again, through no fault of its own; it goes on from where it last saved."""
 
@@ -64,6 +74,7 @@ class Proposal:
     refusals: list[Refusal] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     preempts: list[Preempt] = field(default_factory=list)
+    grants: list[CoreGrant] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -70,6 +70,8 @@ class Executor:
                     self._begin(self._mover.resume, decision)
                 case d.CutOffSurvivors():
                     self._begin(self._cut_off, decision)
+                case d.UseCores():
+                    self._begin(self._use_cores, decision)
                 case d.TakeCheckpoint():
                     self._begin(self._checkpoint, decision)
                 case d.SetTimer():
@@ -244,6 +246,9 @@ class Executor:
 
     async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
         await self._hosts.everywhere(decision, "tell", message={"event": "checkpoint", "path": decision.path})
+
+    async def _use_cores(self, decision: d.UseCores) -> None:
+        await self._hosts.everywhere(decision, "tell", message={"event": "cores", "each": decision.each})
 
     async def _cut_off(self, decision: d.CutOffSurvivors) -> None:
         await self._hosts.everywhere(decision, "tell", message={"event": "peers_lost", "reason": decision.reason})

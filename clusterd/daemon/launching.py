@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import anyio
@@ -63,6 +63,7 @@ class Launches:
         probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
         snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
         datasets = await self._datasets.where(decision.job, spec, decision.hosts)
+        booked = self._cores(decision)
         for host in decision.hosts:
             here = [place for place in decision.ranks if place.host == host]
             host_facts = state.hosts[host].facts
@@ -85,7 +86,7 @@ class Launches:
                         "master_port": port,
                         "interface": near,
                         "plan": decision.plan.to_dict() if decision.plan else None,
-                        "device": _device(place, devices, self._cores_of(spec)),
+                        "device": _device(place, devices, booked.get(host, 0) // len(here)),
                         "hosts": len(decision.hosts),
                     }
                     for index, place in enumerate(here)
@@ -113,8 +114,13 @@ class Launches:
         step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
-    def _cores_of(self, spec: JobSpec) -> int:
-        return max(spec.resources.cpus // max(spec.resources.devices, 1), 1)
+    def _cores(self, decision: d.LaunchAttempt) -> Mapping[HostId, int]:
+        """That are booked for these ranks on each host."""
+        attempt = self._engine.scheduler.state.jobs[decision.job].attempt
+        if attempt is None:
+            return {}
+        coming = attempt.migration
+        return coming.cores if coming is not None and coming.generation == decision.generation else attempt.cores
 
     def request_base(
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
@@ -164,10 +170,12 @@ def sized(command: Iterable[str], plan: Plan | None, hosts: int) -> list[str]:
 
 
 def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[str, Any]:
+    threads = max(cores, 1)
     if place.device is None:
-        return {"kind": "cpu", "uuid": "", "cores": [], "threads": cores}
+        return {"kind": "cpu", "uuid": "", "cores": [], "threads": threads}
     device = devices[place.device]
-    threads = max(len(device.cores), 1) if device.kind == "cpu" else cores
+    if device.kind == "cpu":  # its cores are its own
+        threads = max(len(device.cores), 1)
     return {"kind": device.kind, "uuid": device.uuid, "cores": list(device.cores), "threads": threads}
 
 

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 KEPT_PER_SHAPE = 4
 SHAPES_MOST = 256
 
+ENOUGH_CORES = 1.01
+"""Times the step time with a fair share of the host's cores: what a guaranteed job's cores must keep to."""
+
 
 class Learned:
     """Knowledge by model and type of device; fits are made in a thread."""
@@ -215,12 +218,14 @@ def types_of(state: State) -> dict[str, DeviceType]:
     for name, some in sorted(hosts.items()):
         mine = [[d for d in host.devices if d.name == name] for host in some]
         cores = min(host.facts.cpu_cores // max(len(host.devices), 1) for host in some if host.facts is not None)
+        most = min(host.facts.cpu_cores for host in some if host.facts is not None)
         found[name] = DeviceType(
             name=name,
             kind=mine[0][0].kind,
             per_host=tuple(sorted((len(devices) for devices in mine), reverse=True)),
             memory_bytes=min(d.memory_bytes for devices in mine for d in devices),
             cores_per_device=cores,
+            cores_most=0 if any(d.cores for devices in mine for d in devices) or mine[0][0].kind == "cpu" else most,
         )
     return found
 
@@ -244,4 +249,6 @@ def _estimate(devices: DeviceType, one: Ranked) -> Estimate:
         upper_s=one.upper_s,
         device_bytes=one.memory.device_bytes,
         host_bytes=one.memory.host_bytes,
+        cores_per_device=next((n for n, s in one.core_times if s <= ENOUGH_CORES * one.step_time_s), 0),
+        core_times=one.core_times,
     )

@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from clusterd.core import events as e
 from clusterd.core import trials
+from clusterd.core.cores import cores_each
 from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.endings import Ending, at_submission
@@ -25,7 +26,7 @@ from clusterd.daemon.trying import SLOW_TRIAL_STEPS, WARM_UP_STEPS, Trying
 from clusterd.types import JobId, RankEnd, Reason
 from plans.plan import Plan
 from profiling.knowledge import Knowledge
-from profiling.model import Rows
+from profiling.model import Row, Rows
 from profiling.online import Observation
 from profiling.store import Measurement
 
@@ -42,7 +43,7 @@ ANEW_EVERY_S = 20.0
 class _Run:
     """Step times of one generation of an attempt, since the last measurement."""
 
-    of: tuple[int, int]  # attempt and generation
+    of: tuple[int, int, int]  # attempt, generation, and CPU cores in all
     seen: int = 0
     times_s: list[float] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
@@ -148,8 +149,9 @@ class Profiler:
             return
         await self._foresee(job, message)
         run = self._runs.get(job.id)
-        if run is None or run.of != which:
-            run = self._runs[job.id] = _Run(which)
+        now = (attempt.number, attempt.generation, sum(attempt.cores.values()))
+        if run is None or run.of != now:
+            run = self._runs[job.id] = _Run(now)
         for _, seconds in message.get("steps", ()):
             run.seen += 1
             if run.seen > WARM_UP_STEPS and seconds > 0:
@@ -193,7 +195,7 @@ class Profiler:
         """A trial has its steps."""
         assert attempt.plan is not None
         seconds, steps = median(run.times_s), len(run.times_s)
-        row = known.row(attempt.plan, shape_of(of_ranks(self._state.hosts, attempt)))
+        row = self._row(attempt, known)
         before = known.online
         (predicted,) = before.fit.predict(Rows.of([row])).median_s
         known.online = await anyio.to_thread.run_sync(before.observe, Observation(row, seconds))
@@ -213,6 +215,13 @@ class Profiler:
         )
         await self._learned.tell(job.model, f"{attempt.plan} was tried: {seconds:.3g} s a step")
 
+    def _row(self, attempt: Attempt, known: Knowledge) -> Row:
+        """What the attempt runs as, with the cores that it has."""
+        assert attempt.plan is not None
+        devices = of_ranks(self._state.hosts, attempt)
+        cores = cores_each(attempt, devices) if known.devices.cores_most else None
+        return known.row(attempt.plan, shape_of(devices), cores)
+
     async def _ran_out_of_memory(self, attempt: Attempt, plan: Plan, shape: tuple[int, ...]) -> None:
         """That is a measurement too: nobody need try the plan there again."""
         job = self._state.jobs[attempt.job]
@@ -227,8 +236,7 @@ class Profiler:
 
     async def _went_on(self, job: Job, attempt: Attempt, known: Knowledge, run: _Run) -> None:
         """A job that just runs is measured too."""
-        assert attempt.plan is not None
-        row = known.row(attempt.plan, shape_of(of_ranks(self._state.hosts, attempt)))
+        row = self._row(attempt, known)
         times, run.times_s = run.times_s, []
         before = known.online
         known.online = await anyio.to_thread.run_sync(before.update, row, times)

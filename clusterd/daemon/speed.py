@@ -103,9 +103,8 @@ class Speed:
         attempt = job.attempt or (job.attempts[-1] if job.attempts else None)
         count = attempt.plan.ranks if attempt is not None and attempt.plan else max(job.spec.resources.devices, 1)
         curve = resource_curve(known, over, count)
-        observed = list({o.row: None for o in known.online.observations})
-        times = [_newest(known, row) for row in observed]
-        lines = report.lines(known.online.fit, observed, times)
+        newest = {o.row: o.step_time_s for o in known.online.observations}
+        lines = report.lines(known.online.fit, list(newest), list(newest.values()))
         title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
         answer: dict[str, Any] = {
             "job": job.id,
@@ -257,7 +256,7 @@ def _row(known: Knowledge, one: Ranked, current: Plan | None) -> dict[str, Any]:
         "upper_s": one.upper_s,
         "device_bytes": one.memory.device_bytes,
         "host_bytes": one.memory.host_bytes,
-        "measured_s": _newest(known, known.row(one.plan, one.shape)),
+        "measured_s": _newest(known, one.plan, one.shape),
         "fits": True,
         "why": "",
         "current": one.plan == current,
@@ -324,8 +323,10 @@ def resource_curve(known: Knowledge, over: str, count: int) -> Curve:
     return curves.over_bandwidth(fit, load, plans, allocation, (0.25, 0.5, 1.0, 2.0, 4.0))
 
 
-def _newest(known: Knowledge, row: Any) -> float | None:
-    return next((o.step_time_s for o in reversed(known.online.observations) if o.row == row), None)
+def _newest(known: Knowledge, plan: Plan, shape: tuple[int, ...]) -> float | None:
+    """As measured there, whatever cores it had."""
+    newest = reversed(known.online.observations)
+    return next((o.step_time_s for o in newest if (o.row.plan, o.row.allocation.counts) == (plan, shape)), None)
 
 
 def _known_in_words(known: Knowledge) -> str:

@@ -69,7 +69,9 @@ class Loop:
         self._agreement: Agreement | None = None
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
+        self._cores = 0  # to compute on from the next step on; 0: as it is
         control.on("peers_lost", self._on_peers_lost)
+        control.on("cores", self._on_cores)
 
     def run(self) -> Outcome:
         """All steps.
@@ -103,6 +105,8 @@ class Loop:
             if self._arrived_by:
                 control.say("trains", id=self._arrived_by, step=training.step, at_s=time.time())
                 self._arrived_by = ""
+            if self._cores:
+                self._use_cores()
             build.seed_step(job.seed, training.step, place.replica, place.stage)
             training.stepper.phases.lap("input")
             training.stepper.step(inputs, targets, self._agree)
@@ -137,6 +141,13 @@ class Loop:
                 began = time.perf_counter()
         self._settle()
         return ""
+
+    def _use_cores(self) -> None:
+        """On the thread that computes: others have a number of their own."""
+        torch.set_num_threads(self._cores)
+        self._cores = 0
+        count, step = torch.get_num_threads(), self._training.step + 1
+        print(f"clusterd: computes on {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
 
     def _agree(self, contribution: torch.Tensor) -> None:
         self._agreement = Agreement(contribution, self._control.flags())
@@ -230,6 +241,9 @@ class Loop:
         """Whether what is complete for the interpreter is so for the device too, before its streams are torn up."""
         device = self._training.device
         return device.type != "cuda" or (not self._cut_off and bool(torch.cuda.current_stream(device).query()))
+
+    def _on_cores(self, message: Message) -> None:
+        self._cores = max(int(message["each"]), 1)
 
     def _on_peers_lost(self, message: Message) -> None:
         """Somebody knows before the connections do: a host that is gone closes none."""

@@ -207,6 +207,10 @@ class Mover:
         """Does not wait."""
         self._tell(self.now, {"event": "checkpoint", "path": str(directory)}, host)
 
+    def use_cores(self, each: int) -> None:
+        """Does not wait."""
+        self._tell(self.now, {"event": "cores", "each": each})
+
     def checkpoints(self) -> int:
         """How often ranks said that one is complete."""
         heard = [m.get("said", {}) for agent in self.agents.values() for _, _, m in agent.heard]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
+from mover import Mover
 from scenarios import Recorded, job
 
 from clusterd.train import build, peers
@@ -80,3 +82,16 @@ def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_kn
     control.request("stop", "enough")
     loop._wait_as_orphan(ConnectionError("gone"), no_memory=False)
     assert seen == [(7, pytest.approx(2.5 if replicated else float("nan"), nan_ok=True))]
+
+
+def test_ranks_compute_on_the_cores_that_they_are_given_from_the_next_step_on(moving: Callable[..., Mover]) -> None:
+    """No rank is moved for it, and none is asked twice."""
+    mover = moving()
+    mover.start("dp=2")
+    mover.train(3)
+    mover.use_cores(2)
+    mover.train(3)
+    mover.stop()
+    for rank in mover.now.run.result()[0].ranks:
+        said = [line for line in rank.output.splitlines() if "CPU threads" in line]
+        assert len(said) == 1 and said[0].startswith("clusterd: computes on 2 CPU threads from step ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clusterd.core import elastic
 from clusterd.core.allocate import Grant, allocate
+from clusterd.core.cores import Cores
 from clusterd.core.exchange import Exchange
 from clusterd.core.mixing import Mixing, Mixtures
 from clusterd.core.mobility import DEFAULT_HABITS, Habits
@@ -34,7 +35,10 @@ class Default:
         self._mixtures = Mixtures()
 
     def propose(self, view: View) -> Proposal:
-        """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for."""
+        """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for.
+
+        Last the cores, which hold nobody up: they follow the devices.
+        """
         there = census(view)
         known: dict[JobId, Prospect] = {}
         for job in [*view.queued, *view.running]:
@@ -45,6 +49,7 @@ class Default:
         leaving = {move.job for move in proposal.moves}
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j) and j.id not in leaving]
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
+        cores = Cores(view, running)
         room = Room(view.free)
         total = room.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
@@ -76,6 +81,7 @@ class Default:
             steering.grow()
             steering.exchange()
         proposal.moves += elastic.growth(view, black, skip=set(known))
+        cores.share_out(proposal)
         return proposal
 
     def _black_box(self, job: Job, view: View, room: Room, proposal: Proposal) -> list[int]:
