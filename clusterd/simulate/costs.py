@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from clusterd.types import HostId
+from plans.plan import Plan
 
 STATE_BYTES_PER_PARAMETER = 16
 """Parameters, gradients' master copies and two moments of Adam, as training keeps them in mixed precision."""
+
+WHOLE_BYTES_PER_PARAMETER = 2
+"""Of these what ZeRO-1 and ZeRO-2 leave whole on every replica."""
 
 LIVE_FIXED_S = 0.1
 """Agreement on the last step, messages and the commit of the switch: as `clusterd.daemon.foresight` reckons."""
 
 LIVE_COPY_BYTES_PER_S = 2e9
+"""Of one rank, out of its memory or into it: seen with four ranks on two cores (tests/benchmarks/migration.py)."""
+
 LIVE_NETWORK_BYTES_PER_S = 1e9
+"""Of one host: half of what streams over the loopback of the same machine do, and less than a card of 10 Gbit/s."""
+
 LIVE_PREPARE_S = 5.0
 """New ranks start and rehearse while the old ones train."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Ranks of one plan, before a move or after it."""
+
+    plan: Plan
+    hosts: Sequence[HostId]  # of each rank
+
+    @property
+    def share(self) -> float:
+        """Of the state that one rank holds."""
+        plan = self.plan
+        whole = {0: 1.0, 3: 0.0}.get(plan.zero, WHOLE_BYTES_PER_PARAMETER / STATE_BYTES_PER_PARAMETER)
+        return (whole + (1.0 - whole) / plan.dp) / (plan.tp * plan.pp)
+
+    def on_hosts(self) -> dict[HostId, float]:
+        """Of the state that each host holds."""
+        return {host: min(count * self.share, 1.0) for host, count in Counter(self.hosts).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +56,21 @@ class Costs:
     restart_s: float = 78.0  # before the first step after a preemption or a fault
     state_bytes_per_parameter: int = STATE_BYTES_PER_PARAMETER
 
-    def of_move(self, parameters: int, hosts: int, old_hosts: int) -> tuple[float, float]:
-        """Seconds that the old ranks still train, and seconds in which nobody does."""
+    @property
+    def prepare_s(self) -> float:
+        """In which the old ranks still train."""
+        return LIVE_PREPARE_S if self.move_s is None else 0.0
+
+    def downtime_s(self, parameters: int, old: Side, new: Side) -> float:
+        """In which nobody trains.
+
+        Replicas share the sending, so each old rank copies out its part of the state once; each new one copies in what
+        it holds. A host fetches what it needs and has not: of the parts that it holds, as many are of use as of any.
+        """
         if self.move_s is not None:
-            return 0.0, self.move_s
+            return self.move_s
         state = parameters * self.state_bytes_per_parameter
-        # Each host copies its part out of and into shared memory; what changes hosts crosses the network once.
-        local_s = 2 * state / min(hosts, old_hosts) / LIVE_COPY_BYTES_PER_S
-        network_s = state / max(hosts, old_hosts) / LIVE_NETWORK_BYTES_PER_S
-        return LIVE_PREPARE_S, LIVE_FIXED_S + local_s + network_s
+        there = old.on_hosts()
+        fetched = max(need * (1.0 - there.get(host, 0.0)) for host, need in new.on_hosts().items())
+        copied = 1.0 / len(old.hosts) + new.share
+        return LIVE_FIXED_S + state * (copied / LIVE_COPY_BYTES_PER_S + fetched / LIVE_NETWORK_BYTES_PER_S)

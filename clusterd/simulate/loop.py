@@ -10,6 +10,7 @@ import heapq
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.simulate.costs import Side
 from clusterd.simulate.runs import Result
 from clusterd.simulate.world import World
 from clusterd.types import JobId
@@ -165,21 +166,19 @@ class Simulation(World):
 
     def _do_StartMigration(self, decision: d.StartMigration) -> None:  # noqa: N802
         run = self.runs[decision.job]
-        hosts = len({place.host for place in decision.new_ranks})
-        old_hosts = len({place.host for place in decision.ranks})
-        prepare_s, _ = self.costs.of_move(run.model.parameters, hosts, old_hosts)
         run.moves += 1
         run.devices = max(run.devices, len(decision.new_ranks))
-        self._at(self.now_s + prepare_s, "verified", decision)
+        self._at(self.now_s + self.costs.prepare_s, "verified", decision)
 
     def _do_ResumeAttempt(self, decision: d.ResumeAttempt) -> None:  # noqa: N802
         run = self.runs[decision.job]
         attempt = self.scheduler.state.jobs[decision.job].attempt
         assert attempt is not None and attempt.plan is not None
         places = [rank.place for _, rank in sorted(attempt.ranks.items())]
-        hosts = len({place.host for place in places})
-        old_hosts = len(set(attempt.past[max(attempt.past)].values()))
-        _, downtime_s = self.costs.of_move(run.model.parameters, hosts, old_hosts)
+        before = max(attempt.past)
+        old = Side(attempt.past_plans[before], list(attempt.past[before].values()))
+        new = Side(attempt.plan, [place.host for place in places])
+        downtime_s = self.costs.downtime_s(run.model.parameters, old, new)
         run.devices = len(places)
         self._at(self.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self.now_s + downtime_s)
