@@ -20,7 +20,7 @@ _TOP = {
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
-_LIMITS = {"time", "grace", "retries"}
+_LIMITS = {"time", "stall", "grace", "retries"}
 _CHECKPOINTS = {"directory", "every"}
 
 _TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "a table", float: "a number"}
@@ -74,6 +74,7 @@ def read_job_file(file: Path) -> Request:
         guaranteed=get("guaranteed", bool, False),
         tenant=get("tenant", str, "default"),
         time_limit_s=limit.duration_s("time", None),
+        stall_s=limit.duration_s("stall", None),
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
         trials=get("trials", bool, True),

@@ -47,6 +47,7 @@ def job_row(job: Job, state: State) -> Row:
         "first_loss": job.first_loss,
         "loss": job.loss,
         "step_time_s": job.step_time_s,
+        "progressed_s": job.progressed_s,
         "predicted_step_time_s": predicted_step_time_s(job, state),
         "profiling": job.being_tried,
         "trials": len(job.trials),

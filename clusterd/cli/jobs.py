@@ -14,6 +14,9 @@ from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
 
+SILENT_S, SILENT_STEPS = 60.0, 20
+"""Without a step for both, a job is said to be."""
+
 
 @click.command()
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
@@ -247,6 +250,8 @@ def why(job: str, output: str) -> None:
         return
     said = f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}"
     print(click.style(said, bold=True) if use_colour() else said)
+    if silence := _silence(answer):
+        print(f"  {silence}")
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
         print(f"  {len(answer['ahead'])} ahead in the queue: {names}")
@@ -258,6 +263,16 @@ def why(job: str, output: str) -> None:
     for decision in answer["decisions"]:
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(decision["at_s"]))
         print(f"  {at}  {_words(decision['kind'])}: {decision['reason']}")
+
+
+def _silence(job: dict[str, Any]) -> str:
+    """What to know of a running job that has made no step for much longer than its steps take."""
+    if job["state"] != "running" or job["progressed_s"] is None:
+        return ""
+    silent_s, step_s = time.time() - job["progressed_s"], job["step_time_s"] or 0.0
+    if silent_s < max(SILENT_S, SILENT_STEPS * step_s):
+        return ""
+    return f"no step for {duration(silent_s)} after step {job['step']}, and one takes {duration(step_s)}"
 
 
 def _words(kind: str) -> str:

@@ -95,6 +95,10 @@ def may_submit(spec: JobSpec) -> None:
         raise UsageError(f"checkpoints.directory is {spec.checkpoint_directory!r}; it must be an absolute path")
     if spec.checkpoint_every_s is not None and spec.checkpoint_every_s < 1.0:
         raise UsageError(f"checkpoints.every is {spec.checkpoint_every_s:g} s: it must be a second or more")
+    if spec.stall_s is not None and spec.kind is not JobKind.ELASTIC:
+        raise UsageError(f"limits.stall is for elastic jobs, whose steps are known; this is a {spec.kind.value} job")
+    if spec.stall_s is not None and spec.stall_s <= 0:
+        raise UsageError(f"limits.stall is {spec.stall_s:g} s: it must be longer than nothing")
     if spec.time_limit_s is not None and spec.time_limit_s <= 0:
         raise UsageError(f"limits.time is {spec.time_limit_s:g} s: it must be longer than nothing")
 

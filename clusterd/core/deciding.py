@@ -102,6 +102,7 @@ class Deciding:
         self.state.queue.pop(job.id, None)
         self.state.active.pop(job.id, None)
         self.state.timers.pop(f"retry:{job.id}", None)
+        self.state.timers.pop(f"stall:{job.id}", None)
         self._decide(d.EndJob(cause=self._cause, reason=reason, job=job.id, state=state.value, exit_code=exit_code))
         self._pass_due = True
 

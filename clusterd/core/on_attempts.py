@@ -9,9 +9,14 @@ from clusterd.core.on_trials import OnTrials
 from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, HostState, JobState, RankEnd, RankReport, Reason
+from clusterd.units import duration
 
 TARGET_TIMES = 3
 """Looks in a row at a loss that is on target."""
+
+
+STALL_STEPS = 20
+"""Times its step time that a job may be without a step, whatever it asks for."""
 
 
 class OnAttempts(OnTrials):
@@ -194,12 +199,43 @@ class OnAttempts(OnTrials):
         if onward is not None and onward.step is not None and event.step > onward.step:
             self._went_on(job, onward)
         job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
+        job.progressed_s = event.at_s
+        self._watch_progress(job)
         if job.first_loss is None:
             job.first_loss = event.first_loss
         job.lost_in_a_row = 0
         self._is_target_reached(job, attempt)
         if job.trial is not None and job.trial.from_step is None:
             self._pass_due = True
+
+    def _watch_progress(self, job: Job) -> None:
+        """One timer for all its steps: when it fires, the newest of them counts."""
+        if job.spec.stall_s is not None and f"stall:{job.id}" not in self.state.timers:
+            limit_s = _stalled_after_s(job, job.spec.stall_s)
+            said = f"{job.spec.name} may be without a step for {duration(limit_s)}"
+            self._set_timer(f"stall:{job.id}", self._now_s + limit_s, said)
+
+    def _may_have_stalled(self, job: Job | None) -> None:
+        """Start it again if nothing explains that it makes no steps."""
+        attempt = job.attempt if job is not None else None
+        if job is None or attempt is None or job.spec.stall_s is None or job.progressed_s is None:
+            return
+        if attempt.state is not AttemptState.RUNNING or attempt.step == 0:
+            return  # the first step of the next attempt winds it up again
+        limit_s, since_s = _stalled_after_s(job, job.spec.stall_s), job.progressed_s
+        changing = attempt.migration is not None or attempt.resuming or attempt.orphaned
+        if changing or any(self.state.hosts[host].state is not HostState.UP for host in attempt.hosts):
+            since_s = self._now_s
+        silent_s = self._now_s - since_s
+        if silent_s >= limit_s:
+            self._stop(attempt, Outcome.HOST_LOST, f"no step for {duration(silent_s)} after step {attempt.step}")
+        else:
+            self._set_timer(f"stall:{job.id}", since_s + limit_s, f"{job.spec.name} makes steps")
+
+
+def _stalled_after_s(job: Job, asked_s: float) -> float:
+    """Not sooner than steps may take."""
+    return max(asked_s, STALL_STEPS * (job.step_time_s or 0.0))
 
 
 def _under_way(job: Job) -> Migration | None:

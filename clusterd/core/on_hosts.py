@@ -60,6 +60,8 @@ class OnHosts(OnAttempts):
             self._checkpoint_is_due(self.state.jobs.get(JobId(about)))
         elif kind == "trial":
             self._trial_is_late(JobId(about))
+        elif kind == "stall":
+            self._may_have_stalled(self.state.jobs.get(JobId(about)))
         elif kind == "limit":
             job = self.state.jobs.get(JobId(about))
             if job is not None and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:

@@ -250,6 +250,7 @@ class Job:
     first_loss: float | None = None
     loss: float | None = None
     step_time_s: float | None = None
+    progressed_s: float | None = None  # when the newest step was heard of
     started_s: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None

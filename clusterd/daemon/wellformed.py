@@ -19,6 +19,7 @@ def refuse_malformed(spec: JobSpec) -> None:
     checked_name(spec.name, "the job")
     seconds = {
         "limits.time": spec.time_limit_s,
+        "limits.stall": spec.stall_s,
         "limits.grace": spec.grace_s,
         "checkpoints.every": spec.checkpoint_every_s,
     }
