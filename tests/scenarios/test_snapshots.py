@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from tests.conftest import RunningCluster, crash_host, cut_power, until
+from tests.scenarios.test_migration import ranks
 
 JOB = """
 kind = "elastic"
@@ -94,3 +97,19 @@ def test_checkpoints_by_the_clock_take_turns(local_cluster: RunningCluster) -> N
     assert {first["checkpoint"][-2:], second["checkpoint"][-2:]} == {"/0", "/1"}
     for turn in "01":
         assert (directory / f"saved-{job}" / turn / ".metadata").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_rank_that_hangs_is_replaced_and_the_snapshot_goes_on(local_cluster: RunningCluster) -> None:
+    """It lives, and its agent too, but it makes no step: the others would wait half an hour for it."""
+    limits = '[limits]\nstall = "5s"\ngrace = "2s"'
+    job = local_cluster.submit(JOB.format(plan="{ dp = 4, zero = 3 }", more=limits), "hangs")
+    local_cluster.wait_for(job, lambda row: row["step"] >= 15)
+    os.kill(ranks(local_cluster, job, 1)[-1], signal.SIGSTOP)
+    local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["state"] == "running", timeout_s=120.0)
+    until(lambda: len(lines(local_cluster, job, 2)) > 3, 60.0, local_cluster.log)
+    last = max(line["step"] for line in lines(local_cluster, job, 1) if "step" in line)
+    first = next(line["step"] for line in lines(local_cluster, job, 2) if "step" in line)
+    assert 0 < first - 1 <= last
+    assert "no step for" in local_cluster.run("why", "hangs").stdout
