@@ -10,10 +10,11 @@ import sys
 import time
 import traceback
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent import facts, processes, programs
+from clusterd.agent import facts, logs, processes, programs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
@@ -309,6 +310,17 @@ class Agent:
         found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._home.root)
         return found
 
+    @staticmethod
+    def _trim(files: list[Path]) -> None:
+        for file in files:
+            try:
+                dropped = logs.trim(file)
+            except OSError as error:
+                print(f"agent: cannot shorten {file}: {error}", file=sys.stderr, flush=True)
+                continue
+            if dropped:
+                print(f"agent: dropped {dropped} bytes of {file}, which was too long", file=sys.stderr, flush=True)
+
     async def _every_second(self) -> None:
         ticks = 0
         while True:
@@ -320,6 +332,9 @@ class Agent:
             if time.monotonic() - self._heard_at > IDLE_S:
                 await self._attempts.spawners.shutdown()
                 self._done.set()
+            if ticks % 10 == 0:
+                files = [attempt.log(rank) for attempt in self._attempts if attempt.running for rank in attempt.ranks]
+                await asyncio.get_running_loop().run_in_executor(None, self._trim, files)
             if ticks % 3600 == 0:
                 used = {str(attempt.launch.get("snapshot")) for attempt in self._attempts}
                 await asyncio.get_running_loop().run_in_executor(None, self._snapshots.clean, used)

@@ -1,0 +1,44 @@
+"""Logs that grow without end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clusterd.agent import logs
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def long_log(tmp_path: Path) -> Path:
+    """16 MiB of numbered lines."""
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"".join(b"%015d\n" % number for number in range(MIB)))
+    return path
+
+
+def test_the_old_part_of_a_long_log_gives_its_disk_back(long_log: Path) -> None:
+    with long_log.open("ab") as writer:  # as the rank has it open, which goes on as if nothing were
+        assert logs.trim(long_log, 32 * MIB) == 0
+        dropped = logs.trim(long_log, 4 * MIB)
+        if not dropped:
+            pytest.skip("this file system knows no holes in files")
+        assert dropped == 14 * MIB
+        assert long_log.stat().st_size == 16 * MIB and long_log.stat().st_blocks * 512 <= 3 * MIB
+        assert logs.trim(long_log, 4 * MIB) == 0, "once is enough"
+        writer.write(b"the end\n")
+    end = logs.pull(long_log, 16 * MIB, 100, True)
+    assert end == {"data": b"the end\n", "offset": 16 * MIB + 8, "size": 16 * MIB + 8, "done": True}
+
+
+def test_who_reads_what_was_dropped_is_told_and_goes_on_behind_it(long_log: Path) -> None:
+    if not logs.trim(long_log, 4 * MIB):
+        pytest.skip("this file system knows no holes in files")
+    first = logs.pull(long_log, 0, 32, False)
+    said, _, rest = first["data"].partition(b"]\n")
+    assert b"14680064 bytes of this log were dropped" in said
+    assert rest == b"%015d\n%015d\n" % (14 * MIB // 16, 14 * MIB // 16 + 1)
+    assert first["offset"] == 14 * MIB + 32
+    assert logs.pull(long_log, first["offset"], 16, False)["data"] == b"%015d\n" % (14 * MIB // 16 + 2)
