@@ -102,6 +102,7 @@ def attempt_row(attempt: Attempt) -> Row:
         "generation": attempt.generation,
         "state": attempt.state.value,
         "plan": str(attempt.plan) if attempt.plan else None,
+        "cores": dict(attempt.cores),
         "started_s": attempt.started_s,
         "ended_s": attempt.ended_s,
         "why": attempt.why,

@@ -109,10 +109,11 @@ def show(job: str, output: str) -> None:
         at = f"after step {move['step']}, " if move["step"] is not None else ""
         print(f"  move {move['number']}: {move['from']} -> {move['to']} {at}{cost}: {move['reason']}")
     for attempt in row["attempts"]:
-        plan = f", plan {attempt['plan']}" if attempt["plan"] else ""
-        print(
-            f"  attempt {attempt['number']}: {attempt['state']}{plan}{', ' + attempt['why'] if attempt['why'] else ''}"
-        )
+        said = [attempt["state"]]
+        said += [f"plan {attempt['plan']}"] if attempt["plan"] else []
+        said += [f"{count} CPU cores on {host}" for host, count in attempt["cores"].items()]
+        said += [attempt["why"]] if attempt["why"] else []
+        print(f"  attempt {attempt['number']}: {', '.join(said)}")
         for rank in attempt["ranks"]:
             where = rank["device"] or f"{rank['host']} (CPU cores)"
             print(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
