@@ -63,15 +63,11 @@ def test_a_job_is_placed_over_two_types_and_trains_as_on_one(cluster: RunningClu
     types = {"small": names["local0"].pop(), "large": names["local1"].pop()}
     assert types["small"] != types["large"]
 
-    # So short that nothing is worth a move to it, whatever is believed.
     alone = cluster.submit(JOB.format(steps=60), "alone")
-    row = cluster.wait_for(alone, lambda row: row["predicted_step_time_s"] and row["step"] >= 10, timeout_s=120.0)
-    before_s = row["predicted_step_time_s"]
-    believe(cluster, types)
-    cluster.wait_for(alone, lambda row: row["predicted_step_time_s"] != before_s or row["ended_s"], timeout_s=60.0)
     row = cluster.wait_for(alone, lambda row: row["ended_s"] is not None, timeout_s=200.0)
     assert (row["state"], row["plan"], row["migrations"]) == ("finished", "dp=1", [])
     undisturbed = losses(cluster, alone)
+    believe(cluster, types)  # only now, or on a slow machine it might be worth a move to it
 
     mixed = cluster.submit(JOB.format(steps=5000), "mixed")
     row = cluster.wait_for(mixed, lambda row: row["step"] >= 40, timeout_s=200.0)
