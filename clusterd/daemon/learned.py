@@ -49,6 +49,7 @@ class Learned:
         self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
         self._software: dict[str, str] = {}  # of the newest job of each model
         self._told_s: dict[str, float] = {}
+        self._forgot = 0  # how often: what was being read meanwhile is old
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
 
     @property
@@ -137,6 +138,7 @@ class Learned:
         shape = ModelShape.from_dict(jobs[-1].shape or {})
         always = {evenly(a.plan) for j in jobs for a in j.attempts[-1:] if a.plan is not None}
         always |= {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
+        forgot = self._forgot
         estimates: list[Estimate] = []
         beyond: list[Estimate] = []
         measured = 0
@@ -156,7 +158,8 @@ class Learned:
                 beyond += [
                     _estimate(devices, one) for one in found if one.plan.pp == 1 and (one.plan, one.shape) not in told
                 ]
-        self._told_s[model] = time.monotonic()
+        if forgot == self._forgot:
+            self._told_s[model] = time.monotonic()
         outlook = Outlook(tuple(estimates), shape.global_batch, measured, tuple(beyond))
         await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, outlook=outlook, why=why))
 
@@ -164,16 +167,19 @@ class Learned:
         """What is in the store has changed: it is read, and told, again."""
         self._known.clear()
         self._told_s.clear()
+        self._forgot += 1
 
     def _alive(self, model: str) -> Iterator[Job]:
         return (job for job in self._state.jobs.values() if job.model == model and not job.state.is_final)
 
     async def _on(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
         key = (model, devices.name, self._environment(model))
-        if key not in self._known:
+        while key not in self._known:
+            forgot = self._forgot
             wanted = Key(*key, self._link(devices.name))
             known = await anyio.to_thread.run_sync(self._remembered, wanted, shape, devices)
-            self._known[key] = known
+            if forgot == self._forgot:
+                self._known[key] = known
         return self._known[key]
 
     def _environment(self, model: str) -> str:

@@ -1,0 +1,51 @@
+"""What is known of models' speed, while somebody imports measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from clusterd.core.state import State
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.learned import Learned
+from plans.plan import Plan
+from profiling.fleet import DeviceType
+from profiling.knowledge import workload_of
+from profiling.model import Row
+from profiling.placement import Allocation
+from profiling.store import Key, Measurement, Store
+from tests.plans.shapes import gpt
+
+DEVICES = DeviceType("a100", "cuda", (4,), 80 << 30, cores_per_device=12)
+
+
+def test_what_is_imported_while_the_store_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The read began before: its answer is old, and was kept until the daemon's end."""
+    store = tmp_path / "measurements.db"
+    engine = SimpleNamespace(
+        journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
+    )
+    learned = Learned(cast(Engine, engine), store)
+    read = learned._remembered
+
+    def slowly(*wanted: Any) -> Any:
+        found = read(*wanted)
+        if not found.online.observations:
+            row = Row(workload_of(gpt()), Plan(), Allocation.of((1,), device_type="a100"))
+            with Store(store) as kept:
+                kept.add(Measurement(Key("net", "a100", "", ""), row, 1.0))
+            learned.forget()
+        return found
+
+    monkeypatch.setattr(learned, "_remembered", slowly)
+
+    async def ask() -> int:
+        return len((await learned._on("net", gpt(), DEVICES)).online.observations)
+
+    assert anyio.run(ask) == 1
