@@ -50,6 +50,7 @@ class Learned:
         self._software: dict[str, str] = {}  # of the newest job of each model
         self._told_s: dict[str, float] = {}
         self._forgot = 0  # how often: what was being read meanwhile is old
+        self._stale: set[str] = set()  # models of which the core was told before that
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
 
     @property
@@ -115,12 +116,13 @@ class Learned:
         return time.monotonic() - self._told_s.get(model, float("-inf"))
 
     async def devices_changed(self) -> None:
-        """Other shapes for every model that may still run."""
+        """Other shapes for every model that may still run, and new tables for those whose old ones were forgotten."""
         now = types_of(self._state)
         self._known = {key: known for key, known in self._known.items() if now.get(key[1]) == known.devices}
         models = {job.model for job in self._state.jobs.values() if job.model and not job.state.is_final}
-        for model in sorted(models):
-            await self.tell(model, "the cluster's devices changed")
+        stale, self._stale = self._stale, set()
+        for model in sorted(models | stale):
+            await self.tell(model, "what was measured changed" if model in stale else "the cluster's devices changed")
 
     async def described(self, model: str) -> None:
         """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
@@ -165,6 +167,7 @@ class Learned:
 
     def forget(self) -> None:
         """What is in the store has changed: it is read, and told, again."""
+        self._stale |= self._told_s.keys()
         self._known.clear()
         self._told_s.clear()
         self._forgot += 1
