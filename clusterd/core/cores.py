@@ -52,7 +52,9 @@ class Cores:
         self._holders: list[_Holder] = []
         for p in running:
             attempt = p.job.attempt
-            if attempt is None or p.job.being_tried or any(host not in view.free.hosts for host in attempt.hosts):
+            if attempt is None or p.job.being_tried or p.now is None or not p.now.core_times:
+                continue
+            if any(host not in view.free.hosts for host in attempt.hosts):
                 continue
             now = cores_each(attempt, p.devices)
             holder = _holder(p.job, p.now, p.devices, now)
@@ -85,7 +87,7 @@ class Cores:
         for number, start in enumerate(proposal.starts):
             job = self._view.jobs[start.job]
             outlook = self._view.outlooks.get(job.model) if job.model else None
-            if start.plan is None or outlook is None:
+            if start.plan is None or outlook is None or not outlook.cores_matter:
                 continue
             devices = held(self._view.hosts, ((place.host, place.device) for place in start.ranks))
             estimate = believed(outlook, start.plan, devices)

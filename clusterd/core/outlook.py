@@ -82,6 +82,11 @@ class Outlook:
         return {device_type: dict(sorted(counts.items())) for device_type, counts in found.items()}
 
     @cached_property
+    def cores_matter(self) -> bool:
+        """Whether some plan is faster on more CPU cores."""
+        return any(estimate.core_times for estimate in self.estimates)
+
+    @cached_property
     def alone(self) -> dict[Shape, dict[Plan, dict[str, Estimate]]]:
         """By shape, plan without shares and device type: what hosts of several types are judged by.
 
