@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.outlook import Estimate, Outlook
-from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
+from clusterd.types import AttemptState, HostId, JobId, JobKind, JobSpec, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
 
@@ -151,7 +151,7 @@ wishes = st.lists(
 @settings(max_examples=60, deadline=None)
 def test_cores_are_never_given_twice(wishes: list[tuple[str, int, int]]) -> None:
     """Whatever comes and goes; books are checked after every event."""
-    lab = lab_of(gpus=4)
+    lab = lab_of(gpus=6)
     for what, cpus, steps in wishes:
         state = lab.scheduler.state
         if what == "finish":
@@ -163,4 +163,7 @@ def test_cores_are_never_given_twice(wishes: list[tuple[str, int, int]]) -> None
             command(lab, cpus=cpus)
         else:
             submit(lab, what, steps, cpus=cpus, guaranteed=what == "guaranteed")
+        for job in list(state.active):
+            if lab.attempt(job).state is AttemptState.LAUNCHING:
+                lab.run(job)
         assert state.hosts[HostId("a")].cores_used <= CORES
