@@ -119,10 +119,12 @@ class Knowledge:
                         self.memory(plan),
                     )
                 )  # fmt: skip
-        return self._with_cores(found) if self.devices.cores_most else found
+        return found
 
-    def _with_cores(self, found: list[Ranked]) -> list[Ranked]:
-        """The same, with step times on fewer and on more cores where these differ."""
+    def with_cores(self, found: list[Ranked]) -> list[Ranked]:
+        """The same, with step times on fewer and on more cores where these differ; devices with their own have none."""
+        if not self.devices.cores_most:
+            return found
 
         def step_times(asked: list[tuple[Ranked, int]]) -> list[float]:
             times: list[float] = []

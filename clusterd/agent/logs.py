@@ -49,8 +49,8 @@ def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return 0
+    except FileNotFoundError:
+        return 0  # its rank has not started
     try:
         known = os.fstat(descriptor)
         if known.st_blocks * 512 <= most:
@@ -70,7 +70,7 @@ def _first_kept(descriptor: int, offset: int) -> int:
     """The first byte from `offset` on that is no hole."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
-    except OSError:
+    except OSError:  # a file system that cannot tell has none
         return offset
 
 

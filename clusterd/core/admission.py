@@ -44,14 +44,17 @@ def find_host(state: State, name: str) -> Host:
     return host
 
 
-def may_act_on(job: Job, user: str, is_operator: bool) -> None:
-    """A job is its owner's and the operators'.
+def find_own_job(state: State, text: str, user: str, is_operator: bool) -> Job:
+    """The job that `text` names, for somebody who wants something of it: it is its owner's and the operators'.
 
     Raises:
+        UsageError: none, or several.
         ClusterError: `user` is neither.
     """
+    job = find_job(state, text)
     if not is_operator and user != job.spec.user:
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.spec.user}'s: ask them, or an operator")
+    return job
 
 
 def may_remove(state: State, host: Host) -> None:

@@ -52,16 +52,13 @@ class Cores:
         self._holders: list[_Holder] = []
         for p in running:
             attempt = p.job.attempt
-            if attempt is None or p.job.being_tried or p.now is None or not p.now.core_times:
+            if attempt is None or p.job.being_tried:
                 continue
-            if any(host not in view.free.hosts for host in attempt.hosts):
-                continue
-            now = cores_each(attempt, p.devices)
-            holder = _holder(p.job, p.now, p.devices, now)
-            if holder is not None:
+            holder = _holder(p.job, p.now, p.devices, attempt.cores)
+            if holder is not None and all(host in view.free.hosts for host in attempt.hosts):
                 self._holders.append(holder)
                 for host, count in holder.counts.items():
-                    view.free.hosts[host].cores += (now - holder.least) * count
+                    view.free.hosts[host].cores += (holder.now - holder.least) * count
 
     def share_out(self, proposal: Proposal) -> None:
         """Grants to those who run, and cores of those who start, by what a core brings."""
@@ -91,7 +88,7 @@ class Cores:
                 continue
             devices = held(self._view.hosts, ((place.host, place.device) for place in start.ranks))
             estimate = believed(outlook, start.plan, devices)
-            holder = _holder(job, estimate, devices, _each(start.cores, per_host(devices)))
+            holder = _holder(job, estimate, devices, start.cores)
             if holder is not None:
                 found[number] = holder
         return found
@@ -106,12 +103,14 @@ def _each(cores: Mapping[HostId, int], counts: Mapping[HostId, int]) -> int:
     return min((cores.get(host, 0) // count for host, count in counts.items()), default=0)
 
 
-def _holder(job: Job, estimate: Estimate | None, devices: Sequence[Device], now: int) -> _Holder | None:
+def _holder(
+    job: Job, estimate: Estimate | None, devices: Sequence[Device], cores: Mapping[HostId, int]
+) -> _Holder | None:
     """None: cores make no difference to it, or its devices have their own."""
-    if estimate is None or not estimate.core_times or any(device.cores for device in devices):
+    if estimate is None or not estimate.core_times:
         return None
-    least = least_cores(job, estimate)
-    return _Holder(job, estimate, per_host(devices), least, now, least)
+    counts, least = per_host(devices), least_cores(job, estimate)
+    return _Holder(job, estimate, counts, least, _each(cores, counts), least)
 
 
 def _climb(holders: Sequence[_Holder], spare: dict[HostId, int]) -> None:

@@ -14,7 +14,6 @@ from clusterd.units import duration
 TARGET_TIMES = 3
 """Looks in a row at a loss that is on target."""
 
-
 STALL_STEPS = 20
 """Times its step time that a job may be without a step, whatever it asks for."""
 
@@ -200,7 +199,7 @@ class OnAttempts(OnTrials):
             self._went_on(job, onward)
         job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
         job.progressed_s = event.at_s
-        self._watch_progress(job)
+        self._watch_progress(job, event.at_s)
         if job.first_loss is None:
             job.first_loss = event.first_loss
         job.lost_in_a_row = 0
@@ -208,12 +207,12 @@ class OnAttempts(OnTrials):
         if job.trial is not None and job.trial.from_step is None:
             self._pass_due = True
 
-    def _watch_progress(self, job: Job) -> None:
+    def _watch_progress(self, job: Job, since_s: float) -> None:
         """One timer for all its steps: when it fires, the newest of them counts."""
         if job.spec.stall_s is not None and f"stall:{job.id}" not in self.state.timers:
             limit_s = _stalled_after_s(job, job.spec.stall_s)
             said = f"{job.spec.name} may be without a step for {duration(limit_s)}"
-            self._set_timer(f"stall:{job.id}", self._now_s + limit_s, said)
+            self._set_timer(f"stall:{job.id}", since_s + limit_s, said)
 
     def _may_have_stalled(self, job: Job | None) -> None:
         """Start it again if nothing explains that it makes no steps."""
@@ -222,15 +221,14 @@ class OnAttempts(OnTrials):
             return
         if attempt.state is not AttemptState.RUNNING or attempt.step == 0:
             return  # the first step of the next attempt winds it up again
-        limit_s, since_s = _stalled_after_s(job, job.spec.stall_s), job.progressed_s
         changing = attempt.migration is not None or attempt.resuming or attempt.orphaned
-        if changing or any(self.state.hosts[host].state is not HostState.UP for host in attempt.hosts):
-            since_s = self._now_s
+        away = any(self.state.hosts[host].state is not HostState.UP for host in attempt.hosts)
+        since_s = self._now_s if changing or away else job.progressed_s
         silent_s = self._now_s - since_s
-        if silent_s >= limit_s:
+        if silent_s >= _stalled_after_s(job, job.spec.stall_s):
             self._stop(attempt, Outcome.HOST_LOST, f"no step for {duration(silent_s)} after step {attempt.step}")
         else:
-            self._set_timer(f"stall:{job.id}", since_s + limit_s, f"{job.spec.name} makes steps")
+            self._watch_progress(job, since_s)
 
 
 def _stalled_after_s(job: Job, asked_s: float) -> float:

@@ -28,7 +28,7 @@ class Estimate:
     step_time_s: float  # median
     lower_s: float  # of the 90% interval
     upper_s: float
-    cores_per_device: int = 0  # for which it holds; 0: what is usual there
+    cores_per_device: int = 0  # that it takes beside each to be so fast; 0: any number
     device_bytes: int = 0  # of a rank, at its peak; 0: not known
     host_bytes: int = 0  # of a rank in host memory (offload)
     core_times: tuple[tuple[int, float], ...] = ()  # step time by cores beside each device, ascending; empty: all alike

@@ -265,16 +265,14 @@ class Api:
 
     async def cancel(self, peer: Peer, job: str) -> dict[str, Any]:
         """End a job; answers at once, `wait` tells when its devices are free."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         admission.refuse_if_over(known)
         await self._engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)
 
     async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
         """Change a job's priority."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         if not isinstance(priority, int):
             raise UsageError(f"priority is {priority!r}; it must be a whole number")
         admission.refuse_if_over(known)

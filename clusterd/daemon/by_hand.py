@@ -53,8 +53,7 @@ class ByHand:
         dry_run: bool = False,
     ) -> dict[str, Any]:
         """Move a running job; answers with what will move, `wait` and `watch` tell how it goes."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         try:
             wish = Plan.parse(plan) if plan else None
         except PlanError as error:
@@ -113,8 +112,7 @@ class ByHand:
 
     async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
         """Have a running elastic job write its state to a directory that its hosts share, while it trains on."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         attempt = known.attempt
         if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:
             raise ClusterError(
@@ -149,8 +147,7 @@ class ByHand:
 
     async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
         """Let the scheduler choose again."""
-        known = admission.find_job(self._state, job)
-        admission.may_act_on(known, peer.user, peer.is_operator)
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         admission.refuse_if_over(known)
         await self._engine.post(e.JobUnpinned(at_s=time.time(), job=known.id, by=peer.user))
         return projection.job_row(known, self._state)

@@ -150,6 +150,7 @@ class Learned:
             measured += len({o.row.plan for o in known.online.observations})
             shapes = fleet.shapes(devices)[:SHAPES_MOST]
             found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, KEPT_PER_SHAPE, always))
+            found = await anyio.to_thread.run_sync(known.with_cores, found)
             estimates += [_estimate(devices, one) for one in found]
             if more := shapes_together(devices, types.values()):
                 # On devices of unequal speed a batch need not be one that plain replicas can cut evenly.
@@ -234,7 +235,7 @@ def types_of(state: State) -> dict[str, DeviceType]:
             per_host=tuple(sorted((len(devices) for devices in mine), reverse=True)),
             memory_bytes=min(d.memory_bytes for devices in mine for d in devices),
             cores_per_device=cores,
-            cores_most=0 if any(d.cores for devices in mine for d in devices) or mine[0][0].kind == "cpu" else most,
+            cores_most=0 if mine[0][0].kind == "cpu" else most,
         )
     return found
 

@@ -62,13 +62,13 @@ def test_step_times_by_cores_are_told_where_cores_matter() -> None:
     offloaded, kept = Plan(dp=2, zero=2, offload="optimizer"), Plan(dp=2)
     some = known(replace(lab(4), cores_most=48))
     some.workload = replace(some.workload, parameters=2_000_000_000)
-    told = {one.plan: one for one in some.ranked([(2,)], keep=0, always=[offloaded, kept])}
+    told = {one.plan: one for one in some.with_cores(some.ranked([(2,)], keep=0, always=[offloaded, kept]))}
     assert told[kept].core_times == ()
     cores, times = zip(*told[offloaded].core_times, strict=True)
     assert cores[0] == 1 and list(cores) == sorted(cores) and cores[-1] <= 24
     assert all(less <= 0.97 * more for more, less in pairwise(times))
     some.devices = lab(4)
-    (own,) = some.ranked([(2,)], keep=0, always=[offloaded])
+    (own,) = some.with_cores(some.ranked([(2,)], keep=0, always=[offloaded]))
     assert own.core_times == (), "devices with cores of their own have no more to get"
 
 
