@@ -259,6 +259,16 @@ def _estimate(devices: DeviceType, one: Ranked) -> Estimate:
         upper_s=one.upper_s,
         device_bytes=one.memory.device_bytes,
         host_bytes=one.memory.host_bytes,
-        cores_per_device=next((n for n, s in one.core_times if s <= ENOUGH_CORES * one.step_time_s), 0),
+        cores_per_device=_enough_cores(devices, one),
         core_times=one.core_times,
+    )
+
+
+def _enough_cores(devices: DeviceType, one: Ranked) -> int:
+    """The fewest beside each device with which it is as fast as with a fair share; 0: any number."""
+    if not one.core_times:
+        return 0
+    fair = devices.cores_per_device
+    return min(
+        (n for n, step_s in one.core_times if step_s <= ENOUGH_CORES * one.step_time_s and n < fair), default=fair
     )

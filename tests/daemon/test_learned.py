@@ -11,10 +11,11 @@ import pytest
 
 from clusterd.core.state import State
 from clusterd.daemon.engine import Engine
-from clusterd.daemon.learned import Learned
+from clusterd.daemon.learned import Learned, _enough_cores
+from plans.memory import MemoryEstimate
 from plans.plan import Plan
 from profiling.fleet import DeviceType
-from profiling.knowledge import workload_of
+from profiling.knowledge import Ranked, workload_of
 from profiling.model import Row
 from profiling.placement import Allocation
 from profiling.store import Key, Measurement, Store
@@ -49,3 +50,20 @@ def test_what_is_imported_while_the_store_is_read_is_not_missed(
         return len((await learned._on("net", gpt(), DEVICES)).online.observations)
 
     assert anyio.run(ask) == 1
+
+
+def test_a_promise_is_kept_with_a_fair_share_of_the_cores_at_most() -> None:
+    """Steps of the ladder are some per cent apart: none may be as fast as the share of which the promise was made."""
+    for times, enough in (
+        (((1, 3.0), (4, 1.005)), 4),
+        (((1, 3.0), (8, 1.02)), 12),
+        (((1, 3.0), (8, 1.02), (16, 0.9)), 12),
+        ((), 0),
+    ):
+        assert _enough_cores(DEVICES, known(times)) == enough
+
+
+def known(core_times: tuple[tuple[int, float], ...]) -> Ranked:
+    """A plan whose step takes a second with a fair share."""
+    nothing = MemoryEstimate(0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return Ranked(Plan(), (1,), 1.0, 0.9, 1.1, 0.1, nothing, core_times)
