@@ -119,7 +119,7 @@ class JobSpec:
     tenant: str = "default"
     user: str = ""
     time_limit_s: float | None = None
-    stall_s: float | None = None  # without a step, after which an elastic job that had some starts again; None: never
+    stall_s: float | None = None  # without a step, after which an elastic job starts again; None: never
     grace_s: float = 30.0  # between being asked to end and being killed
     retries: int = 0  # after failures of its own; lost hosts do not count
     snapshot_every: int | None = None  # steps between copies of the state on a second host; 0: none; None: we choose

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -15,9 +13,10 @@ from textual.containers import Container
 from textual.screen import Screen
 
 from clusterd.errors import ClusterError
-from tui import rows, view
+from tui import view
 from tui.boards import Board, TableBoard
 from tui.context import Context
+from tui.feeding import REFRESH_S, Feeding
 from tui.foot import footer, playback_line
 from tui.lines import Line, line, printable, wrap
 from tui.look import Look
@@ -28,22 +27,16 @@ from tui.style import CSS
 from tui.table import Table
 from tui.text_pane import Bar
 from tui.verbs import VERBS, Verb, offered
-from tui.view import Link, LinkState
+from tui.view import Link
 
 if TYPE_CHECKING:
     from tui.acting import Acting
     from tui.arranging import Arranging
 
-REFRESH_S = 0.1
-"""Between two refreshes at least, however fast changes come."""
-
 HISTORY_AFTER_S = 0.3
 
 WIDTHS = [(0, "-narrow"), (120, "-wide")]
 """From how many columns on the screen has which class."""
-
-FIRST_PICTURE_S = 0.25
-"""So long nothing is drawn, so that the first picture is a full one; a daemon that is slower is waited for in sight."""
 
 R = TypeVar("R")
 
@@ -76,18 +69,12 @@ class Top(App[None]):
         player = self.player = source.player
         shown = (lambda: player.now_s) if player is not None else clock
         self.shared = Context(source, Look(ascii), shown, readonly)
-        self.link = Link(since_s=clock())
+        self.feeding = Feeding(self, Link(since_s=clock()), HISTORY_AFTER_S if ticks else None)
         self._ticks = ticks
         self._first = first
         self._boards: dict[str, Board] = {}
-        self._items: AsyncIterator[Any] = source.items()
-        self._dialling: asyncio.Task[list[Any]] | None = None
         self._trail: list[str] = []
         self._current = first
-        self._touched = Touched()
-        self._refresh_due: asyncio.TimerHandle | None = None
-        self._refreshed_s = 0.0
-
         if player is not None:
             self.shared.model = player.model
 
@@ -124,27 +111,16 @@ class Top(App[None]):
 
     def on_load(self) -> None:
         """Dial while the screen is being made."""
-        self._dialling = asyncio.create_task(self._dial(), name="dial")
-
-    async def _dial(self) -> list[Any]:
-        """The first items: up to a snapshot, or to what is in its way."""
-        first = []
-        async for item in self._items:
-            first.append(item)
-            if not isinstance(item, Link) or item.state is not LinkState.LIVE:
-                break
-        return first
+        self.feeding.dial()
 
     async def on_mount(self) -> None:
         """Attach; nothing is laid out or drawn before this ends, so the first items are waited for here."""
-        assert self._dialling is not None
-        await asyncio.wait({self._dialling}, timeout=FIRST_PICTURE_S)
+        await self.feeding.wait_for_first()
         self.query_one("#playback").set_class(self.player is not None, "shown")
         self._focus_first()
-        if self._dialling.done():
-            self._take_first()
+        self.feeding.take_first()
         self.show_frame()
-        self.run_worker(self._pump(), name="pump", exit_on_error=True)
+        self.run_worker(self.feeding.pump(), name="pump", exit_on_error=True)
         if self._ticks:
             self.set_interval(1.0, self._tick)
             if self.player is not None:
@@ -152,76 +128,21 @@ class Top(App[None]):
 
     async def on_unmount(self) -> None:
         """Detach; nothing is stopped by that."""
-        if self._dialling is not None:
-            self._dialling.cancel()
+        self.feeding.stop()
         await self.shared.source.close()
+
+    @property
+    def link(self) -> Link:
+        """To the daemon, or to what stands in for it."""
+        return self.feeding.link
 
     @property
     def board(self) -> Board:
         """The screen in sight."""
         return self._boards[self._current]
 
-    async def _pump(self) -> None:
-        """Whatever the source tells goes into the model; the screens look at it at most ten times a second."""
-        if self._dialling is not None:
-            await self._dialling
-            self._take_first()
-        async for item in self._items:
-            self._take(item)
-
-    def _take_first(self) -> None:
-        """What was told while the screen was being made."""
-        assert self._dialling is not None
-        first, self._dialling = self._dialling.result(), None
-        for item in first:
-            self._take(item)
-        if self._refresh_due is not None:
-            self._refresh_due.cancel()
-            self.refresh_now()
-
-    def _take(self, item: Any) -> None:
-        if isinstance(item, Link):
-            self._linked(item)
-            return
-        try:
-            touched = self.shared.model.apply(item)
-        except (rows.Malformed, TypeError) as error:
-            self.shared.source.reject(str(error))
-            return
-        if touched.everything:
-            self.run_worker(self._ask_history(), group="history", exclusive=True, exit_on_error=False)
-        self._note(touched)
-
-    def _linked(self, link: Link) -> None:
-        was, self.link = self.link, link
-        if link.state is LinkState.LIVE and was.state in (LinkState.LOST, LinkState.REFUSED):
-            self.notify("attached to the daemon again")
-        self.show_frame()
-
-    async def _ask_history(self) -> None:
-        """What was decided and what happened before we attached; the first picture goes first."""
-        if self._ticks:
-            await asyncio.sleep(HISTORY_AFTER_S)
-            _settle_memory()
-        try:
-            answer = await self.shared.source.call("history")
-            self._note(self.shared.model.add_history(answer["events"], answer["decisions"]))
-        except ClusterError as refused:
-            self.log(f"no history: {refused}")
-        except (rows.Malformed, KeyError, TypeError) as error:
-            self.notify(f"the daemon's history cannot be read: {error}", severity="warning")
-
-    def _note(self, touched: Touched) -> None:
-        self._touched.add(touched)
-        if self._refresh_due is None and self._touched:
-            wait_s = max(self._refreshed_s + REFRESH_S - time.monotonic(), 0.0)
-            self._refresh_due = asyncio.get_running_loop().call_later(wait_s, self.refresh_now)
-
-    def refresh_now(self) -> None:
-        """Show what was touched since the last time."""
-        self._refresh_due = None
-        self._refreshed_s = time.monotonic()
-        touched, self._touched = self._touched, Touched()
+    def show_touched(self, touched: Touched) -> None:
+        """What has changed since the last time."""
         if self.is_running and self._boards:
             self.board.sync(touched)
             self.show_frame()
@@ -236,7 +157,7 @@ class Top(App[None]):
         """The screens at the recording's instant."""
         if self.player is not None:
             self.shared.model = self.player.model
-            self._note(Touched(everything=True))
+            self.feeding.note(Touched(everything=True))
 
     def _tick(self) -> None:
         """A second has gone by: ages, and how long the daemon is away."""
@@ -425,9 +346,3 @@ class Top(App[None]):
         """A click on a screen's name or a key."""
         message.stop()
         self._run(message.action)
-
-
-def _settle_memory() -> None:
-    """Thousands of rows live long: taking them out of the collector's rounds saves a pause of each full one."""
-    gc.collect()
-    gc.freeze()

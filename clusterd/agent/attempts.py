@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import shutil
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent import endings, environment, processes, programs, records, stopping
+from clusterd.agent import environment, launching, processes, records, stopping
 from clusterd.agent.home import Home, read_json, write_json
 from clusterd.agent.records import Attempt, Rank, Refused, Report
-from clusterd.agent.spawners import Spawners, SpawnFailed
+from clusterd.agent.spawners import Spawners
 
 STRAGGLER_GRACE_S = 1.0
 """What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
@@ -45,6 +44,7 @@ class Attempts:
         self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before they came
         self._background: set[asyncio.Future[Any]] = set()
         self.spawners = Spawners(home, self._on_exited, preload)
+        self._launcher = launching.Launcher(self.spawners, self.tag, self._in_background)
 
     # ---- what there is -------------------------------------------------------------------------------------------
 
@@ -185,10 +185,15 @@ class Attempts:
                 }
             )
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _in_background(self, work: Awaitable[object]) -> None:
+        task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._over)
+
+    def _over(self, work: asyncio.Future[Any]) -> None:
+        self._background.discard(work)
+        if not work.cancelled() and (error := work.exception()):
+            print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
@@ -203,17 +208,7 @@ class Attempts:
                 ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
-        launch: dict[str, Any] = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
-        launch |= {k: request.get(k) for k in ("env", "snapshot", "workdir", "python", "grace_s")}
-        launch |= {
-            "restore": request.get("restore"),
-            "standby": bool(request.get("standby")),
-            "move": request.get("move"),
-            "datasets": request.get("datasets") or {},
-            "data_cache": request.get("data_cache") or str(self._home.root / "data"),
-            "snapshot_every": request.get("snapshot_every") or 0,
-            "probe": bool(request.get("probe")),
-        }
+        launch = launching.kept(request, self._home.root / "data")
         directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)
         if attempt is None:
@@ -233,7 +228,7 @@ class Attempts:
                 )
             if not attempt.stopped:
                 try:
-                    await self._start_missing(attempt, secrets, control_socket, snapshot)
+                    await self._launcher.start_missing(attempt, secrets, control_socket, snapshot)
                 except Refused:
                     if attempt.running:
                         self._in_background(self._abandon(attempt))
@@ -249,95 +244,6 @@ class Attempts:
         except OSError as error:  # the very disk that made the launch fail
             print(f"agent: cannot write {attempt.stop_marker}: {error}", file=sys.stderr, flush=True)
         await self._stop(attempt, 0.0, reason)
-
-    async def _start_missing(
-        self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
-    ) -> None:
-        missing = [given for given in attempt.launch["ranks"] if self._never_started(attempt, int(given["rank"]))]
-        if not missing:
-            return
-        try:
-            attempt.store()
-            loop = asyncio.get_running_loop()
-            work = await loop.run_in_executor(None, environment.working_directory, attempt, snapshot)
-            for given in missing:
-                number = int(given["rank"])
-                attempt.ranks[number] = Rank(number)
-                environment.write_rank_file(attempt, given, control_socket)
-            if await self._server_is_ready(attempt, missing[0], secrets):
-                for given in missing:
-                    if attempt.stopped:
-                        return
-                    await self._start(attempt, given, secrets, work)
-        except SpawnFailed as failed:
-            if failed.kind != "no-torch":
-                raise Refused(failed.kind, str(failed)) from failed
-            for given in missing:
-                self._end_without_torch(attempt, attempt.ranks[int(given["rank"])], str(failed))
-        except OSError as error:
-            kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
-            raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
-
-    async def _server_is_ready(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str]) -> bool:
-        """Wait for the fork server; False where a stop came first, which an import of torch shall not delay."""
-        forked = environment.runs_in_fork(attempt.launch)
-        python = programs.interpreter(attempt.launch.get("python")) if forked else None
-        env = environment.variables(attempt, given, self.tag(attempt.name), secrets)
-        server = asyncio.ensure_future(self.spawners.ready(env, python, forked))
-        stop = asyncio.ensure_future(attempt.stop_asked.wait())
-        try:
-            await asyncio.wait({server, stop}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stop.cancel()
-        if server.done():
-            server.result()
-            return not attempt.stopped
-        self._background.add(server)  # goes on: the next job of this environment finds it ready
-        server.add_done_callback(self._over)
-        return False
-
-    def _over(self, work: asyncio.Future[Any]) -> None:
-        self._background.discard(work)
-        if not work.cancelled() and (error := work.exception()):
-            print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
-    def _end_without_torch(self, attempt: Attempt, rank: Rank, message: str) -> None:
-        with open(attempt.log(rank.rank), "ab") as log:
-            log.write(f"clusterd: {message}\n".encode())
-        attempt.record_end(rank.rank, endings.EXIT_NO_TORCH, "no-torch", time.time())
-        rank.message = message
-        rank.state, rank.end = "running", attempt.read_rank(rank.rank)
-
-    def _never_started(self, attempt: Attempt, number: int) -> bool:
-        rank = attempt.ranks.get(number)
-        return rank is None or (rank.state == "lost" and attempt.read_rank(number) is None)
-
-    async def _start(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str], work: Path) -> None:
-        launch = attempt.launch
-        rank = attempt.ranks[int(given["rank"])]
-        forked = environment.runs_in_fork(launch)
-        device = given.get("device") or {}
-        env = environment.variables(attempt, given, self.tag(attempt.name), secrets)
-        request = {
-            "generation": attempt.generation,
-            "kind": launch["kind"],
-            "mode": "python" if forked else "exec",
-            "argv": environment.forked_argv(launch) if forked else environment.exec_argv(launch),
-            "env": env,
-            "cwd": str(work),
-            "cores": [int(core) for core in device.get("cores") or ()],
-            "threads": int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
-            "log": str(attempt.log(rank.rank)),
-            "state": str(attempt.state_file(rank.rank)),
-            "stop_marker": str(attempt.stop_marker),
-        }
-        python = programs.interpreter(launch.get("python")) if forked else None
-        await self.spawners.spawn(request, python, forked)
-        # Its end may have been recorded, and reported, before this line.
-        if rank.end is None and (record := attempt.read_rank(rank.rank)):
-            rank.take(record)
-            if record["state"] == "exited":
-                rank.state, rank.end = "running", record
 
     # ---- stop ----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class OnAttempts(OnTrials):
             lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
             self._hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
         self._next_checkpoint(job)
+        self._watch_progress(job, self._now_s)
         self._settle(attempt)
 
     def _went_on(self, job: Job, onward: Migration) -> None:
@@ -217,16 +218,17 @@ class OnAttempts(OnTrials):
     def _may_have_stalled(self, job: Job | None) -> None:
         """Start it again if nothing explains that it makes no steps."""
         attempt = job.attempt if job is not None else None
-        if job is None or attempt is None or job.spec.stall_s is None or job.progressed_s is None:
+        if job is None or attempt is None or job.spec.stall_s is None:
             return
-        if attempt.state is not AttemptState.RUNNING or attempt.step == 0:
-            return  # the first step of the next attempt winds it up again
+        if attempt.state is not AttemptState.RUNNING:
+            return  # the launch of the next attempt winds it up again
         changing = attempt.migration is not None or attempt.resuming or attempt.orphaned
         away = any(self.state.hosts[host].state is not HostState.UP for host in attempt.hosts)
-        since_s = self._now_s if changing or away else job.progressed_s
+        since_s = self._now_s if changing or away else max(job.progressed_s or 0.0, attempt.started_s)
         silent_s = self._now_s - since_s
         if silent_s >= _stalled_after_s(job, job.spec.stall_s):
-            self._stop(attempt, Outcome.HOST_LOST, f"no step for {duration(silent_s)} after step {attempt.step}")
+            after = f"after step {attempt.step}" if attempt.step else "since it was launched"
+            self._stop(attempt, Outcome.HOST_LOST, f"no step for {duration(silent_s)} {after}")
         else:
             self._watch_progress(job, since_s)
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move
+from clusterd.types import RankPlace
 from plans.layout import layout
 from plans.model_shape import ModelShape
 from plans.reshard import plan_moves
 
 COPY_BYTES_PER_S = 2e9
-"""In and out of shared memory, where no move of this job was measured yet."""
+"""Of one rank, out of its memory or into it, where no move of this job was measured yet."""
 
 NETWORK_BYTES_PER_S = 1e9
+"""Of one host, likewise."""
+
 FIXED_S = 0.1
 """Agreement on the last step, messages, and the commit of the switch."""
-
 
 RESTART_S = 10.0
 """Ranks end, new ones start and build their model, where it was not measured yet."""
@@ -36,7 +39,7 @@ def foresee(job: Job, move: Move, crowded: str | None = None, restart_s: float |
         local, network, seconds = shape.state_bytes, 0, restart_s or RESTART_S
     else:
         local, network = _bytes(shape, attempt, move)
-        seconds = _downtime_s(job, local, network)
+        seconds = _downtime_s(job, local, network, move.ranks)
     return {
         "plan": str(move.plan),
         "from": str(attempt.plan),
@@ -64,14 +67,20 @@ def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:
     return moves.local_bytes, moves.network_bytes
 
 
-def _downtime_s(job: Job, local: int, network: int) -> float:
+def _downtime_s(job: Job, local: int, network: int, places: Sequence[RankPlace]) -> float:
     """Scaled from the job's own moves where there are any."""
+    seconds = _expected_s(local, network, places)
     done = [
         m for m in job.migrations if m.downtime_s is not None and not m.restarts and m.local_bytes + m.network_bytes
     ]
-    seconds = FIXED_S + local / COPY_BYTES_PER_S + network / NETWORK_BYTES_PER_S
     if not done:
         return seconds
     last = done[-1]
-    expected = FIXED_S + last.local_bytes / COPY_BYTES_PER_S + last.network_bytes / NETWORK_BYTES_PER_S
+    expected = _expected_s(last.local_bytes, last.network_bytes, last.places)
     return seconds * (last.downtime_s or expected) / expected
+
+
+def _expected_s(local: int, network: int, places: Sequence[RankPlace]) -> float:
+    """Ranks copy side by side, once out of the old ones and once into the new ones; so do hosts fetch."""
+    copied = 2.0 * (local + network) / len(places)
+    return FIXED_S + copied / COPY_BYTES_PER_S + network / len({p.host for p in places}) / NETWORK_BYTES_PER_S

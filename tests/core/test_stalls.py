@@ -24,9 +24,9 @@ def step(lab: Lab, job: JobId, number: int, step_time_s: float = 1.0) -> None:
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=number, loss=None, step_time_s=step_time_s))
 
 
-def fire(lab: Lab, job: JobId) -> list[d.Decision]:
+def fire(lab: Lab, job: JobId, kind: str = "stall") -> list[d.Decision]:
     """The clock goes on to the job's timer."""
-    timer = f"stall:{job}"
+    timer = f"{kind}:{job}"
     lab.now_s = lab.scheduler.state.timers[timer]
     return lab.tell(e.TimerFired(**lab.at(), timer=timer))
 
@@ -54,6 +54,23 @@ def test_steps_are_what_counts() -> None:
     while d.StopAttempt.match(fire(lab, job)) is None:
         assert lab.now_s < last_s + 3000
     assert lab.now_s - last_s >= 2000
+
+
+def test_the_first_step_of_an_attempt_is_waited_for_as_long() -> None:
+    """What hangs while it reads its data or finds its peers; a job that never makes one fails, with the reason."""
+    lab, job = training()
+    fire(lab, job)
+    lab.stopped(job)
+    for _ in range(20):
+        if lab.scheduler.state.jobs[job].state is JobState.FAILED:
+            break
+        lab.run(job)
+        stop = d.StopAttempt.match(fire(lab, job), job=job)
+        assert stop is not None and "since it was launched" in stop.reason
+        lab.stopped(job)
+        if f"retry:{job}" in lab.scheduler.state.timers:
+            fire(lab, job, "retry")
+    assert "without a step" in lab.scheduler.state.jobs[job].reason
 
 
 def test_a_host_that_cannot_be_heard_is_no_proof() -> None:

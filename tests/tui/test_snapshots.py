@@ -26,7 +26,7 @@ async def settled(pilot: Pilot[Any]) -> None:
     await pilot.pause()
     for _ in range(100):
         busy = [worker for worker in app.workers if worker.name != "pump" and not worker.is_finished]
-        if not busy and app._refresh_due is None:
+        if not busy and app.feeding.is_shown:
             break
         await asyncio.sleep(0.01)
     if isinstance(app.board, QueueBoard):
