@@ -21,6 +21,7 @@ class ClusterError(Exception):
     """Root of all errors meant for a person; the message is complete and needs no traceback."""
 
     exit_code = 1
+    lasts = False  # the same would be said again
 
 
 class UsageError(ClusterError):
@@ -59,6 +60,14 @@ class HostKeyChanged(HostError):
 
 class AgentLost(HostError):
     """The connection to a host's agent ended before the answer came."""
+
+
+class NotStarted(HostError):
+    """A host could not start the ranks that it was asked for."""
+
+    def __init__(self, host: str, why: str) -> None:
+        super().__init__(why)
+        self.host = host
 
 
 class InvalidTransition(ClusterError):

@@ -59,6 +59,7 @@ def job_row(job: Job, state: State) -> Row:
         "ended_s": job.ended_s,
         "exit_code": job.exit_code,
         "pinned": job.pinned,
+        "unfit": dict(job.unfit),
         "checkpoint": job.checkpoint,
         "checkpoint_step": job.checkpoint_step,
         "migrating": migration_row(running.migration) if running and running.migration else None,

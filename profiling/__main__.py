@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("--seeds", type=int, default=20, help="repeats per model (default 20)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--fast", action="store_true", help="without leave_one_model_out_error")
-    command.add_argument("--one-cluster", action="store_true", help="models share what is learned of network cards")
+    command.add_argument("--one-cluster", action="store_true", help="models share what they show of links and cards")
     given = parser.parse_args(arguments)
     for name, least in (("budget", 1), ("seeds", 1)):
         if getattr(given, name) < least:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from profiling.coefficients import Array, Prior
 from profiling.design import DesignOptions, next_trials
-from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit, share_cards
+from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit, share_cards, share_hardware
 from profiling.model import Rows
 from profiling.table import Measured
 
@@ -143,8 +143,8 @@ def evaluate(
     """Figures overall (each model counts the same), by model and by family; plain values, for JSON.
 
     Args:
-        one_cluster: all models ran on the same hosts: what the trials of the others showed of network cards is believed
-            of each, as it is in a running cluster. Otherwise models share nothing.
+        one_cluster: all models ran on the same hosts: what the trials of the others showed of links and network cards
+            is believed of each, as it is in a running cluster. Otherwise models share nothing.
     Raises:
         ValueError: no model has two rows.
     """
@@ -214,7 +214,8 @@ def _methods(
     found = {}
     for name in models:
         others = {other: known for other, known in fits.items() if other != name}
-        found[name] = replace(method, fit=share_cards(method.fit, others))
+        prior = share_hardware(method.prior, others)
+        found[name] = replace(method, prior=prior, fit=share_cards(method.fit, others))
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtri
 
 from profiling.coefficients import HARDWARE, INDEX, NAMES, Array, Prior
 from profiling.model import Rows, Structure, predict
@@ -275,8 +275,3 @@ def share_cards(options: FitOptions, fits: Mapping[str, Fit]) -> FitOptions:
     # None is ever given up: what few runs have shown may be chance.
     weights = {card: max(math.exp(log - most), 0.01) for card, log in logs.items()}
     return replace(options, cards=tuple((card, w / sum(weights.values())) for card, w in weights.items()))
-
-
-def tail(prediction: Prediction, limit_s: float) -> Array:
-    """Probability of a step longer than `limit_s`."""
-    return 1.0 - ndtr((math.log(limit_s) - np.log(prediction.median_s)) / prediction.width)  # type: ignore[no-any-return]

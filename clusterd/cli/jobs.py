@@ -253,6 +253,8 @@ def why(job: str, output: str) -> None:
     print(click.style(said, bold=True) if use_colour() else said)
     if silence := _silence(answer):
         print(f"  {silence}")
+    for host, reason in answer["unfit"].items():
+        print(f"  {host} is left out: {reason}")
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
         print(f"  {len(answer['ahead'])} ahead in the queue: {names}")

@@ -33,7 +33,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     wanted = job.spec.resources
     if job.not_before_s > view.now_s:
         return Refusal(job.id, job.reason)
-    known = [d for h in view.hosts.values() for d in h.devices if not wanted.hosts or h.id in wanted.hosts]
+    known = [d for h in view.hosts.values() for d in h.devices if job.admits(h.id)]
     impossible = _never(job, view, known)
     if impossible:
         return impossible

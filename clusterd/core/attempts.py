@@ -149,7 +149,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.FAILED, attempt.why, exit_code=TIMED_OUT)
     if attempt.outcome is Outcome.LAUNCH_FAILED:
         return Verdict(JobState.FAILED, attempt.why, exit_code=1)
-    if attempt.outcome is Outcome.PREEMPTED:
+    if attempt.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
         return Verdict(JobState.QUEUED, attempt.why)
     if attempt.outcome is Outcome.HOST_LOST:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost: {attempt.why}", is_infrastructure=True)
@@ -184,6 +184,14 @@ def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
         return None
     _, number, end = min(bad, key=lambda item: item[:2])
     return number, end
+
+
+def lacks_torch(attempt: Attempt) -> tuple[HostId, str] | None:
+    """The host whose environment made the attempt end at its start, and what was said; another's may be whole."""
+    cause = root_cause(attempt) if attempt.outcome is None else None
+    if cause is None or cause[1].reason is not Reason.NO_TORCH:
+        return None
+    return attempt.ranks[cause[0]].place.host, str(cause[1])
 
 
 def retry_delay_s(times: int) -> float:

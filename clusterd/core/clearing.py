@@ -59,12 +59,7 @@ class Clearing:
     def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> Making | None:
         """What would have to change for this offer; None where it cannot be had so."""
         kind = offer.device_type
-        admitted = self.p.job.spec.resources.hosts
-        free = {
-            host: len(types.get(kind, {}))
-            for host, types in self.room.devices.items()
-            if not admitted or host in admitted
-        }
+        free = {host: len(types.get(kind, {})) for host, types in self.room.devices.items() if self.p.job.admits(host)}
         # A host can give what is free on it and what those who may be moved hold there.
         reach = {
             host: count + sum(d.host == host and d.name == kind for v in self.on_host.get(host, ()) for d in v.devices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from clusterd.core import attempts
@@ -9,7 +10,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import CoreGrant, Start
-from clusterd.types import HostId, HostState, JobId, JobState
+from clusterd.types import Device, HostId, HostState, JobId, JobKind, JobState
 
 
 class Deciding:
@@ -56,7 +57,7 @@ class Deciding:
         assert attempt is not None, f"cores for {grant.job}, which does not run"
         for host, count in grant.cores.items():
             self.state.hosts[host].cores_used += count - attempt.cores.get(host, 0)
-        attempt.cores = dict(grant.cores)
+        attempt.cores, attempt.cores_each = dict(grant.cores), grant.each
         self._to_ranks(d.UseCores, attempt, attempt.hosts, grant.reason, each=grant.each)
 
     def _stop_on(
@@ -121,6 +122,24 @@ class Deciding:
             self._set_timer(
                 f"retry:{job.id}", job.not_before_s, f"{job.spec.name} is tried again after {delay_s:.0f} s"
             )
+
+    def _try_elsewhere(self, job: Job, host: HostId, why: str, devices: Sequence[Device] = ()) -> bool:
+        """Leave a host out that could not start the job; whether others may.
+
+        Where too few would be left none is left out: then the fault may be the job's.
+
+        Args:
+            devices: that it was to have.
+        """
+        job.unfit[host] = why.removeprefix(f"{host}: ")
+        kinds = {d.kind for d in devices}
+        left = [h for h in self.state.hosts.values() if h.unusable is None and job.admits(h.id)]
+        counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
+        together = max if job.spec.kind is JobKind.COMMAND else sum
+        if not left or together(counts) < len(devices):
+            job.unfit.clear()
+            return False
+        return True
 
     def _hold(self, job: Job, reason: str) -> None:
         if job.reason != reason:  # said once: a job that waits for the same thing for a day is one line of history

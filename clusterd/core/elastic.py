@@ -157,12 +157,7 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
         own = of_ranks(view.hosts, attempt)
         if any(count <= total - len(own) for count in needs):
             continue
-        free = [
-            d
-            for h in view.free.hosts.values()
-            for d in h.devices
-            if d.kind == own[0].kind and (not job.spec.resources.hosts or d.host in job.spec.resources.hosts)
-        ]
+        free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == own[0].kind and job.admits(d.host)]
         free = free[: view.quotas.left(job.spec.tenant)]
         if not free:
             continue

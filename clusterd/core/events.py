@@ -145,6 +145,7 @@ class ModelNotDescribed(Event):
     job: JobId
     why: str
     is_infrastructure: bool = False  # the host's fault: another may do it
+    lasts: bool = False  # and it would fail there again: where no other can, the job fails
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ class LaunchFailed(Event):
     host: HostId
     why: str
     is_infrastructure: bool = True
+    lasts: bool = False  # and it would fail there again: where no other can, the job fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,6 +342,7 @@ class MigrationFailed(Event):
     generation: int
     phase: str
     why: str
+    host: HostId | None = None  # that could not start the new ranks
 
 
 EVENTS: dict[str, type[Event]] = {

@@ -211,10 +211,9 @@ class Mixing:
 
     def free(self, job: Job, types: Sequence[str]) -> dict[str, list[int]]:
         """Free devices on each host that the job admits, by type, fewest first."""
-        admitted = job.spec.resources.hosts
         found: dict[str, list[int]] = {}
         for host, here in self.room.devices.items():
-            if admitted and host not in admitted:
+            if not job.admits(host):
                 continue
             for name in types:
                 if some := here.get(name):

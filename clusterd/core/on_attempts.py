@@ -6,6 +6,7 @@ from clusterd.core import attempts, elastic, migrations, recovery
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_trials import OnTrials
+from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, HostState, JobState, RankEnd, RankReport, Reason
@@ -77,7 +78,14 @@ class OnAttempts(OnTrials):
         attempt = self.state.attempt(event.job, event.attempt, event.generation)
         if attempt is None or attempt.state is AttemptState.STOPPING:
             return
-        outcome = Outcome.HOST_LOST if event.is_infrastructure else Outcome.LAUNCH_FAILED
+        outcome = Outcome.LAUNCH_FAILED
+        if event.is_infrastructure:
+            devices = of_ranks(self.state.hosts, attempt)
+            job = self.state.jobs[event.job]
+            if self._try_elsewhere(job, event.host, event.why, devices):
+                outcome = Outcome.REFUSED
+            elif not event.lasts or job.step:  # where it trained before it may again
+                outcome = Outcome.HOST_LOST
         self._stop(attempt, outcome, f"{event.host} did not start it: {event.why}")
 
     def _on_rank_exited(self, event: e.RankExited) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from clusterd.core import attempts
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_attempts import OnAttempts
 from clusterd.core.reconcile import reconcile
@@ -84,6 +85,7 @@ class OnHosts(OnAttempts):
 
     def _on_host_undrained(self, event: e.HostUndrained) -> None:
         self.state.hosts[event.host].drained = None
+        self._is_fit_again(event.host)
         self._pass_due = True
 
     def _on_host_connected(self, event: e.HostConnected) -> None:
@@ -94,6 +96,7 @@ class OnHosts(OnAttempts):
         host.facts = event.facts
         self.state.recovering.discard(host.id)
         self.state.timers.pop(f"host-lost:{host.id}", None)
+        self._is_fit_again(host.id)
         found = reconcile(self.state, host, event.attempts)
         for job_id, number, generation in found.orphans:
             host.orphans.add((job_id, number))
@@ -116,7 +119,16 @@ class OnHosts(OnAttempts):
             if attempt.resuming and host.id in attempt.hosts:
                 self._resume(attempt, f"{host.id} is back after the switch")
             self._after_end(attempt)
+        for attempt in self.state.attempts_on(host.id):
+            if attempt.cores_each is not None and host.id in attempt.hosts and attempt.state is AttemptState.RUNNING:
+                said = f"{host.id} is back, and may not have been told"
+                self._to_ranks(d.UseCores, attempt, (host.id,), said, each=attempt.cores_each)
         self._pass_due = True
+
+    def _is_fit_again(self, host: HostId) -> None:
+        """Who could not be started there may try once more: something has been done about the host."""
+        for job in (*self.state.queue, *self.state.active):
+            self.state.jobs[job].unfit.pop(host, None)
 
     def _on_host_disconnected(self, event: e.HostDisconnected) -> None:
         host = self.state.hosts.get(event.host)

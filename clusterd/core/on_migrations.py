@@ -151,8 +151,13 @@ class OnMigrations(Stopping):
         if attempt is None:
             return
         lost = attempt.migration.lost if attempt.migration is not None else ()
-        self._give_up_migration(attempt, f"{event.phase}: {event.why}")
+        why = event.why
+        if event.host is not None:
+            why = f"{event.host} did not start it: {event.why}"
+            if event.host not in attempt.hosts:
+                self.state.jobs[event.job].unfit[event.host] = event.why
+        self._give_up_migration(attempt, f"{event.phase}: {why}")
         if attempt.orphaned:  # there is nothing to go back to
             who = f"ranks {list(lost)} died" if lost else f"{attempt.plan} ran out of memory"
-            self._stop(attempt, Outcome.HOST_LOST, f"{who}, and going on failed: {event.why}")
+            self._stop(attempt, Outcome.HOST_LOST, f"{who}, and going on failed: {why}")
         self._pass_due = True

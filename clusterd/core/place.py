@@ -25,8 +25,7 @@ class Placement:
 
 def candidates(job: Job, free: Free) -> list[HostFree]:
     """Usable hosts that the job admits, in a fixed order."""
-    wanted = job.spec.resources.hosts
-    return [f for name, f in sorted(free.hosts.items()) if not wanted or name in wanted]
+    return [f for name, f in sorted(free.hosts.items()) if job.admits(name)]
 
 
 def fitting(job: Job, host: HostFree) -> list[Device]:

@@ -72,7 +72,6 @@ class Room:
         if not estimate.device_types and self.count.get(estimate.device_type, 0) < estimate.devices:
             return None
         here = mine or {}
-        admitted = job.spec.resources.hosts
         each_cores, each_bytes = needs(job, estimate)
         kept = set(own)
         found: list[Device] = []
@@ -82,7 +81,7 @@ class Room:
             best_key: tuple[float, int, str] | None = None
             for name, types in self.devices.items():
                 free = types.get(kind)
-                if free is None or len(free) < count or name in used or (admitted and name not in admitted):
+                if free is None or len(free) < count or name in used or not job.admits(name):
                     continue
                 if self.cores[name] < count * each_cores or self.memory_bytes[name] < count * each_bytes:
                     continue

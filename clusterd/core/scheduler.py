@@ -98,10 +98,7 @@ class Scheduler(OnHosts):
             self._decide(d.DescribeModel(cause=self._cause, reason=reason, job=job.id, host=host.id))
 
     def _host_to_describe(self, job: Job) -> Host | None:
-        wanted = job.spec.resources
-        usable = [
-            h for h in self.state.hosts.values() if h.unusable is None and (not wanted.hosts or h.id in wanted.hosts)
-        ]
+        usable = [h for h in self.state.hosts.values() if h.unusable is None and job.admits(h.id)]
         # Descriptions asked of a host at once share its few spare cores: take the least busy.
         asked = [j.described_on for j in map(self.state.jobs.__getitem__, self.state.queue) if j.described_on]
         return min(usable, key=lambda h: (asked.count(h.id), h.cores_used, h.id), default=None)
@@ -143,8 +140,10 @@ class Scheduler(OnHosts):
         job = self.state.jobs[event.job]
         if job.state is not JobState.QUEUED:
             return
-        job.description, job.described_on = Description.NEEDED, None
-        if event.is_infrastructure:
+        host, job.description, job.described_on = job.described_on, Description.NEEDED, None
+        if event.is_infrastructure and host is not None and self._try_elsewhere(job, host, event.why):
+            job.reason = event.why
+        elif event.is_infrastructure and not event.lasts:
             self._lost_once_more(job, event.why)
         else:
             self._end_job(job, JobState.FAILED, event.why, exit_code=1)

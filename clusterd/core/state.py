@@ -35,6 +35,7 @@ class Outcome(StrEnum):
     TARGET_REACHED = "target reached"
     LAUNCH_FAILED = "launch failed"
     PREEMPTED = "preempted"
+    REFUSED = "refused"  # by a host that could not start it, where others may
 
 
 class Description(StrEnum):
@@ -172,6 +173,7 @@ class Attempt:
     is_too_large: bool = False  # a rank ran out of memory under the plan that it was moved to
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
     past_plans: dict[int, Plan] = field(default_factory=dict)  # of each generation that trained
+    cores_each: int | None = None  # that its ranks were told to use since they were launched; None: nothing
     kept: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, and idle while a smaller plan is tried
 
     def go(self, state: AttemptState) -> None:
@@ -246,6 +248,7 @@ class Job:
     own_failures: int = 0
     at_most_bytes: int | None = None  # per device, as estimated: a plan that was thought to need more ran out of memory
     lost_in_a_row: int = 0
+    unfit: dict[HostId, str] = field(default_factory=dict)  # hosts that could not start it, and why
     step: int = 0
     first_loss: float | None = None
     loss: float | None = None
@@ -258,6 +261,11 @@ class Job:
     def go(self, state: JobState) -> None:
         """Take a step of the job's state machine."""
         self.state = transitions.step(transitions.JOB, self.state, state, f"job {self.id}")
+
+    def admits(self, host: HostId) -> bool:
+        """Whether its ranks may be placed there."""
+        wanted = self.spec.resources.hosts
+        return host not in self.unfit and (not wanted or host in wanted)
 
     @property
     def attempt(self) -> Attempt | None:

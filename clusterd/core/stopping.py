@@ -79,6 +79,9 @@ class Stopping(Deciding):
         attempt.ended_s = self._now_s
         job = self.state.jobs[attempt.job]
         devices = of_ranks(self.state.hosts, attempt)
+        lacking = attempts.lacks_torch(attempt)
+        if lacking is not None and self._try_elsewhere(job, lacking[0], lacking[1], devices):
+            attempt.outcome, attempt.why = Outcome.REFUSED, f"{lacking[0]} did not start it: {lacking[1]}"
         verdict = attempts.judge(job, attempt, devices[0].kind if devices else "cuda")
         if verdict.state is not JobState.QUEUED:
             self._end_job(job, verdict.state, verdict.reason, verdict.exit_code)
@@ -87,7 +90,7 @@ class Stopping(Deciding):
         self.state.queue[job.id] = None
         job.go(JobState.QUEUED)
         job.queued_s = self._now_s
-        if attempt.outcome is Outcome.PREEMPTED:
+        if attempt.outcome in (Outcome.PREEMPTED, Outcome.REFUSED):
             job.reason = verdict.reason
         elif verdict.is_infrastructure:
             self._lost_once_more(job, verdict.reason)

@@ -17,7 +17,7 @@ from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.launching import CHUNK_BYTES, Launches
 from clusterd.errors import AgentLost, ClusterError
-from clusterd.types import HostId, JobId, JobSpec
+from clusterd.types import HostId, JobId, JobSpec, Reason
 from plans.model_shape import ModelShape
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,9 @@ class Describer:
         except AgentLost:
             return  # HostDisconnected puts the question to another host
         except ClusterError as error:
-            event = e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True)
+            event = e.ModelNotDescribed(
+                at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, lasts=error.lasts
+            )
         await self._engine.report(event)
 
     async def _described(self, decision: d.DescribeModel) -> e.Event:
@@ -122,7 +124,8 @@ class Describer:
             at_s=time.time(),
             job=decision.job,
             why=f"its model could not be built on {decision.host} ({end}): {tail}",
-            is_infrastructure=end.reason.is_infrastructure,
+            is_infrastructure=end.reason.is_infrastructure or end.reason is Reason.NO_TORCH,
+            lasts=end.reason is Reason.NO_TORCH,
         )
 
     async def _tidy_description(self, host: HostId, who: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.timers import Timers
-from clusterd.errors import AgentLost, ClusterError
+from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Executor:
                 restored_step=restored,
             )
 
-        def failed(host: HostId, why: str, is_infrastructure: bool) -> None:
+        def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
             failures.append(
                 e.LaunchFailed(
                     at_s=time.time(),
@@ -150,8 +150,9 @@ class Executor:
                     attempt=decision.attempt,
                     generation=decision.generation,
                     host=host,
-                    why=why,
+                    why=str(error).removeprefix(f"{host}: "),
                     is_infrastructure=is_infrastructure,
+                    lasts=error.lasts,
                 )
             )
 
@@ -165,7 +166,7 @@ class Executor:
             except AgentLost:
                 raise
             except ClusterError as error:
-                failed(host, str(error), is_infrastructure="no-torch" not in str(error))
+                failed(host, error)
 
         async def prepare(host: HostId) -> None:
             try:
@@ -173,7 +174,7 @@ class Executor:
             except AgentLost:
                 raise
             except ClusterError as error:
-                failed(host, str(error), is_infrastructure=True)
+                failed(host, error)
 
         try:
             async with anyio.create_task_group() as group:
@@ -186,7 +187,7 @@ class Executor:
                 except AgentLost:
                     raise
                 except ClusterError as error:  # data that is not where it was said to be
-                    failed(decision.hosts[0], str(error), is_infrastructure=False)
+                    failed(decision.hosts[0], error, is_infrastructure=False)
             if not failures:
                 async with anyio.create_task_group() as group:
                     for host, request in requests.items():
@@ -238,7 +239,12 @@ class Executor:
 
         async def on(host: HostId, request: dict[str, Any]) -> None:
             here = {**move, "host": host}
-            await self._hosts.request(host, "launch", timeout_s=180.0, **request, standby=True, move=here)
+            try:
+                await self._hosts.request(host, "launch", timeout_s=180.0, **request, standby=True, move=here)
+            except AgentLost:
+                raise
+            except ClusterError as error:
+                raise NotStarted(host, str(error).removeprefix(f"{host}: ")) from error
 
         async with anyio.create_task_group() as group:
             for host, request in requests.items():

@@ -25,7 +25,8 @@ from clusterd.daemon.engine import Engine
 from plans.model_shape import ModelShape
 from plans.plan import replicas
 from profiling import fleet
-from profiling.coefficients import INDEX
+from profiling.coefficients import INDEX, Prior
+from profiling.fit import FitOptions, share_cards, share_hardware
 from profiling.fleet import DeviceType
 from profiling.knowledge import Knowledge, Ranked, workload_of
 from profiling.online import Observation, OnlineFit
@@ -102,11 +103,9 @@ class Learned:
         log.info("%s does %s", device_type, ", ".join(f"{k} {v:.3g}" for k, v in sorted(usable.items())))
         for (model, name, _), known in list(self._known.items()):
             if name == device_type:
-                prior = fleet.prior(known.devices.kind, self._probes[name])
+                prior, options = self._beliefs(model, known.devices)
                 kept = known.online.observations
-                known.online = await anyio.to_thread.run_sync(
-                    OnlineFit.start, prior, kept, fleet.beliefs(known.devices.kind)
-                )
+                known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, kept, options)
                 await self.tell(model, f"{name} was probed")
 
     # --- tables for the core ------------------------------------------------------------------------------------------
@@ -181,10 +180,30 @@ class Learned:
         while key not in self._known:
             forgot = self._forgot
             wanted = Key(*key, self._link(devices.name))
-            known = await anyio.to_thread.run_sync(self._remembered, wanted, shape, devices)
+            known = await anyio.to_thread.run_sync(
+                self._remembered, wanted, shape, devices, *self._beliefs(model, devices)
+            )
             if forgot == self._forgot:
                 self._known[key] = known
         return self._known[key]
+
+    def _beliefs(self, model: str, devices: DeviceType) -> tuple[Prior, FitOptions]:
+        """What is believed of a model on such devices before it is measured: what probes and other models have shown.
+
+        Of CPUs other models show nothing that holds: their ranks disturb each other, which one model shows as a slow
+        link and another as slow caches.
+        """
+        prior = fleet.prior(devices.kind, self._probes.get(devices.name))
+        options = fleet.beliefs(devices.kind)
+        others = {
+            other: known.online.fit
+            for (other, name, _), known in self._known.items()
+            if other != model and name == devices.name and known.online.observations
+        }
+        if devices.kind == "cpu" or not others:
+            return prior, options
+        far = {other: fit for other, fit in others.items() if fit.most_hosts > 1}
+        return share_hardware(prior, others), share_cards(options, far)
 
     def _environment(self, model: str) -> str:
         """Software of the newest job of a model: the next will likely run under that too."""
@@ -199,7 +218,9 @@ class Learned:
         slowest = min((h.facts.link_mbit for h in hosts if h.facts is not None), default=0)
         return f"{slowest} Mbit/s" if slowest else ""
 
-    def _remembered(self, key: Key, shape: ModelShape, devices: DeviceType) -> Knowledge:
+    def _remembered(
+        self, key: Key, shape: ModelShape, devices: DeviceType, prior: Prior, options: FitOptions
+    ) -> Knowledge:
         """With what was measured of the model before, whichever job it was.
 
         What was measured under other software or over another link stands in until there is something under this.
@@ -207,9 +228,7 @@ class Learned:
         with Store(self._path) as store:
             found = store.find(key) or store.find(key, any_environment=True)
         observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
-        online = OnlineFit.start(
-            fleet.prior(devices.kind, self._probes.get(devices.name)), observations, fleet.beliefs(devices.kind)
-        )
+        online = OnlineFit.start(prior, observations, options)
         refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
         return Knowledge(shape, workload_of(shape), devices, online, refused)
 

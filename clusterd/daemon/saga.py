@@ -28,7 +28,7 @@ from clusterd.core import events as e
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.keeper import Whole
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, NotStarted
 from clusterd.types import HostId, RankPlace
 from clusterd.units import size
 
@@ -110,7 +110,8 @@ class Saga:
             cause = _first(error)
             if not isinstance(cause, ClusterError):
                 log.exception("the move of %s failed by a bug", self.id)
-            await self._failed(str(cause) or type(cause).__name__)
+            refused = HostId(cause.host) if isinstance(cause, NotStarted) else None
+            await self._failed(str(cause) or type(cause).__name__, refused)
 
     async def restore(self, whole: Whole, served: dict[str, list[Any]]) -> int:
         """New ranks alone, from what is kept of the old; returns their step."""
@@ -258,7 +259,7 @@ class Saga:
         else:
             self._measured.append(event)
 
-    async def _failed(self, why: str) -> None:
+    async def _failed(self, why: str, host: HostId | None) -> None:
         log.warning("the move of %s failed in %s: %s", self.id, self._phase, why)
         await self._engine.report(
             e.MigrationFailed(
@@ -268,6 +269,7 @@ class Saga:
                 generation=self.decision.new_generation,
                 phase=self._phase,
                 why=why,
+                host=host,
             )
         )
 

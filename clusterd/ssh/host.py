@@ -33,12 +33,17 @@ RouteSource = Callable[[], Awaitable[Route]]
 Callback = Callable[[Message], Awaitable[None] | None]
 
 
+_LASTING = ("environment", "workdir", "launch")
+"""Kinds of refusals that nobody but a person changes."""
+
+
 class AgentRefused(HostError):
     """The agent answered, and declined. `kind` is its reason for programs: stale, busy, unknown, disk-full, ..."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+        self.lasts = kind in _LASTING
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.outlook import Estimate, Outlook
-from clusterd.types import AttemptState, HostId, JobId, JobKind, JobSpec, Resources
+from clusterd.types import AttemptReport, AttemptState, HostId, JobId, JobKind, JobSpec, RankReport, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
 
@@ -103,6 +103,21 @@ def test_a_second_job_gets_its_share_of_them_without_a_rank_being_moved() -> Non
     lab.run(second)
     back = d.UseCores.match(lab.finish(second), job=first)
     assert back is not None and back.each == 8 and "nobody needs them more" in back.reason
+
+
+def test_a_host_that_was_away_is_told_again() -> None:
+    """The word may have come while nobody could pass it on."""
+    lab = lab_of(gpus=1)
+    job, _ = submit(lab, "training")
+    lab.run(job)
+    report = AttemptReport(job=job, attempt=1, generation=1, ranks=(RankReport(rank=0, end=None),))
+    again = d.UseCores.match(lab.connect("a", report))
+    assert again is None, "its ranks were launched with these"
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=1, loss=None, step_time_s=1.7))
+    command(lab, cpus=CORES - 2)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="timeout"))
+    again = d.UseCores.match(lab.connect("a", report), job=job)
+    assert again is not None and again.each == 2
 
 
 def test_a_command_that_waits_for_cores_gets_those_beyond_others_least() -> None:

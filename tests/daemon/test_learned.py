@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,8 +15,9 @@ from clusterd.daemon.engine import Engine
 from clusterd.daemon.learned import Learned, _enough_cores
 from plans.memory import MemoryEstimate
 from plans.plan import Plan
+from profiling.coefficients import INDEX
 from profiling.fleet import DeviceType
-from profiling.knowledge import Ranked, workload_of
+from profiling.knowledge import Knowledge, Ranked, workload_of
 from profiling.model import Row
 from profiling.placement import Allocation
 from profiling.store import Key, Measurement, Store
@@ -67,3 +69,26 @@ def known(core_times: tuple[tuple[int, float], ...]) -> Ranked:
     """A plan whose step takes a second with a fair share."""
     nothing = MemoryEstimate(0, 0, 0, 0, 0, 0, 0, 0, 0)
     return Ranked(Plan(), (1,), 1.0, 0.9, 1.1, 0.1, nothing, core_times)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("cuda", True), ("cpu", False)])
+def test_what_one_model_shows_of_the_links_is_believed_of_the_next(tmp_path: Path, kind: str, shared: bool) -> None:
+    store = tmp_path / "measurements.db"
+    devices = DeviceType("x", kind, (4, 4), 80 << 30, cores_per_device=12)
+    engine = SimpleNamespace(
+        journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
+    )
+    large = replace(workload_of(gpt()), parameters=10**9, flops_per_sample=1e12)
+    with Store(store) as kept:
+        for plan, counts, seconds in ((Plan(dp=4), (4,), 1.0), (Plan(dp=8), (4, 4), 2.0), (Plan(dp=2), (1, 1), 4.0)):
+            row = Row(large, plan, Allocation.of(counts, device_type="x"))
+            kept.add(Measurement(Key("first", "x", "", ""), row, seconds))
+    learned = Learned(cast(Engine, engine), store)
+
+    async def ask() -> tuple[Knowledge, Knowledge]:
+        return await learned._on("first", gpt(), devices), await learned._on("second", gpt(), devices)
+
+    first, second = anyio.run(ask)
+    link = INDEX["network_rate"]
+    assert bool(second.online.prior.width[link] < 0.9 * first.online.prior.width[link]) is shared
+    assert (second.online.options.cards != first.online.options.cards) is shared

@@ -1,0 +1,120 @@
+"""Hosts that cannot start a job: it goes elsewhere, and says why."""
+
+from __future__ import annotations
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.types import HostId, JobId, JobKind, JobState, RankEnd, Reason
+from tests.core.conftest import Lab
+
+MISSING = "the interpreter ~/env/bin/python is not on this host"
+
+
+def refuse(lab: Lab, job: JobId, why: str = MISSING, lasts: bool = True) -> list[d.Decision]:
+    """The host that the job was to start on says that it cannot; the attempt is over."""
+    attempt = lab.attempt(job)
+    lab.tell(
+        e.LaunchFailed(
+            **lab.at(), job=job, attempt=attempt.number, generation=1, host=attempt.hosts[0], why=why,
+            is_infrastructure=True, lasts=lasts,
+        )
+    )  # fmt: skip
+    return lab.stopped(job)
+
+
+def place_of(lab: Lab, job: JobId) -> HostId:
+    return lab.attempt(job).hosts[0]  # type: ignore[no-any-return]
+
+
+def test_a_job_that_a_host_cannot_start_goes_to_another_at_once() -> None:
+    lab = Lab()
+    for host in "abc":
+        lab.host(host, gpus=1)
+    job, _ = lab.submit()
+    first = place_of(lab, job)
+    refuse(lab, job)
+    second = place_of(lab, job)
+    assert second != first
+    refuse(lab, job)
+    assert place_of(lab, job) not in (first, second)
+    assert lab.scheduler.state.jobs[job].lost_in_a_row == 0
+
+
+def test_what_no_host_can_start_fails_at_once_with_the_reason() -> None:
+    lab = Lab()
+    for host in "ab":
+        lab.host(host, gpus=1)
+    job, _ = lab.submit()
+    refuse(lab, job)
+    refuse(lab, job)
+    assert lab.scheduler.state.jobs[job].state is JobState.FAILED
+    assert MISSING in lab.scheduler.state.jobs[job].reason
+
+
+def test_what_may_be_over_soon_is_tried_again() -> None:
+    """A full disk on the only host; or a folder that is not there any more, where the job has trained before."""
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    refuse(lab, job, "no space left", lasts=False)
+    refuse(lab, job, "no space left", lasts=False)
+    assert lab.scheduler.state.jobs[job].state is JobState.QUEUED
+    assert lab.scheduler.state.jobs[job].lost_in_a_row == 2
+
+
+def test_who_needs_all_hosts_keeps_trying_them() -> None:
+    """Leaving one out would have it wait for ever."""
+    lab = Lab()
+    for host in "ab":
+        lab.host(host, gpus=1)
+    job, _ = lab.submit(kind=JobKind.ELASTIC, devices=2)
+    shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape))
+    assert len(lab.attempt(job).hosts) == 2
+    refuse(lab, job, lasts=False)
+    assert lab.scheduler.state.jobs[job].unfit == {}
+    assert lab.scheduler.state.jobs[job].lost_in_a_row == 1
+
+
+def test_a_host_that_was_mended_is_tried_again() -> None:
+    lab = Lab()
+    for host in "ab":
+        lab.host(host, gpus=1)
+    job, _ = lab.submit()
+    first = place_of(lab, job)
+    refuse(lab, job)
+    assert lab.scheduler.state.jobs[job].unfit == {first: MISSING}
+    lab.tell(e.HostDrained(**lab.at(), host=first, by="", why=""))
+    lab.tell(e.HostUndrained(**lab.at(), host=first))
+    assert lab.scheduler.state.jobs[job].unfit == {}
+
+
+def test_a_host_without_torch_is_left_out_as_long_as_others_may_have_it() -> None:
+    lab = Lab()
+    for host in "ab":
+        lab.host(host, gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    first = place_of(lab, job)
+    lacks = RankEnd(reason=Reason.NO_TORCH, exit_code=97)
+    lab.exit(job, end=lacks)
+    lab.stopped(job)
+    assert place_of(lab, job) != first
+    lab.run(job)
+    lab.exit(job, end=lacks)
+    lab.stopped(job)
+    assert lab.scheduler.state.jobs[job].state is JobState.FAILED
+    assert "has no torch" in lab.scheduler.state.jobs[job].reason
+
+
+def test_a_model_is_told_by_another_host_where_one_cannot() -> None:
+    lab = Lab()
+    for host in "ab":
+        lab.host(host, gpus=1)
+    job, decided = lab.submit(kind=JobKind.ELASTIC)
+    first = d.DescribeModel.match(decided, job=job)
+    assert first is not None
+    again = d.DescribeModel.match(
+        lab.tell(e.ModelNotDescribed(**lab.at(), job=job, why=MISSING, is_infrastructure=True)), job=job
+    )
+    assert again is not None and again.host != first.host
