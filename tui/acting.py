@@ -83,6 +83,8 @@ class Acting:
             for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
                 made.append(line(("held       ", "dim"), f"{printable(name)} has {count} device{'s'[: count != 1]}"))
             made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer["unusable"]]
+        for host, reason in answer.get("unfit", {}).items():
+            made.append(line(("left out   ", "dim"), printable(f"{host}: {reason}")))
         made.append(line(""))
         for decision, times in _runs(list(reversed(answer["decisions"]))):
             at, kind = clock(decision["at_s"], now_s), decided(decision["kind"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
+import os
 import shutil
 import sys
 import time
@@ -11,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent import environment, launching, processes, records, stopping
+from clusterd.agent import child, environment, launching, processes, records, stopping
 from clusterd.agent.home import Home, read_json, write_json
 from clusterd.agent.records import Attempt, Rank, Refused, Report
 from clusterd.agent.spawners import Spawners
@@ -283,6 +285,7 @@ class Attempts:
                 self.tag(attempt.name),
                 grace_s,
                 lambda: self._ask(attempt, reason, grace_s, keep),
+                lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),
             )
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:
@@ -305,19 +308,21 @@ class Attempts:
             await asyncio.sleep(0.01)
         return record
 
-    async def forget(self, job: str, attempt: int) -> None:
-        """Remove what is on disk of an attempt.
+    async def forget(self, job: str, attempt: int) -> int:
+        """Remove what is on disk of an attempt; how many bytes that were.
 
         Raises:
             Refused: it runs.
         """
+        freed = 0
         for found in self.generations(job, attempt):
             async with found.lock:
                 if found.running:
                     raise Refused("busy", f"{found.name} still runs here; stop it first")
                 del self._known[found.name]
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(None, remove, found.directory)
+                freed += await loop.run_in_executor(None, remove, found.directory)
+        return freed
 
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
         """Keep what a rank says about its failure, for the report of its end."""
@@ -330,8 +335,26 @@ class Attempts:
             await asyncio.wait(set(self._background))
 
 
-def remove(tree: Path) -> None:
-    """Remove a directory whatever the job did to its permissions; what cannot be removed is named in the log."""
+def _show_threads(attempt: Attempt, pid: int, start_time: int, seconds: float) -> None:
+    """Into the log of a rank that goes on though it was asked to stop: where it hangs, if it does."""
+    rank = next((rank for rank in attempt.ranks.values() if rank.pid == pid), None)
+    if rank is None or not environment.runs_in_fork(attempt.launch):
+        return
+    try:
+        with open(attempt.log(rank.rank), "ab") as log:
+            log.write(f"\nclusterd: did not stop within {seconds:.1f} s of being asked; its threads now:\n".encode())
+    except OSError as error:
+        print(f"agent: cannot write {attempt.log(rank.rank)}: {error}", file=sys.stderr, flush=True)
+    processes.send(pid, start_time, child.SHOW_THREADS)
+
+
+def remove(tree: Path) -> int:
+    """Remove a directory whatever the job did to its permissions; what cannot be removed is named in the log.
+
+    Returns:
+        Bytes that it took on the disk.
+    """
+    before = _taken_bytes(tree)
 
     def retry(function: Callable[[str], Any], path: str, _info: Any) -> None:
         try:
@@ -341,3 +364,13 @@ def remove(tree: Path) -> None:
             print(f"agent: cannot remove {path}: {error}", file=sys.stderr, flush=True)
 
     shutil.rmtree(tree, onerror=retry)
+    return before - _taken_bytes(tree)
+
+
+def _taken_bytes(tree: Path) -> int:
+    taken = 0
+    for directory, _names, files in os.walk(tree):
+        for name in files:
+            with contextlib.suppress(OSError):
+                taken += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return taken

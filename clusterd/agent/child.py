@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing.process
 import os
 import runpy
@@ -17,6 +18,9 @@ from clusterd.agent import CODE_ROOT, processes
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127
+
+SHOW_THREADS = signal.SIGURG
+"""Has a rank write into its log what its threads are doing; who knows nothing of that ignores it."""
 
 
 def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], None]) -> NoReturn:
@@ -91,6 +95,7 @@ def _run(request: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(env)
     _freshen(request["threads"])
+    faulthandler.register(SHOW_THREADS, file=2)  # needs no interpreter that still listens
     return _run_python(argv[1:])
 
 

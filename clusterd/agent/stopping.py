@@ -14,7 +14,11 @@ _TICK_S = 0.02
 
 
 async def end_ranks(
-    leaders: Callable[[], list[tuple[int, int]]], tag: str, grace_s: float, ask: Callable[[], set[int]]
+    leaders: Callable[[], list[tuple[int, int]]],
+    tag: str,
+    grace_s: float,
+    ask: Callable[[], set[int]],
+    unheeded: Callable[[int, int, float], None],
 ) -> list[int]:
     """End these ranks, and everything that carries `tag`; returns the pids that outlived their rank.
 
@@ -25,15 +29,23 @@ async def end_ranks(
     Args:
         leaders: pid and start time of each rank that still runs, each the leader of its session.
         ask: sends the control message, and returns the pids of the ranks that got it.
+        unheeded: is told of pid and start time of each rank that was asked in vain, and of the seconds that it had.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
     asked = ask() if grace_s > 0 else set()
     told: set[int] = set()
+    late = False
     while left := leaders():
         elapsed = loop.time() - begun
         if elapsed >= grace_s:
             break
+        if not late and elapsed >= grace_s / 2:
+            late = True
+            for pid, start_time in left:
+                if pid in asked:
+                    unheeded(pid, start_time, elapsed)
+            await asyncio.sleep(_TICK_S)  # what they show is shown before they are told to end
         for pid, start_time in left:
             if pid not in told and (pid not in asked or elapsed >= grace_s / 2):
                 told.add(pid)

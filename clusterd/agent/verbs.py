@@ -80,14 +80,14 @@ class Verbs:
 
     async def _forget(self, message: Message) -> Message:
         generations = self._attempts.generations(message["job"], message["attempt"])
-        await self._attempts.forget(message["job"], message["attempt"])
+        freed = await self._attempts.forget(message["job"], message["attempt"])
         names = {attempt.name for attempt in generations}
         self._datasets.forget(f"{message['job']}.{message['attempt']}")
         for attempt in generations:
             self._progress.forget(attempt.name)
             self._moves.forget(attempt)
         self._ports.release(lambda owner, _generation, _age_s: owner in names)
-        return {}
+        return {"bytes": freed}
 
     async def _logs(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))

@@ -253,7 +253,7 @@ def why(job: str, output: str) -> None:
     print(click.style(said, bold=True) if use_colour() else said)
     if silence := _silence(answer):
         print(f"  {silence}")
-    for host, reason in answer["unfit"].items():
+    for host, reason in answer.get("unfit", {}).items():  # a daemon that was not restarted since may not say it
         print(f"  {host} is left out: {reason}")
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")

@@ -26,6 +26,7 @@ _COMMANDS = {
     "show": ("jobs", "show", "Everything about one job."),
     "logs": ("jobs", "logs", "A job's output."),
     "cancel": ("jobs", "cancel", "End jobs and free what they hold."),
+    "forget": ("forgetting", "forget", "Remove what is kept of jobs that are over."),
     "priority": ("jobs", "priority", "Change a job's priority."),
     "migrate": ("migrate", "migrate", "Move a running job to another plan or place, in memory."),
     "profile": ("speed", "profile", "What was measured of a job's model, and learned from it."),

@@ -236,7 +236,8 @@ class OnAttempts(OnTrials):
         silent_s = self._now_s - since_s
         if silent_s >= _stalled_after_s(job, job.spec.stall_s):
             after = f"after step {attempt.step}" if attempt.step else "since it was launched"
-            self._stop(attempt, Outcome.HOST_LOST, f"no step for {duration(silent_s)} {after}")
+            said = f"no step for {duration(silent_s)} {after}; its log shows where its ranks were"
+            self._stop(attempt, Outcome.HOST_LOST, said)
         else:
             self._watch_progress(job, since_s)
 

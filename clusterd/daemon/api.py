@@ -26,6 +26,7 @@ from clusterd.daemon.archive import Archive
 from clusterd.daemon.by_hand import ByHand
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Change, Feed
+from clusterd.daemon.forgetting import Forgetting
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
@@ -64,6 +65,7 @@ class Api:
         self._feed = feed
         self._membership = Membership(engine, hosts, invite)
         self._by_hand = ByHand(engine, hosts, feed)
+        self._forgetting = Forgetting(engine, hosts, archive)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
@@ -89,6 +91,7 @@ class Api:
             "priority": self.priority,
             **self._membership.verbs,
             **self._by_hand.verbs,
+            **self._forgetting.verbs,
             "steps": self.steps,
         }
 

@@ -173,9 +173,20 @@ class Archive:
         steps = [line for line in lines if "step" in line]
         return {**steps[-1], "first_loss": steps[0]["loss"] if steps[0]["step"] == 1 else None} if steps else None
 
-    def remove_attempt(self, job: str, attempt: int) -> None:
-        """Forget what was kept of an attempt."""
-        shutil.rmtree(self._attempt(job, attempt), ignore_errors=True)
+    def remove_job(self, job: str) -> int:
+        """Logs and steps of all its attempts; how many bytes that were."""
+        freed = 0
+        for directory in (self.directory / "attempts").glob(f"{job}.*"):
+            freed += sum(file.stat().st_size for file in directory.iterdir())
+            shutil.rmtree(directory)
+        return freed
+
+    def remove_snapshot(self, digest: str) -> int:
+        """What no job will be started from any more; how many bytes that were."""
+        file = self._snapshot(digest)
+        freed = file.stat().st_size if file.exists() else 0
+        file.unlink(missing_ok=True)
+        return freed
 
 
 def _begin(log: Path) -> Path:

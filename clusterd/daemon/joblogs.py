@@ -96,7 +96,7 @@ class JobLogs:
         while True:
             # Looked up before reading: nothing comes after it.
             is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
-            grew = False
+            grew, unknown = False, 0
             for number in at:
                 try:
                     answer = await self._read(job, attempt, generation, number, at[number])
@@ -104,11 +104,15 @@ class JobLogs:
                     if not follow:
                         raise ClusterError(f"{hosts[number]} cannot be reached now: {lost}") from None
                     continue
+                unknown += bool(answer.pop("is_unknown", False))
                 if answer["data"]:
                     grew = True
                     at[number] = answer["offset"]
                     yield {"attempt": attempt.number, "generation": generation, "rank": number, **answer}
             if not grew:
+                if unknown == len(at) and attempt.state is AttemptState.ENDED and generation == attempt.generation:
+                    said = "it never started, or was forgotten"
+                    raise ClusterError(f"attempt {attempt.number} of job {job.id} ({job.spec.name}) has no log: {said}")
                 if is_over or not follow:
                     return
                 await anyio.sleep(POLL_S)
@@ -141,7 +145,7 @@ class JobLogs:
         except AgentRefused as refused:
             if refused.kind != "unknown":
                 raise
-            return {"data": b"", "offset": offset}  # not launched there yet
+            return {"data": b"", "offset": offset, "is_unknown": True}  # not launched there yet, or forgotten
         return {"data": answer["data"], "offset": answer["offset"]}
 
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:

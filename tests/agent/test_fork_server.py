@@ -296,3 +296,31 @@ def test_where_a_fork_cannot_be_marked_a_rank_gets_an_interpreter_of_its_own(con
     assert agent.log() == "False\n"
     assert b"/j.1\0" in processes.environment(started["pid"])
     agent.stop()
+
+
+def test_a_rank_that_does_not_heed_a_stop_shows_where_it_hangs(standin_agent: AgentClient, tmp_path: Path) -> None:
+    source = """
+        import json, os, signal, socket, threading
+        from clusterd import protocol
+
+        place = json.load(open(os.environ["CLUSTERD_RANK_FILE"]))
+        agent = socket.socket(socket.AF_UNIX)
+        agent.connect(place["control_socket"])
+        named = {name: place[name] for name in ("job", "attempt", "generation", "rank", "token")}
+        agent.sendall(protocol.encode({"verb": "rank_hello", "pid": os.getpid(), **named}))
+        agent.recv(1)
+
+        def waits_for_a_peer_that_never_comes():
+            threading.Event().wait()
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("waits", flush=True)
+        waits_for_a_peer_that_never_comes()
+    """
+    start(standin_agent, tmp_path, source)
+    wait_until(lambda: "waits" in standin_agent.log(), "the rank to hang")
+    standin_agent.ok("stop", job="j", attempt=1, generation=1, grace_s=1.0, reason="no step for an hour")
+    said = standin_agent.log()
+    assert "did not stop within 0.5 s of being asked" in said
+    assert "in waits_for_a_peer_that_never_comes" in said
+    assert standin_agent.event("rank_exited")["reason"] == "stopped"

@@ -113,3 +113,4 @@ def test_a_rank_that_hangs_is_replaced_and_the_snapshot_goes_on(local_cluster: R
     first = next(line["step"] for line in lines(local_cluster, job, 2) if "step" in line)
     assert 0 < first - 1 <= last
     assert "no step for" in local_cluster.run("why", "hangs").stdout
+    assert "its threads now" in local_cluster.run("logs", "hangs", "--attempt", "1").stdout

@@ -1,0 +1,61 @@
+"""What hosts and the head node keep of jobs that are over, removed when somebody says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio.to_thread
+
+from clusterd.core import admission
+from clusterd.core.state import Attempt, Job
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.server import Peer, Verb
+from clusterd.errors import ClusterError
+from clusterd.types import HostId, HostState
+
+
+class Forgetting:
+    """Removes logs, training steps and working directories; a job's line in the history stays."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+        self._engine, self._hosts, self._archive = engine, hosts, archive
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"forget": self.forget}
+
+    async def forget(self, peer: Peer, job: str) -> dict[str, Any]:
+        """One job that is over; answers with bytes that are free now, and hosts that still have something, with why."""
+        state = self._engine.scheduler.state
+        known = admission.find_own_job(state, job, peer.user, peer.is_operator)
+        if not known.state.is_final:
+            raise ClusterError(f"{known.spec.name} is {known.state.value}: it is forgotten when it is over")
+        freed = 0
+        left: dict[str, str] = {}
+        for attempt in known.attempts:
+            for host in _hosts_of(known, attempt):
+                if host not in state.hosts:
+                    continue
+                if state.hosts[host].state is not HostState.UP:
+                    left[host] = state.hosts[host].why or state.hosts[host].state.value
+                    continue
+                try:
+                    answer = await self._hosts.request(host, "forget", job=known.id, attempt=attempt.number)
+                except ClusterError as error:
+                    left[host] = str(error).removeprefix(f"{host}: ")
+                else:
+                    freed += int(answer.get("bytes", 0))
+        freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)
+        needed = any(j.spec.snapshot == known.spec.snapshot and not j.state.is_final for j in state.jobs.values())
+        if known.spec.snapshot and not needed:
+            freed += await anyio.to_thread.run_sync(self._archive.remove_snapshot, known.spec.snapshot)
+        return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
+
+
+def _hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
+    """Wherever a generation of the attempt may have left something."""
+    hosts = {*attempt.hosts, *(host for ranks in attempt.past.values() for host in ranks.values())}
+    return sorted(hosts | {place.host for move in job.migrations for place in move.places})

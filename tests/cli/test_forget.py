@@ -1,0 +1,63 @@
+"""Disk space back from jobs that are over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunningCluster
+
+OUTPUT = "head -c 2000000 /dev/zero > out.bin; echo said"
+
+
+def kept(cluster: RunningCluster, job: str) -> list[str]:
+    """Whatever lies on the head node or a host of attempts of this job."""
+    return sorted(str(path) for path in cluster.directory.rglob(f"attempts/{job}.*"))
+
+
+@pytest.fixture(name="finished")
+def finished_(local_cluster: RunningCluster, tmp_path: Path) -> str:
+    command = ("run", "--detach", "--name", "writes", "--", "sh", "-c", OUTPUT)
+    job = local_cluster.run(*command, cwd=tmp_path).stdout.strip()
+    local_cluster.run("wait", job)
+    assert local_cluster.run("logs", job).stdout == "said\n"
+    return job
+
+
+def test_nothing_is_left_of_a_job_but_its_line(local_cluster: RunningCluster, finished: str) -> None:
+    assert len(kept(local_cluster, finished)) >= 2, "on its host and on the head node"
+    told = local_cluster.run("forget", finished)
+    assert "1 job forgotten, 1.9 MiB free" in told.stderr
+    assert kept(local_cluster, finished) == []
+    assert "writes" in local_cluster.run("ls", "--all").stdout
+    gone = local_cluster.run("logs", finished, check=False)
+    assert gone.returncode == 1
+    assert "it never started, or was forgotten" in gone.stderr
+    assert "0 B free" in local_cluster.run("forget", finished).stderr, "once more does no harm"
+
+
+def test_a_job_that_runs_is_not_forgotten(local_cluster: RunningCluster) -> None:
+    job = local_cluster.run("run", "--detach", "--name", "runs", "--", "sleep", "60").stdout.strip()
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    refused = local_cluster.run("forget", job, check=False)
+    assert refused.returncode == 1
+    assert "runs is running: it is forgotten when it is over" in refused.stderr
+    assert kept(local_cluster, job)
+    local_cluster.run("cancel", "--wait", job)
+
+
+def test_old_ones_are_named_before_they_go(local_cluster: RunningCluster, finished: str) -> None:
+    assert f"{finished} (writes), finished" in local_cluster.run("forget", "--older", "0s", "--dry-run").stderr
+    assert kept(local_cluster, finished)
+    assert "forgotten" in local_cluster.run("forget", "--older", "1d").stderr
+    assert kept(local_cluster, finished), "it ended just now"
+    local_cluster.run("forget", "--older", "0s")
+    assert kept(local_cluster, finished) == []
+
+
+@pytest.mark.parametrize("given", [(), ("1", "--older", "1d"), ("--older", "soon")])
+def test_what_is_meant_has_to_be_said(cluster: RunningCluster, given: tuple[str, ...]) -> None:
+    refused = cluster.run("forget", *given, check=False)
+    assert refused.returncode == 2
+    assert len(refused.stderr.strip().splitlines()) == 1
