@@ -16,10 +16,9 @@ from typing import Any
 import msgspec
 
 from clusterd import projection
-from clusterd.core.events import Event
 from clusterd.core.policies import POLICIES
-from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.journal import MIGRATIONS, batches
+from clusterd.core.scheduler import Batch, Scheduler
+from clusterd.daemon.journal import MIGRATIONS, SELECT_BATCHES, batches
 from clusterd.errors import ClusterError, UsageError
 
 Item = dict[str, Any]
@@ -79,22 +78,25 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
     first = True
     for batch in journal_batches(file):
         if first:
-            yield {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": batch[0].at_s}
+            at_s = batch.events[0].at_s
+            yield {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": at_s}
             first = False
         try:
-            decisions = scheduler.handle(*batch)
+            decisions = scheduler.replay(batch)
         except Exception as error:  # whatever it is, it is this version's scheduler that does not fit this journal
             raise ClusterError(
-                f"{file}: this version cannot replay event {batch[0].id} ({type(error).__name__}: {error}): "
+                f"{file}: this version cannot replay event {batch.events[0].id} ({type(error).__name__}: {error}): "
                 f"was another policy than {policy!r} at work, or another version?"
             ) from error
-        yield projection.change_row(scheduler.state, batch[-1].id, batch, decisions)
+        yield projection.change_row(scheduler.state, batch.events[-1].id, batch.events, decisions)
     if first:
         raise ClusterError(f"{file} holds no events yet")
 
 
-def journal_batches(file: Path) -> Iterator[list[Event]]:
-    """Events of a journal, as they were handled together; beside a daemon that may be writing, never locked or changed.
+def journal_batches(file: Path) -> Iterator[Batch]:
+    """Events of a journal, as they were handled together, with what was proposed then.
+
+    Beside a daemon that may be writing: the file is never locked or changed.
 
     Raises:
         ClusterError: it is no journal, or one of another version.
@@ -104,7 +106,8 @@ def journal_batches(file: Path) -> Iterator[list[Event]]:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if not 0 < version <= len(MIGRATIONS):
             raise ClusterError(f"{file} is of format {version}; this clusterd knows formats 1 to {len(MIGRATIONS)}")
-        yield from batches(db.execute("SELECT batch, kind, body FROM events ORDER BY id"))
+        first_format = "SELECT batch, kind, body, NULL FROM events ORDER BY id"
+        yield from batches(db.execute(first_format if version == 1 else SELECT_BATCHES.format(0)))
         db.close()
     except sqlite3.DatabaseError as error:
         raise ClusterError(f"{file} cannot be read as a journal: {error}") from None

@@ -43,7 +43,7 @@ _FIGURES = (
     type=click.Path(path_type=Path),
     help="Instead of cluster, workload and truth: what a daemon did, from its state directory or journal.",
 )
-@click.option("--journal-policy", default="default", show_default=True, help="What decided in that daemon.")
+@click.option("--journal-policy", default="default", show_default=True, help="Of an old journal that does not tell it.")
 @click.option(
     "--format", "form", default="auto", show_default=True, help="Of the workload: a800, arena, gavel, pollux."
 )

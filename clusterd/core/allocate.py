@@ -138,7 +138,9 @@ def _short_of(job: Job, free: Free) -> str:
     if wanted.devices == 0 and job.spec.kind is not JobKind.ELASTIC:
         return f"waits for {max(wanted.cpus, 1)} free CPU cores on one host"
     where = "on one host " if job.spec.kind is not JobKind.ELASTIC else ""
-    return f"waits for {max(wanted.devices, 1)} free {_KINDS[wanted.kind]} {where}(with their cores and memory)"
+    count = max(wanted.devices, 1)
+    what = _KINDS[wanted.kind] if count > 1 else _KINDS[wanted.kind].removesuffix("s")
+    return f"waits for {count} free {what} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
 
 
 def _started(job: Job, placement: Placement, choice: Choice | None) -> str:

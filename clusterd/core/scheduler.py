@@ -8,25 +8,40 @@ Handlers are found by name, ``RankExited`` goes to ``_on_rank_exited``, and stan
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Description, Host, Job, Outcome
-from clusterd.core.view import Policy, Proposal, View
+from clusterd.core.view import Policy, Proposal, Refusal, View
 from clusterd.types import AttemptState, JobKind, JobState
 
-__all__ = ["HOST_LOST_AFTER_S", "Scheduler"]
+__all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Events that were handled together, and what the policy wanted after the last of them."""
+
+    events: Sequence[e.Event]
+    proposal: Proposal | None = None  # None: it was not asked, or nobody wrote it down
 
 
 class Scheduler(OnHosts):
-    """Holds the state and decides; deterministic, so that replaying the journal gives the same decisions."""
+    """Holds the state and decides; deterministic, so that replaying the journal gives the same decisions.
+
+    Attributes:
+        proposed: what the policy wanted in the last batch, without what it had said before; None: it was not asked.
+    """
 
     def __init__(self, policy: Policy | None = None, host_lost_after_s: float = HOST_LOST_AFTER_S) -> None:
         super().__init__(host_lost_after_s)
         self.policy = policy or POLICIES["default"]()
+        self.proposed: Proposal | None = None
+        self._replayed: Proposal | None = None
 
     def handle(self, *events: e.Event) -> list[d.Decision]:
         """Take in what happened at one instant, and decide once about all of it.
@@ -34,6 +49,7 @@ class Scheduler(OnHosts):
         Events given together are one batch: a single scheduling pass follows the last of them.
         """
         self._out = []
+        self.proposed = None
         for event in events:
             self._cause, self._now_s = event.id, event.at_s
             _HANDLERS[type(event)](self, event)
@@ -41,6 +57,14 @@ class Scheduler(OnHosts):
             self._pass_due = False
             self._pass()
         return self._out
+
+    def replay(self, batch: Batch) -> list[d.Decision]:
+        """The same for what has been decided before: whatever the policy would want today, that is what happened."""
+        self._replayed = batch.proposal
+        try:
+            return self.handle(*batch.events)
+        finally:
+            self._replayed = None
 
     # --- the pass -----------------------------------------------------------------------------------------------------
 
@@ -55,7 +79,10 @@ class Scheduler(OnHosts):
             for job_id in self.state.queue:
                 self._hold(self.state.jobs[job_id], f"the daemon has just started and waits to hear from {names}")
             return
-        proposal: Proposal = self.policy.propose(View(self.state, self._now_s))
+        proposal = self._replayed
+        if proposal is None:
+            proposal = self.policy.propose(View(self.state, self._now_s))
+        news: list[Refusal] = []
         for preempt in proposal.preempts:
             attempt = self.state.jobs[preempt.job].attempt
             if attempt is not None and attempt.state is not AttemptState.STOPPING:
@@ -71,10 +98,13 @@ class Scheduler(OnHosts):
                 self._hold(self.state.jobs[start.job], f"the policy's proposal was refused: {stale}")
         for refusal in proposal.refusals:
             job = self.state.jobs[refusal.job]
+            if refusal.forever or refusal.reason != job.reason:
+                news.append(refusal)
             if refusal.forever:
                 self._end_job(job, JobState.FAILED, refusal.reason, exit_code=None)
             else:
                 self._hold(job, refusal.reason)
+        self.proposed = replace(proposal, refusals=news)
 
     def _next_round(self) -> None:
         """Keep a round timer for policies that want one, while there is work."""

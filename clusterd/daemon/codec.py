@@ -8,14 +8,16 @@ import msgspec
 
 from clusterd.core import events
 from clusterd.core.state import State
+from clusterd.core.view import Proposal
 
 _EVENT_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in events.EVENTS.items()}
 _STATE = msgspec.msgpack.Decoder(State)
+_PROPOSAL = msgspec.msgpack.Decoder(Proposal)
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """An event, a decision or a state."""
+    """An event, a decision, a proposal or a state."""
     return _encoder.encode(value)
 
 
@@ -32,6 +34,12 @@ def event(kind: str, body: bytes) -> events.Event:
 def state(body: bytes) -> State:
     """A snapshot of the state."""
     decoded: State = _STATE.decode(body)
+    return decoded
+
+
+def proposal(body: bytes) -> Proposal:
+    """What a policy wanted."""
+    decoded: Proposal = _PROPOSAL.decode(body)
     return decoded
 
 

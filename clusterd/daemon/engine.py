@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import anyio
 import anyio.abc
@@ -19,7 +18,7 @@ from clusterd.core.decisions import Decision
 from clusterd.core.events import Event, EventId
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import codec
-from clusterd.daemon.journal import Journal
+from clusterd.daemon.journal import Journal, Statement, proposal_row
 from clusterd.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ BATCH_MAX = 512
 
 REPORT_AGAIN_S = 1.0
 """Between two tries to write down what has happened, while the disk is full."""
-
-Statement = tuple[str, tuple[Any, ...]]
 
 
 @dataclass(slots=True)
@@ -60,6 +57,7 @@ class Engine:
         self._wake = anyio.Event()
         self._last_id = 0
         self._snapshot_at = 0
+        self._unwritten: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start: the numerator of its cost."""
 
@@ -76,8 +74,10 @@ class Engine:
                 after = 0
         count = 0
         for batch in self.journal.replay_after(after):
-            self.scheduler.handle(*batch)
-            count += len(batch)
+            self.scheduler.replay(batch)
+            count += len(batch.events)
+            if batch.proposal is None:  # the daemon died before it was written: from now on this is what happened
+                self._keep_proposal(batch.events[0].id)
         self._last_id = self.journal.last_event_id()
         self._snapshot_at = after
         return count
@@ -120,7 +120,7 @@ class Engine:
     async def _handle(self, batch: list[_Posted]) -> None:
         events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
         try:
-            await self.journal.append(events, [s for p in batch for s in p.extra])
+            await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._unwritten])
         except ClusterError as error:
             log.error("%s", error)
             for posted in batch:
@@ -128,6 +128,7 @@ class Engine:
                 posted.done.set()
             return
         self._last_id = events[-1].id
+        self._unwritten.clear()
         started_s = time.process_time()
         try:
             decisions = self.scheduler.handle(*events)
@@ -136,30 +137,40 @@ class Engine:
             await self._keep(self.journal.retract(events[0].id))
             raise
         self.scheduling_s += time.process_time() - started_s
+        self._keep_proposal(events[0].id)
         self._on_handled(events, decisions)
         for posted in batch:
             posted.done.set()
-        if decisions:
-            await self._keep(self.journal.record(events[-1].at_s, decisions))
+        if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._unwritten)):
+            self._unwritten.clear()
         if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
             await self.snapshot()
 
     async def snapshot(self) -> None:
         """Keep the state as of now, so that a restart replays only what follows."""
         body = codec.encode(self.scheduler.state)
-        await self._keep(
+        written = await self._keep(
             self.journal.execute(
                 [
+                    *self._unwritten,
                     ("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._last_id, body)),
                     ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
                 ]
             )
         )
+        if written:
+            self._unwritten.clear()
         self._snapshot_at = self._last_id
 
-    async def _keep(self, write: Any) -> None:
-        """A write that history can do without: on a full disk the daemon goes on, and says so."""
+    def _keep_proposal(self, batch: int) -> None:
+        if self.scheduler.proposed is not None:
+            self._unwritten.append(proposal_row(batch, self.scheduler.proposed))
+
+    async def _keep(self, write: Awaitable[None]) -> bool:
+        """A write that can wait, or that history can do without: on a full disk the daemon goes on, and says so."""
         try:
             await write
         except ClusterError as error:
             log.error("%s", error)
+            return False
+        return True

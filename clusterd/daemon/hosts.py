@@ -25,8 +25,11 @@ from clusterd.types import HostId, JobId
 
 log = logging.getLogger(__name__)
 
-PROGRESS_EVERY_S = 2.0
+PROGRESS_EVERY_S, PROGRESS_EVERY_MOST_S = 2.0, 10.0
 """Between two progress events of one attempt in the journal; the steps themselves are on the host."""
+
+PROGRESS_SHARE = 1 / 360
+"""Of an attempt's age that may lie between two: who has run for an hour need not be heard of every other second."""
 
 FIRST_STEP_BYTES = 512
 """Enough for one line of steps.jsonl."""
@@ -255,7 +258,7 @@ class Hosts:
         key = (message["job"], message["attempt"])
         first_loss = None if key in self._progress else await self._first_loss(host, *key)
         now_s = time.monotonic()
-        wait_s = self._progress.get(key, -PROGRESS_EVERY_S) + PROGRESS_EVERY_S - now_s
+        wait_s = self._progress.get(key, float("-inf")) + self._progress_every_s(*key) - now_s
         if wait_s > 0 and not message.get("last"):
             # The newest is told when it is time: a job whose next step takes an hour must not look a step behind.
             if key not in self._held_back:
@@ -276,11 +279,17 @@ class Hosts:
             )
         )
 
+    def _progress_every_s(self, job: str, number: int) -> float:
+        """A month of training shall not be a million lines of history."""
+        attempt = self._engine.scheduler.state.attempt(JobId(job), number)
+        age_s = time.time() - attempt.started_s if attempt is not None else 0.0
+        return min(max(age_s * PROGRESS_SHARE, PROGRESS_EVERY_S), PROGRESS_EVERY_MOST_S)
+
     async def _tell_later(self, host: HostId, key: tuple[str, int], wait_s: float) -> None:
         await anyio.sleep(wait_s)
         message = self._held_back.pop(key, None)
         if message is not None:
-            self._progress[key] = -PROGRESS_EVERY_S
+            self._progress[key] = float("-inf")
             await self._post_progress(host, message)
 
     async def _first_loss(self, host: HostId, job: str, attempt: int) -> float | None:

@@ -10,16 +10,21 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 
 from clusterd.core.events import Event
+from clusterd.core.scheduler import Batch
+from clusterd.core.view import Proposal
 from clusterd.daemon import codec
 from clusterd.errors import ClusterError
 
 R = TypeVar("R")
+Statement = tuple[str, tuple[Any, ...]]
 
 MIGRATIONS = (
     """
@@ -36,8 +41,17 @@ MIGRATIONS = (
     CREATE TABLE secrets (job TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (job, name));
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
     """,
+    """
+    CREATE TABLE proposals (batch INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    """,
 )
 """Each brings the file one version further; a version once released is never changed."""
+
+SELECT_BATCHES = """
+    SELECT events.batch, events.kind, events.body, proposals.body
+    FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > {} ORDER BY events.id
+"""
+"""What `batches` reads; of the first format, which kept no proposals, see `clusterd.replay`."""
 
 _NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs",
@@ -108,7 +122,7 @@ class Journal:
             result = await asyncio.wrap_future(self._thread.submit(work))
         return result
 
-    async def append(self, events: Sequence[Event], extra: Iterable[tuple[str, tuple[Any, ...]]] = ()) -> None:
+    async def append(self, events: Sequence[Event], extra: Iterable[Statement] = ()) -> None:
         """Make one batch durable, with further statements that must hold exactly if it does.
 
         Raises:
@@ -122,8 +136,8 @@ class Journal:
         """Take back the events from `first` on, which nobody was told of."""
         await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
 
-    async def record(self, at_s: float, decisions: Sequence[Any]) -> None:
-        """Keep decisions with their reasons, for people: replay makes them again."""
+    async def record(self, at_s: float, decisions: Sequence[Any], extra: Iterable[Statement] = ()) -> None:
+        """Keep decisions with their reasons, for people: replay makes them again from what the policy proposed."""
         rows = [
             (
                 d.cause,
@@ -137,9 +151,9 @@ class Journal:
             for d in decisions
         ]
         statement = "INSERT INTO decisions (cause, at_s, kind, job, host, reason, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
-        await self._transaction([(statement, row) for row in rows])
+        await self._transaction([(statement, row) for row in rows] + list(extra))
 
-    async def execute(self, statements: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
+    async def execute(self, statements: Iterable[Statement]) -> None:
         """Other tables' rows, in one transaction."""
         await self._transaction(list(statements))
 
@@ -154,7 +168,7 @@ class Journal:
         except sqlite3.Error as error:
             raise ClusterError(f"the journal {self.path} cannot be read: {error}: look at its disk") from None
 
-    async def _transaction(self, statements: list[tuple[str, tuple[Any, ...]]]) -> None:
+    async def _transaction(self, statements: list[Statement]) -> None:
         def write() -> None:
             self._db.execute("BEGIN")
             try:
@@ -171,17 +185,9 @@ class Journal:
         except sqlite3.Error as error:
             raise ClusterError(f"the journal {self.path} cannot be written: {error}: free space on its disk") from None
 
-    def replay(self) -> Iterator[list[Event]]:
-        """All batches, in order; for the start of the daemon, before its loop runs."""
-        return self._read_batches(0)
-
-    def replay_after(self, event: int) -> Iterator[list[Event]]:
-        """The batches after an event that a snapshot covers."""
-        return self._read_batches(event)
-
-    def _read_batches(self, after: int) -> Iterator[list[Event]]:
-        statement = "SELECT batch, kind, body FROM events WHERE id > ? ORDER BY id"
-        rows = self._at_start(lambda: self._db.execute(statement, (after,)).fetchall())
+    def replay_after(self, event: int) -> Iterator[Batch]:
+        """The batches after an event that a snapshot covers, in order; for the start of the daemon."""
+        rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES.format(event)).fetchall())
         try:
             yield from batches(rows)
         except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors
@@ -217,22 +223,23 @@ class Journal:
         self._thread.shutdown()
 
 
-def batches(rows: Iterable[tuple[int, str, bytes]]) -> Iterator[list[Event]]:
-    """Events that were handled together, out of rows of batch, kind and body in the order of their numbers.
+def proposal_row(batch: int, proposal: Proposal) -> Statement:
+    """Keeps what the policy wanted after a batch, so that a replay need not ask it again."""
+    body = codec.encode(proposal) if proposal != Proposal() else b""
+    return "INSERT OR REPLACE INTO proposals VALUES (?, ?)", (batch, body)
+
+
+def batches(rows: Iterable[tuple[int, str, bytes, bytes | None]]) -> Iterator[Batch]:
+    """Events that were handled together, out of rows of batch, kind, body and proposal in the order of their numbers.
 
     Raises:
         KeyError, msgspec.ValidationError: an event that this version does not know.
     """
-    batch: list[Event] = []
-    current = None
-    for number, kind, body in rows:
-        if number != current and batch:
-            yield batch
-            batch = []
-        current = number
-        batch.append(codec.event(kind, body))
-    if batch:
-        yield batch
+    for _, together in groupby(rows, key=itemgetter(0)):
+        some = list(together)
+        kept = some[0][3]
+        proposal = None if kept is None else codec.proposal(kept) if kept else Proposal()
+        yield Batch([codec.event(kind, body) for _, kind, body, _ in some], proposal)
 
 
 def refuse_network_file_system(directory: Path) -> None:

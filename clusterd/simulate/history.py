@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from clusterd.core import events as e
 from clusterd.core.classify import steps_in_all
 from clusterd.core.policies import POLICIES
 from clusterd.core.room import of_ranks, shape_of
-from clusterd.core.scheduler import Scheduler
+from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, InvalidTransition
 from clusterd.simulate.cluster import Cluster, Group
@@ -47,7 +47,7 @@ class History:
     completion_s: tuple[float, ...]  # of the jobs that are over, as they were
 
 
-def history(batches: Iterable[Sequence[e.Event]], policy: str = "default") -> History:
+def history(batches: Iterable[Batch], policy: str = "default") -> History:
     """The past that these events tell.
 
     Args:
@@ -60,13 +60,13 @@ def history(batches: Iterable[Sequence[e.Event]], policy: str = "default") -> Hi
     state, seen = scheduler.state, _Seen()
     for batch in batches:
         try:
-            scheduler.handle(*batch)
+            scheduler.replay(batch)
         except InvalidTransition as error:
             raise ClusterError(
-                f"the journal's event {batch[0].id} does not follow from what policy {policy!r} would have decided "
-                f"({error}): name the policy that was at work with --journal-policy"
+                f"the journal's event {batch.events[0].id} does not follow from what policy {policy!r} would have "
+                f"decided ({error}): name the policy that was at work with --journal-policy"
             ) from None
-        for event in batch:
+        for event in batch.events:
             _see(event, state, seen)
     ran = {job.id: job for job in state.jobs.values() if _has_run(job) and _held(job, seen)}
     if not ran or not any(facts.devices for facts in seen.hosts.values()):

@@ -11,11 +11,14 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
+from clusterd.core.view import Proposal, Refusal, View
 from clusterd.daemon import journal as module
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.journal import MIGRATIONS, Journal
 from clusterd.errors import ClusterError
+from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec
+from tests.core.conftest import facts
 
 SPEC = JobSpec(name="job", command=("true",))
 
@@ -73,6 +76,87 @@ def test_a_snapshot_shortens_the_replay_and_changes_nothing(journal: Journal) ->
     again, _ = engine_of(journal)
     assert again.restore() == 2
     assert again.scheduler.state == engine.scheduler.state
+
+
+class Contrary:
+    """Another policy, or the same of another version: it wants nothing that was done."""
+
+    name = "contrary"
+    interval_s = None
+
+    def propose(self, view: View) -> Proposal:
+        return Proposal(refusals=[Refusal(job.id, "not today") for job in view.queued])
+
+
+def lab_of_events() -> list[e.Event]:
+    host = HostId("a")
+    return [
+        e.HostAdded(at_s=0.0, host=host),
+        e.HostConnected(at_s=1.0, host=host, facts=facts("a", gpus=1), attempts=()),
+        submitted(2),
+        submitted(3),
+        e.AttemptLaunched(at_s=4.0, job=JobId("2"), attempt=1, generation=1),
+    ]
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_what_was_decided_stays_whatever_the_policy_of_the_next_daemon_would_want(
+    journal: Journal, snapshot: bool
+) -> None:
+    """Killed, and started again with another policy or version: jobs run where they run."""
+    engine, _ = engine_of(journal)
+
+    async def run() -> None:
+        for number, event in enumerate(lab_of_events()):
+            await post(engine, event)
+            if snapshot and number == 1:
+                await engine.snapshot()
+
+    anyio.run(run)
+    running = engine.scheduler.state.jobs[JobId("2")]
+    assert running.attempt is not None
+    for _ in range(2):
+        again = Engine(journal, Scheduler(Contrary()), lambda *_: None)
+        again.restore()
+        assert again.scheduler.state == engine.scheduler.state
+
+
+def test_what_the_last_batch_proposed_is_asked_again_and_then_kept(journal: Journal) -> None:
+    """The daemon died between the event's commit and the next one; it said so to nobody."""
+    engine, _ = engine_of(journal)
+
+    async def lose_the_last() -> None:
+        for event in lab_of_events()[:3]:
+            await post(engine, event)
+        await journal.execute([("DELETE FROM proposals WHERE batch = 3", ())])
+
+    anyio.run(lose_the_last)
+    second, _ = engine_of(journal)
+    second.restore()
+    assert second.scheduler.state == engine.scheduler.state
+    anyio.run(post, second, submitted(4))
+    third = Engine(journal, Scheduler(Contrary()), lambda *_: None)
+    third.restore()
+    assert third.scheduler.state == second.scheduler.state
+
+
+def test_a_journal_of_the_first_format_is_brought_to_this_one(tmp_path: Path) -> None:
+    """Its proposals were not kept: they are made again, as before."""
+    path = tmp_path / "journal.db"
+    first = Journal(path)
+    engine, _ = engine_of(first)
+    anyio.run(post, engine, *[submitted(n) for n in range(1, 5)])
+    first.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE proposals")
+        db.execute("PRAGMA user_version=1")
+    db.close()
+    assert [len(batch.events) for batch in journal_batches(path)], "it can be looked at as it is"
+    second = Journal(path)
+    again, _ = engine_of(second)
+    again.restore()
+    assert again.scheduler.state == engine.scheduler.state
+    second.close()
 
 
 def test_a_full_disk_refuses_the_submit_and_goes_on(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
