@@ -54,15 +54,16 @@ PAIRS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pp2 x tp2": ("tp=2,pp=2,accumulation=2", FOUR),
     "2 ranks": ("tp=2", ("local0:cpu0", "local1:cpu1")),  # of two cores: embedded hosts share them
 }
-SIZES = {"0.25": (512, 7), "1": (1024, 7), "2": (1024, 13)}
-"""State in GB: width and depth of the GPT that has it."""
+SIZES = {"0.25": (512, 7, 64), "1": (1024, 7, 8), "2": (1024, 13, 8)}
+"""State in GB: width, depth and context of the GPT that has it; short ones, as what it computes takes longest here."""
 
 BATCH = 4
 JOB = """
 kind = "elastic"
 trials = false
 snapshots = 0
-command = ["python", "train.py", "--steps", "100000", "--width", "{width}", "--depth", "{depth}", "--batch", "{batch}"]
+command = ["python", "train.py", "--steps", "100000", "--width", "{width}", "--depth", "{depth}", "--batch", "{batch}",
+    "--context", "{context}"]
 resources = {{ devices = 4, plan = {{ dp = 2, tp = 2 }} }}
 """
 AIMS = {
@@ -87,7 +88,7 @@ def main() -> None:
     for name, limit in AIMS.items():
         report.add(name, max(worst[name]) if worst.get(name) else None, at_most=limit)
     if args.turns:
-        width, depth = SIZES["0.25"]
+        width, depth, _ = SIZES["0.25"]
         steps = step_overhead(width, depth, BATCH, args.turns)
         snapshots = snapshot_overhead(width, depth, BATCH, args.turns)
         report.details["step_overhead"], report.details["snapshot_overhead"] = steps, snapshots
@@ -99,13 +100,13 @@ def main() -> None:
 
 def measure_size(size: str, repeats: int, baselines: Sequence[str]) -> dict[str, Any]:
     """All pairs at one size of the state."""
-    width, depth = SIZES[size]
+    width, depth, context = SIZES[size]
     environment = {"GPT_WIDTH": str(width), "GPT_DEPTH": str(depth), "GPT_BATCH": str(BATCH)}
     checkpoints = checkpoint_baselines(environment, repeats, baselines)
     cluster = RunningCluster(Path(tempfile.mkdtemp(prefix="cl-", dir="/tmp")))
     try:
         cluster.start(hosts=2)
-        job = cluster.submit(JOB.format(width=width, depth=depth, batch=BATCH), "gpt")
+        job = cluster.submit(JOB.format(width=width, depth=depth, batch=BATCH, context=context), "gpt")
         cluster.wait_for(job, lambda row: row["step"] >= 2, timeout_s=300.0)
         moves: dict[str, list[dict[str, Any]]] = {}
         bounds: dict[Any, tuple[int, list[int]]] = {}
