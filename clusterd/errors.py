@@ -62,6 +62,11 @@ class AgentLost(HostError):
     """The connection to a host's agent ended before the answer came."""
 
 
+def said_by(host: str, error: Exception) -> str:
+    """The words of a host's refusal, for where the host is named already."""
+    return str(error).removeprefix(f"{host}: ")
+
+
 class NotStarted(HostError):
     """A host could not start the ranks that it was asked for."""
 

@@ -106,8 +106,8 @@ def journal_batches(file: Path) -> Iterator[Batch]:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if not 0 < version <= len(MIGRATIONS):
             raise ClusterError(f"{file} is of format {version}; this clusterd knows formats 1 to {len(MIGRATIONS)}")
-        first_format = "SELECT batch, kind, body, NULL FROM events ORDER BY id"
-        yield from batches(db.execute(first_format if version == 1 else SELECT_BATCHES.format(0)))
+        first_format = "SELECT batch, kind, body, NULL FROM events WHERE id > ? ORDER BY id"
+        yield from batches(db.execute(first_format if version == 1 else SELECT_BATCHES, (0,)))
         db.close()
     except sqlite3.DatabaseError as error:
         raise ClusterError(f"{file} cannot be read as a journal: {error}") from None

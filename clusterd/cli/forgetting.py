@@ -8,10 +8,11 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
+from clusterd.cli.jobs import time_s
 from clusterd.cli.output import note, raise_all
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.units import parse_duration_s, size
+from clusterd.units import size
 
 
 @click.command()
@@ -26,20 +27,17 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
     """
     if bool(jobs) == (older is not None):
         raise UsageError("name jobs, or say --older TIME")
-    try:
-        limit_s = time.time() - parse_duration_s(older or 0.0)
-    except ValueError as error:
-        raise UsageError(f"--older: {error}") from None
+    limit_s = time.time() - time_s("--older", older) if older is not None else None
     failures: list[ClusterError] = []
     freed, left = 0, set()
     with Client() as cluster:
-        chosen = list(jobs) if older is None else _ended_before(cluster, limit_s)
+        chosen = list(jobs) if limit_s is None else _ended_before(cluster, limit_s)
         for job in chosen:
-            if dry_run:
-                row = cluster.call("job", job=job)
-                note(f"{row['id']} ({row['name']}), {row['state']}")
-                continue
             try:
+                if dry_run:
+                    row = cluster.call("job", job=job)
+                    note(f"{row['id']} ({row['name']}), {row['state']}")
+                    continue
                 answer = cluster.call("forget", job=job)
             except ClusterError as error:
                 failures.append(error)

@@ -188,7 +188,7 @@ def priority(job: str, priority: int) -> None:
 @output_option
 def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     """Wait until jobs are over; returns the exit code of the first that failed."""
-    timeout_s = _timeout_s(timeout) if timeout is not None else None
+    timeout_s = time_s("--timeout", timeout, "; without it, wait has no end") if timeout is not None else None
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
     ended: list[dict[str, Any]] = []
     for job in jobs:
@@ -205,14 +205,19 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     return next((exit_code(row) for row in ended if exit_code(row)), 0)
 
 
-def _timeout_s(text: str) -> float:
+def time_s(option: str, text: str, hint: str = "") -> float:
+    """Seconds that were given to an option.
+
+    Raises:
+        UsageError: they are no time, or none that can go by.
+    """
     try:
-        timeout_s = parse_duration_s(text)
+        seconds = parse_duration_s(text)
     except ValueError as error:
-        raise UsageError(f"--timeout: {error}") from None
-    if not 0 <= timeout_s < float("inf"):
-        raise UsageError(f"--timeout {text}: it must be a time from 0 on, as in 90s; without it, wait has no end")
-    return timeout_s
+        raise UsageError(f"{option}: {error}") from None
+    if not 0 <= seconds < float("inf"):
+        raise UsageError(f"{option} {text}: it must be a time from 0 on, as in 90s{hint}")
+    return seconds
 
 
 def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ class Deciding:
         assert attempt is not None, f"cores for {grant.job}, which does not run"
         for host, count in grant.cores.items():
             self.state.hosts[host].cores_used += count - attempt.cores.get(host, 0)
-        attempt.cores, attempt.cores_each = dict(grant.cores), grant.each
+        attempt.cores, attempt.told_cores = dict(grant.cores), grant.each
         self._to_ranks(d.UseCores, attempt, attempt.hosts, grant.reason, each=grant.each)
 
     def _stop_on(

@@ -143,7 +143,7 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
     attempt.past[attempt.generation] = {number: rank.place.host for number, rank in attempt.ranks.items()}
     attempt.generation, attempt.plan, attempt.ranks = migration.generation, migration.plan, migration.ranks
     attempt.cores, attempt.memory_bytes = migration.cores, migration.memory_bytes
-    attempt.cores_each = None
+    attempt.told_cores = None
     for rank in attempt.ranks.values():
         device = rank.place.device
         if device is not None:

@@ -120,9 +120,9 @@ class OnHosts(OnAttempts):
                 self._resume(attempt, f"{host.id} is back after the switch")
             self._after_end(attempt)
         for attempt in self.state.attempts_on(host.id):
-            if attempt.cores_each is not None and host.id in attempt.hosts and attempt.state is AttemptState.RUNNING:
+            if attempt.told_cores is not None and host.id in attempt.hosts and attempt.state is AttemptState.RUNNING:
                 said = f"{host.id} is back, and may not have been told"
-                self._to_ranks(d.UseCores, attempt, (host.id,), said, each=attempt.cores_each)
+                self._to_ranks(d.UseCores, attempt, (host.id,), said, each=attempt.told_cores)
         self._pass_due = True
 
     def _is_fit_again(self, host: HostId) -> None:

@@ -41,34 +41,30 @@ class Scheduler(OnHosts):
         super().__init__(host_lost_after_s)
         self.policy = policy or POLICIES["default"]()
         self.proposed: Proposal | None = None
-        self._replayed: Proposal | None = None
 
     def handle(self, *events: e.Event) -> list[d.Decision]:
         """Take in what happened at one instant, and decide once about all of it.
 
         Events given together are one batch: a single scheduling pass follows the last of them.
         """
+        return self.replay(Batch(events))
+
+    def replay(self, batch: Batch) -> list[d.Decision]:
+        """The same for what has been decided before: whatever the policy would want today, that is what happened."""
         self._out = []
         self.proposed = None
-        for event in events:
+        for event in batch.events:
             self._cause, self._now_s = event.id, event.at_s
             _HANDLERS[type(event)](self, event)
         if self._pass_due:
             self._pass_due = False
-            self._pass()
+            self._pass(batch.proposal)
         return self._out
-
-    def replay(self, batch: Batch) -> list[d.Decision]:
-        """The same for what has been decided before: whatever the policy would want today, that is what happened."""
-        self._replayed = batch.proposal
-        try:
-            return self.handle(*batch.events)
-        finally:
-            self._replayed = None
 
     # --- the pass -----------------------------------------------------------------------------------------------------
 
-    def _pass(self) -> None:
+    def _pass(self, proposal: Proposal | None) -> None:
+        """`proposal`: what was wanted at that time; None: the policy is asked."""
         if not self.state.queue and not self.state.active:
             return
         self._next_round()
@@ -79,7 +75,6 @@ class Scheduler(OnHosts):
             for job_id in self.state.queue:
                 self._hold(self.state.jobs[job_id], f"the daemon has just started and waits to hear from {names}")
             return
-        proposal = self._replayed
         if proposal is None:
             proposal = self.policy.propose(View(self.state, self._now_s))
         news: list[Refusal] = []

@@ -173,7 +173,7 @@ class Attempt:
     is_too_large: bool = False  # a rank ran out of memory under the plan that it was moved to
     past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
     past_plans: dict[int, Plan] = field(default_factory=dict)  # of each generation that trained
-    cores_each: int | None = None  # that its ranks were told to use since they were launched; None: nothing
+    told_cores: int | None = None  # beside each device, since its ranks were launched; None: they were told nothing
     kept: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, and idle while a smaller plan is tried
 
     def go(self, state: AttemptState) -> None:

@@ -21,7 +21,7 @@ from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.timers import Timers
-from clusterd.errors import AgentLost, ClusterError, NotStarted
+from clusterd.errors import AgentLost, ClusterError, NotStarted, said_by
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class Executor:
                     attempt=decision.attempt,
                     generation=decision.generation,
                     host=host,
-                    why=str(error).removeprefix(f"{host}: "),
+                    why=said_by(host, error),
                     is_infrastructure=is_infrastructure,
                     lasts=error.lasts,
                 )
@@ -244,7 +244,7 @@ class Executor:
             except AgentLost:
                 raise
             except ClusterError as error:
-                raise NotStarted(host, str(error).removeprefix(f"{host}: ")) from error
+                raise NotStarted(host, said_by(host, error)) from error
 
         async with anyio.create_task_group() as group:
             for host, request in requests.items():

@@ -12,7 +12,7 @@ from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Verb
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, said_by
 from clusterd.types import HostId, HostState
 
 
@@ -45,7 +45,7 @@ class Forgetting:
                 try:
                     answer = await self._hosts.request(host, "forget", job=known.id, attempt=attempt.number)
                 except ClusterError as error:
-                    left[host] = str(error).removeprefix(f"{host}: ")
+                    left[host] = said_by(host, error)
                 else:
                     freed += int(answer.get("bytes", 0))
         freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)

@@ -49,7 +49,7 @@ MIGRATIONS = (
 
 SELECT_BATCHES = """
     SELECT events.batch, events.kind, events.body, proposals.body
-    FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > {} ORDER BY events.id
+    FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > ? ORDER BY events.id
 """
 """What `batches` reads; of the first format, which kept no proposals, see `clusterd.replay`."""
 
@@ -187,7 +187,7 @@ class Journal:
 
     def replay_after(self, event: int) -> Iterator[Batch]:
         """The batches after an event that a snapshot covers, in order; for the start of the daemon."""
-        rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES.format(event)).fetchall())
+        rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES, (event,)).fetchall())
         try:
             yield from batches(rows)
         except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors

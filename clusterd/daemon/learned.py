@@ -202,8 +202,7 @@ class Learned:
         }
         if devices.kind == "cpu" or not others:
             return prior, options
-        far = {other: fit for other, fit in others.items() if fit.most_hosts > 1}
-        return share_hardware(prior, others), share_cards(options, far)
+        return share_hardware(prior, others), share_cards(options, others)
 
     def _environment(self, model: str) -> str:
         """Software of the newest job of a model: the next will likely run under that too."""

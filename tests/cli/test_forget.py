@@ -56,7 +56,7 @@ def test_old_ones_are_named_before_they_go(local_cluster: RunningCluster, finish
     assert kept(local_cluster, finished) == []
 
 
-@pytest.mark.parametrize("given", [(), ("1", "--older", "1d"), ("--older", "soon")])
+@pytest.mark.parametrize("given", [(), ("1", "--older", "1d"), ("--older", "soon"), ("--older=-1d",), ("--older=-5",)])
 def test_what_is_meant_has_to_be_said(cluster: RunningCluster, given: tuple[str, ...]) -> None:
     refused = cluster.run("forget", *given, check=False)
     assert refused.returncode == 2

@@ -10,6 +10,14 @@ from tests.core.conftest import Lab
 MISSING = "the interpreter ~/env/bin/python is not on this host"
 
 
+def lab_of(hosts: str) -> Lab:
+    """Each with one GPU."""
+    lab = Lab()
+    for host in hosts:
+        lab.host(host, gpus=1)
+    return lab
+
+
 def refuse(lab: Lab, job: JobId, why: str = MISSING, lasts: bool = True) -> list[d.Decision]:
     """The host that the job was to start on says that it cannot; the attempt is over."""
     attempt = lab.attempt(job)
@@ -27,9 +35,7 @@ def place_of(lab: Lab, job: JobId) -> HostId:
 
 
 def test_a_job_that_a_host_cannot_start_goes_to_another_at_once() -> None:
-    lab = Lab()
-    for host in "abc":
-        lab.host(host, gpus=1)
+    lab = lab_of("abc")
     job, _ = lab.submit()
     first = place_of(lab, job)
     refuse(lab, job)
@@ -41,9 +47,7 @@ def test_a_job_that_a_host_cannot_start_goes_to_another_at_once() -> None:
 
 
 def test_what_no_host_can_start_fails_at_once_with_the_reason() -> None:
-    lab = Lab()
-    for host in "ab":
-        lab.host(host, gpus=1)
+    lab = lab_of("ab")
     job, _ = lab.submit()
     refuse(lab, job)
     refuse(lab, job)
@@ -53,8 +57,7 @@ def test_what_no_host_can_start_fails_at_once_with_the_reason() -> None:
 
 def test_what_may_be_over_soon_is_tried_again() -> None:
     """A full disk on the only host; or a folder that is not there any more, where the job has trained before."""
-    lab = Lab()
-    lab.host("a", gpus=1)
+    lab = lab_of("a")
     job, _ = lab.submit()
     refuse(lab, job, "no space left", lasts=False)
     refuse(lab, job, "no space left", lasts=False)
@@ -64,9 +67,7 @@ def test_what_may_be_over_soon_is_tried_again() -> None:
 
 def test_who_needs_all_hosts_keeps_trying_them() -> None:
     """Leaving one out would have it wait for ever."""
-    lab = Lab()
-    for host in "ab":
-        lab.host(host, gpus=1)
+    lab = lab_of("ab")
     job, _ = lab.submit(kind=JobKind.ELASTIC, devices=2)
     shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
     lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape))
@@ -77,9 +78,7 @@ def test_who_needs_all_hosts_keeps_trying_them() -> None:
 
 
 def test_a_host_that_was_mended_is_tried_again() -> None:
-    lab = Lab()
-    for host in "ab":
-        lab.host(host, gpus=1)
+    lab = lab_of("ab")
     job, _ = lab.submit()
     first = place_of(lab, job)
     refuse(lab, job)
@@ -90,9 +89,7 @@ def test_a_host_that_was_mended_is_tried_again() -> None:
 
 
 def test_a_host_without_torch_is_left_out_as_long_as_others_may_have_it() -> None:
-    lab = Lab()
-    for host in "ab":
-        lab.host(host, gpus=1)
+    lab = lab_of("ab")
     job, _ = lab.submit()
     lab.run(job)
     first = place_of(lab, job)
@@ -108,9 +105,7 @@ def test_a_host_without_torch_is_left_out_as_long_as_others_may_have_it() -> Non
 
 
 def test_a_model_is_told_by_another_host_where_one_cannot() -> None:
-    lab = Lab()
-    for host in "ab":
-        lab.host(host, gpus=1)
+    lab = lab_of("ab")
     job, decided = lab.submit(kind=JobKind.ELASTIC)
     first = d.DescribeModel.match(decided, job=job)
     assert first is not None

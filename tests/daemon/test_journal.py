@@ -122,7 +122,7 @@ def test_what_was_decided_stays_whatever_the_policy_of_the_next_daemon_would_wan
 
 
 def test_what_the_last_batch_proposed_is_asked_again_and_then_kept(journal: Journal) -> None:
-    """The daemon died between the event's commit and the next one; it said so to nobody."""
+    """The daemon died between the event's commit and the next one."""
     engine, _ = engine_of(journal)
 
     async def lose_the_last() -> None:
