@@ -11,7 +11,8 @@ gradients          T; ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where
                    and T again for buckets under dp with tp or pp (`clusterd.train.replicate`)
 optimizer          ratio * T; ZeRO-1, 2, 3: ratio * T/dp; none on the device when offloaded
 activations        per micro-batch in flight m * (whole + cut/tp), or with checkpointing m * the blocks' inputs; once
-                   more the largest block's, when recomputing; the loss function's on the last stage.
+                   more the largest block's, when recomputing; the loss function's on the last stage. Beside them
+                   copies of parameters in another precision (autocast), where activations are, for any m.
                    In flight: all under gpipe, min(accumulation, pp - stage) under 1f1b, 1 without pipeline
 buffers            what the pipeline receives: m * boundary bytes, forward and backward, for every micro-batch
 overhead           of the process: CUDA context and NCCL, or the interpreter with torch
@@ -118,7 +119,8 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
         gathered_bytes=gathered,
         gradients_bytes=gradients,
         optimizer_bytes=state,
-        activations_bytes=samples * _activations(plan, shape, stage, layers, flight),
+        activations_bytes=samples * _activations(plan, shape, stage, layers, flight)
+        + _casts(plan, shape, mine, layers, flight),
         buffers_bytes=samples * _boundaries(plan, shape, stage, layers),
         overhead_bytes=OVERHEAD_BYTES[kind],
         host_bytes=host,
@@ -146,6 +148,23 @@ def _activations(plan: Plan, shape: ModelShape, stage: int, layers: range, fligh
     # The last stage works its loss off before it begins the next micro-batch, except under gpipe.
     loss = shape.loss_bytes if stage == plan.pp - 1 else 0
     return flight * (kept + loss) + recomputed
+
+
+def _casts(plan: Plan, shape: ModelShape, mine: list[ParameterShape], layers: range, flight: int) -> int:
+    """Copies of parameters in another precision, over all micro-batches in flight."""
+    kept, recomputed = 0, 0
+    for index in layers:
+        layer = shape.layers[index]
+        if index < 0 or not layer.cast_bytes:
+            continue
+        parameters = [p for p in mine if p.layer == index or (p.layer < 0 and not layer.name)]
+        whole = sum(p.size_bytes for p in parameters)
+        cast = layer.cast_bytes * _bytes(parameters, plan) // max(whole, 1)
+        if plan.checkpointing and layer.block:
+            recomputed = max(recomputed, cast)
+        else:
+            kept += cast
+    return flight * kept + recomputed
 
 
 def _boundaries(plan: Plan, shape: ModelShape, stage: int, layers: range) -> int:

@@ -45,6 +45,7 @@ class LayerShape:
     output_bytes: int = 0  # what the next layer gets, and what a pipeline sends
     tp_reduced_bytes: int = 0  # results that shards add up or gather in the forward pass
     flops: int = 0  # of the forward pass; the backward pass has about twice as many
+    cast_bytes: int = 0  # copies of parameters in another precision, kept for the backward pass; of any batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class ModelShape:
     global_batch: int
     samples: int  # of the data set
     steps: int = 0  # that the job wants to train; 0: not known
+    precision: str = "fp32"  # in which it computes
     pipeline: bool = False  # whether the job names its layers, in the order in which they are applied
     tp_plan: bool = False  # whether the job says how to cut tensors
     tp_degrees: tuple[int, ...] = ()  # numbers of shards that work, 1 left out
@@ -115,6 +117,11 @@ class ModelShape:
     def signature(self) -> str:
         """The same for jobs whose steps cost the same: how long they train, and on what, is left out."""
         values = {k: v for k, v in self.to_dict().items() if k not in ("steps", "samples")}
+        if self.precision == "fp32":
+            del values["precision"]  # as models were signed before there was another
+        for layer in values["layers"]:
+            if not layer["cast_bytes"]:
+                del layer["cast_bytes"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     def slots_of(self, parameter: int) -> Slots:

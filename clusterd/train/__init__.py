@@ -53,6 +53,7 @@ def run(
     scheduler: Callable[[Any], Any] | None = None,
     clip_norm: float | None = None,
     num_workers: int = 0,
+    precision: str = "fp32",
 ) -> Outcome:
     """Trains to the last step, or until it is stopped, under the plan that the surroundings name.
 
@@ -70,6 +71,8 @@ def run(
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
+        precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
+            state stay as they are. Losses under different plans are then equal to that precision.
     Returns:
         The last step done, its loss, and who stopped the run, if anyone. Under clusterd a stopped run does not
         return: the process ends with exit code 0.
@@ -105,5 +108,6 @@ def run(
             scheduler=scheduler,
             clip_norm=clip_norm,
             num_workers=num_workers,
+            precision=precision,
         )
     )

@@ -14,27 +14,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import default_collate
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from clusterd.train import build
 from clusterd.train.data import nested
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import Job
+from clusterd.train.precision import under
 from clusterd.train.slots import OptimizerState, optimizer_state
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
+from clusterd.train.trace import LOSS, Trace, layer_shapes
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
 UNKNOWN_STATE_RATIO = 2.0
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-# The kernel that CPUs have; torch counts only those of accelerators.
-_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-_OUTSIDE, _LOSS = -1, -2  # where in a forward pass, beside the index of a layer
 
 
 def describe(job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True) -> ModelShape:
@@ -76,13 +68,14 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     layers, loss_bytes = [LayerShape(path, path in blocks) for path in paths], 0
     if trace and (whole := forward.trace(paths, {}, 1)) is not None:
         halves = forward.trace(paths, styles, works[0]) if works else None
-        layers, loss_bytes = _layers(paths, blocks, whole, halves, works[0] if works else 1)
+        layers, loss_bytes = layer_shapes(paths, blocks, whole, halves, works[0] if works else 1)
     return ModelShape(
         parameters=parameters,
         layers=tuple(layers),
         global_batch=job.global_batch,
         samples=len(job.data),
         steps=job.steps,
+        precision=job.precision,
         pipeline=bool(job.layers),
         tp_plan=bool(job.tp_plan),
         tp_degrees=tuple(works),
@@ -205,6 +198,9 @@ class _Forward:
         """Where tensors are real for a while."""
         return unset_fake_temporarily()  # type: ignore[no-any-return]
 
+    def _computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return under(self._job.precision, "cpu", function)
+
     def model(self) -> nn.Module:
         """The job's model, without memory."""
         with self.real(), torch.random.fork_rng(devices=[]):
@@ -227,11 +223,11 @@ class _Forward:
         error = self._error(model)
         return f"its forward pass does not work with {degree} shards ({error})" if error else ""
 
-    def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> _Trace | None:
+    def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> Trace | None:
         """The counts of a forward pass; None where fake tensors cannot run the model."""
         model = self.model()
         _cut(model, styles, degree)
-        trace = _Trace(model)
+        trace = Trace(model)
         for index, path in enumerate(paths):
             layer = model.get_submodule(path)
             layer.register_forward_pre_hook(trace.enter(index))
@@ -240,11 +236,15 @@ class _Forward:
             if word in GATHERING or word in ROWWISE:
                 model.get_submodule(path).register_forward_hook(trace.reduced)
         try:
-            with trace.counter, torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor):
-                outputs = model(self._inputs)
-                trace.place = _LOSS
+            with (
+                trace.counter,
+                trace.casts,
+                torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor),
+            ):
+                outputs = self._computing(model)(self._inputs)
+                trace.place = LOSS
                 # The graph holds what was saved until here; freed storage would be counted under another's address.
-                kept = self._job.loss(outputs, self._target)
+                kept = self._computing(self._job.loss)(outputs, self._target)
             del kept
         except Exception:  # data-dependent code has no answer without values; the description does without counts
             return None
@@ -252,7 +252,7 @@ class _Forward:
 
     def _error(self, model: nn.Module) -> str:
         try:
-            model(self._inputs)
+            self._computing(model)(self._inputs)
         except Exception as error:  # whatever a model raises, it does not compute this
             return first_line(error) or type(error).__name__
         return ""
@@ -290,76 +290,3 @@ def _cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:
             module.register_forward_hook(lambda _m, _i, out: torch.cat([out] * degree, dim=-1))
         if word in SPLITTING and isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _m, args: (args[0].chunk(degree, dim=-1)[0], *args[1:]))
-
-
-class _Trace:
-    """Counts, by place in the model, over one forward pass of one sample."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.saved_bytes: dict[int, int] = {}
-        self.output_bytes: dict[int, int] = {}
-        self.reduced_bytes: dict[int, int] = {}
-        self.flops: dict[int, int] = {}
-        self.place = _OUTSIDE
-        self.counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
-        self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._entered_at = 0
-
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.saved_bytes[self.place] = self.saved_bytes.get(self.place, 0) + storage.nbytes()
-        return tensor
-
-    def enter(self, place: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self.place, self._entered_at = place, self.counter.get_total_flops()
-
-        return hook
-
-    def leave(self, place: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            self.flops[place] = self.flops.get(place, 0) + self.counter.get_total_flops() - self._entered_at
-            self.output_bytes[place] = _tensor_bytes(outputs)
-            self.place = _OUTSIDE
-
-        return hook
-
-    def reduced(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        self.reduced_bytes[self.place] = self.reduced_bytes.get(self.place, 0) + _tensor_bytes(outputs)
-
-
-def _layers(
-    paths: list[str], blocks: set[str], whole: _Trace, part: _Trace | None, degree: int
-) -> tuple[list[LayerShape], int]:
-    """Layers with counts; what lies outside all of them is one more, without a name."""
-    layers = []
-    for place in [*range(len(paths)), _OUTSIDE]:
-        saved = whole.saved_bytes.get(place, 0)
-        if place == _OUTSIDE and not saved:
-            continue
-        cut = 0
-        if part is not None:
-            # saved = whole + cut, and with shards: whole + cut / degree.
-            cut = max(0, (saved - part.saved_bytes.get(place, 0)) * degree // (degree - 1))
-        layers.append(
-            LayerShape(
-                name="" if place == _OUTSIDE else paths[place],
-                block=place != _OUTSIDE and paths[place] in blocks,
-                activation_bytes=max(0, saved - cut),
-                activation_tp_bytes=min(cut, saved),
-                output_bytes=whole.output_bytes.get(place, 0),
-                tp_reduced_bytes=part.reduced_bytes.get(place, 0) if part is not None else 0,
-                flops=whole.flops.get(place, 0),
-            )
-        )
-    return layers, whole.saved_bytes.get(_LOSS, 0)
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return int(value.nbytes)
-    if isinstance(value, (list, tuple)):
-        return sum(map(_tensor_bytes, value))
-    return 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from clusterd.train import build, checkpoint, data, describe, exits
+from clusterd.train import build, checkpoint, data, describe, exits, precision
 from clusterd.train import context as contexts
 from clusterd.train.arriving import Arriving
 from clusterd.train.blank import build_blank
@@ -67,6 +67,7 @@ class Training:
             )
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
+        model.forward = precision.under(job.precision, device.type, model.forward)
         self.parallel = Parallel(model, plan, device, mesh=mesh, tp_plan=job.tp_plan)
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
@@ -74,7 +75,7 @@ class Training:
             self.parallel,
             self.optimizer,
             self.scheduler,
-            job.loss,
+            precision.under(job.precision, device.type, job.loss),
             coordinates=context.coordinates,
             global_batch=job.global_batch,
             clip_norm=job.clip_norm,
@@ -135,6 +136,7 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
     """
     control = None
     try:
+        precision.check(job.precision)
         context = contexts.read()
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
             write_description(job, context.directory)  # asked before the first launch, to choose a plan by
@@ -176,7 +178,7 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
         if context.probe and arriving is None:
-            figures = probe(device, context.hosts)
+            figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
                 control.say("probe", figures=figures)
         outcome = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "").run()

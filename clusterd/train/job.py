@@ -29,6 +29,7 @@ class Job:
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_norm: float | None = None
     num_workers: int = 0
+    precision: str = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,15 @@ TIME_S = 0.04
 SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 22
 
 
-def probe(device: torch.device, hosts: int) -> dict[str, float]:
+def probe(device: torch.device, hosts: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Figures by the names of the performance model's coefficients, in their units; every rank must call it.
 
     Args:
         hosts: that the ranks are on; with more than one, links between hosts are what is measured.
+        dtype: in which the job computes products.
     """
     figures = {
-        "compute_rate": _products(device),
+        "compute_rate": _products(device, dtype),
         "update_rate": _updates(device),
         "copy_rate": _copies(device),
     }
@@ -41,10 +42,10 @@ def probe(device: torch.device, hosts: int) -> dict[str, float]:
     return {name: value for name, value in figures.items() if value > 0}
 
 
-def _products(device: torch.device) -> float:
+def _products(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second of a matrix product."""
     size = 4096 if device.type == "cuda" else 512
-    a = torch.ones(size, size, device=device)
+    a = torch.ones(size, size, device=device, dtype=dtype)
     return 2.0 * size**3 / _seconds(lambda: a @ a, device)
 
 

@@ -71,6 +71,20 @@ def test_what_leaves_the_device_is_on_the_host(plan: Plan) -> None:
         assert offloaded.optimizer_bytes == 0
 
 
+def test_copies_of_weights_in_another_precision_do_not_grow_with_the_batch() -> None:
+    layers = tuple(replace(layer, cast_bytes=1000 if layer.block else 0) for layer in SHAPE.layers)
+    mixed = replace(SHAPE, layers=layers)
+    blocks = sum(layer.block for layer in layers)
+
+    def more(plan: str, batch: int) -> int:
+        needs = [estimate(Plan.parse(plan), shape, global_batch=batch).device_bytes for shape in (mixed, SHAPE)]
+        return needs[0] - needs[1]
+
+    assert more("dp=1", 16) == more("dp=1", 32) == 1000 * blocks
+    assert more("dp=1,checkpointing", 16) == 1000
+    assert 1000 * blocks // 2 <= more("tp=2", 16) < 1000 * blocks
+
+
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
     ours, theirs = of("pp=2,accumulation=8"), of("pp=2,accumulation=8,schedule=gpipe")
     assert ours.activations_bytes < theirs.activations_bytes

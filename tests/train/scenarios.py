@@ -162,6 +162,7 @@ def job(
     width: int = 32,
     num_workers: int = 0,
     unseeded: bool = False,
+    precision: str = "fp32",
 ) -> Job:
     """The job; every option is a variation some test asks for."""
 
@@ -195,6 +196,7 @@ def job(
         else None,
         clip_norm=clip_norm,
         num_workers=num_workers,
+        precision=precision,
     )
 
 

@@ -87,6 +87,18 @@ def test_optimizers_are_known_by_what_they_do(optimizer: str, ratio: float, elem
     assert (shape.optimizer_state_ratio, shape.optimizer_elementwise) == (ratio, elementwise)
 
 
+def test_mixed_precision_keeps_less_of_a_sample_and_a_copy_of_the_weights() -> None:
+    """The copy is no activation: a larger batch has no more of it."""
+    whole, mixed = described(), described(precision="bf16")
+    block, mixed_block = whole.layers[1], mixed.layers[1]
+    weights = sum(p.size_bytes for p in whole.parameters if p.layer == 1 and len(p.shape) == 2)
+    assert (block.cast_bytes, mixed_block.cast_bytes) == (0, weights // 2)
+    kept, kept_mixed = (b.activation_bytes + b.activation_tp_bytes for b in (block, mixed_block))
+    assert kept_mixed < 0.7 * kept
+    assert mixed.parameters == whole.parameters
+    assert mixed.signature != whole.signature
+
+
 def test_a_plain_module_gets_all_that_needs_no_names() -> None:
     shape = described(layers=False, tp_plan=False)
     for plan in ("dp=4", "dp=4,zero=3,checkpointing", "dp=2,offload=optimizer,accumulation=2"):

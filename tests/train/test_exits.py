@@ -40,6 +40,7 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
         ("dp=2", {"unseeded": True}, "different weights on different ranks"),
+        ("dp=1", {"precision": "fp8"}, "precision is 'fp8'; it can be fp32 or bf16"),
     ],
 )
 def test_a_plan_that_cannot_run_ends_every_rank_with_96(

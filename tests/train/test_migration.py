@@ -93,6 +93,17 @@ def test_moves_change_no_loss(
     assert_undisturbed(walk_through(moving(), walk), expected)
 
 
+def test_a_job_of_mixed_precision_moves_as_any_other(
+    moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
+) -> None:
+    """Its losses are those of one process to the precision it computes in, and its state is whole all the same."""
+    expected = undisturbed(precision="bf16")
+    steps = walk_through(moving(precision="bf16"), ["dp=2", "tp=2", "pp=2,accumulation=2", "dp=2,zero=3", "dp=1"])
+    losses = [s["loss"] for s in steps]
+    assert losses == pytest.approx(expected[: len(steps)], rel=0.02)
+    assert losses[:3] != pytest.approx(undisturbed()[:3], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "options, walk",
     [
