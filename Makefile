@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 BENCHMARKS := cli model migration placement scheduler simulate prediction tui
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-slow test-all bench check binary clean
+.PHONY: setup demo test test-gpu test-slow test-all bench check binary clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -18,6 +18,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+# On a machine with NVIDIA GPUs; the others have nothing to run here.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
 
 # The slow scenarios alone: real OpenSSH servers, eight ranks, failures in the middle of moves.
 test-slow: $(STAMP)

@@ -14,6 +14,9 @@ from clusterd.agent.records import Attempt, Refused
 
 _PYTHONS = ("python", "python3")
 
+SURVIVES_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""torch would end a process whose NCCL peer is gone; a rank of ours is told, and hands over what it holds."""
+
 
 def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of one rank.
@@ -27,7 +30,9 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     env["OMP_NUM_THREADS"] = str(device.get("threads") or 1)
     if interface := rank.get("interface"):
         env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = str(interface)
-    if launch["kind"] != "elastic":
+    if launch["kind"] == "elastic":
+        env.update(SURVIVES_PEERS)
+    else:
         env["PYTHONUNBUFFERED"] = "1"  # a log that is followed shows lines as they come
     if launch.get("python"):
         _activate(env, programs.interpreter(launch["python"]))

@@ -11,6 +11,7 @@ import subprocess
 from typing import Any
 
 _SUCCESS = 0
+_NOT_SUPPORTED = 3
 _INSUFFICIENT_SIZE = 7
 _DRIVER_NOT_LOADED = 9
 _LIBRARY_MISMATCH = 18
@@ -49,21 +50,33 @@ class Nvml:
         self._library = library
         self._check(self._call("nvmlInit_v2"))
 
-    def gpus(self) -> list[Gpu]:
-        """All devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
+    def gpus(self) -> tuple[list[Gpu], str | None]:
+        """Devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
 
+        Returns:
+            Those that answer, and what is wrong with the others.
         Raises:
             NvmlError: the driver refused, as after its upgrade under a running kernel.
         """
         count = ctypes.c_uint()
         self._check(self._call("nvmlDeviceGetCount_v2", ctypes.byref(count)))
-        return [self._gpu(index) for index in range(count.value)]
+        found, wrong = [], []
+        for index in range(count.value):
+            try:
+                found.append(self._gpu(index))
+            except NvmlError as error:  # one that fell off the bus leaves the others as they are
+                wrong.append(f"GPU {index}: {error}")
+        return found, "; ".join(wrong) or None
 
     def _gpu(self, index: int) -> Gpu:
         handle = ctypes.c_void_p()
         self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
         memory = _Memory()
-        self._check(self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)))
+        code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        if code == _NOT_SUPPORTED:
+            memory = _of_host()
+        else:
+            self._check(code)
         utilisation = _Utilisation()
         known = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation)) == _SUCCESS
         return {
@@ -127,7 +140,7 @@ class Probe:
         try:
             if self._nvml is None:
                 self._nvml = Nvml(ctypes.CDLL(self._library))
-            return self._nvml.gpus(), None
+            return self._nvml.gpus()
         except OSError:
             return self._by_program()
         except (NvmlError, AttributeError) as error:
@@ -160,6 +173,14 @@ class Probe:
                 raise NvmlError(f"{text.splitlines()[0]}: reboot this host")
             raise NvmlError(f"nvidia-smi fails: {text.splitlines()[0] if text else f'exit code {done.returncode}'}")
         return done.stdout
+
+
+def _of_host() -> _Memory:
+    """Of a GPU that has no memory of its own."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        values = {name: int(rest.split()[0]) << 10 for name, rest in (line.split(":", 1) for line in file)}
+    total, free = values["MemTotal"], values["MemAvailable"]
+    return _Memory(total=total, free=free, used=total - free)
 
 
 def parse_query(devices: str, apps: str) -> list[Gpu]:

@@ -300,6 +300,9 @@ def _preload(module: str) -> dict[str, str] | None:
     """Import `module`; what to tell whoever asks, where that failed."""
     if not module:
         return None
+    # A library that asks for GPUs while it loads would start CUDA here, and no fork could use it then: so torch asks
+    # the driver instead.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         importlib.import_module(module)
     except ImportError as error:

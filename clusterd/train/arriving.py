@@ -30,8 +30,8 @@ from plans.packing import Read
 POLL_S = 0.1
 
 MAPPED_AHEAD_BYTES = 256 << 20
-"""Of other ranks' segments, that are mapped before they are filled, or more, up to a share of a step's memory; what is
-beyond that is mapped source by source, and counts as this process's memory for as long as it is read."""
+"""Of other ranks' segments, that a CPU rank maps before they are filled, or more, up to a share of a step's memory;
+what is beyond that is mapped source by source, and counts as this process's memory for as long as it is read."""
 PEAK_SHARE = 1.25
 
 
@@ -74,6 +74,7 @@ class Arriving:
         self.move_id = str(context.move.get("id", ""))
         self._mapped: dict[str, Segment] = {}  # by path
         self._ahead_bytes = MAPPED_AHEAD_BYTES
+        self._pins = False
         for event in ("segment", "room", "fetch_failed", "resume"):
             control.on(event, self._messages.put)
         control.on("connected", self._messages.put)
@@ -103,7 +104,8 @@ class Arriving:
         training = make()
         training.rehearse()
         give_back()
-        self._ahead_bytes = max(MAPPED_AHEAD_BYTES, room_bytes(PEAK_SHARE))
+        self._pins = training.device.type == "cuda"
+        self._ahead_bytes = sys.maxsize if self._pins else max(MAPPED_AHEAD_BYTES, room_bytes(PEAK_SHARE))
         live = check_boxes(training, move.shape, move.new_layout, rank)
         reads = move.packing.reads(rank)
         self._fetch(move)
@@ -209,6 +211,8 @@ class Arriving:
         except FileNotFoundError:
             return  # dropped meanwhile: somebody says why
         segment.map_in((read.offset, read.bytes) for read in mine)
+        if self._pins:
+            segment.pin(min(read.offset for read in mine), max(read.offset + read.bytes for read in mine))
         self._mapped[path] = segment
         self._ahead_bytes -= size_bytes
 

@@ -13,7 +13,15 @@ PORT = 98
 REASONS = {DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-torch", PORT: "port"}
 
 
-_OUT_OF_MEMORY = ("CUDA out of memory", "Failed to CUDA calloc", "DefaultCPUAllocator: can't allocate")
+_OUT_OF_MEMORY = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",  # of a context, or of pinned memory
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's
+    "Cuda failure 'out of memory'",
+    "Failed to CUDA calloc",
+    "DefaultCPUAllocator: can't allocate",
+)
 
 
 class TrainError(Exception):

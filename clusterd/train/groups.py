@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,8 +57,8 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
     options["timeout"] = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    if device.type == "cuda":
-        options["device_id"] = device
+    # No device_id: with two backends torch would split the mesh's groups from the first one, which it cannot
+    # (pytorch issue 159200).
     try:
         if context.world_size == 1:
             options["store"] = dist.HashStore()
@@ -75,13 +75,28 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
-        yield init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
+        mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
+        if device.type == "cuda":
+            _connect([None, *(mesh[name].get_group() for name in ("pp", "dp", "tp"))], device)
+        yield mesh
     except BaseException:
         # NCCL waits for ranks that may be gone; the process is about to end anyway.
         if device.type == "cpu":
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Has NCCL make its communicators, which it does at the first collective, in one order on every rank.
+
+    Left to the training, a pipeline's would come up with messages between two of its stages, which not all of its
+    ranks take part in.
+    """
+    one = torch.ones(1, device=device)
+    for group in groups:
+        dist.all_reduce(one, group=group)
+    torch.cuda.synchronize(device)
 
 
 def _store(context: Context) -> Any:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from clusterd.train import build, exits, peers
 from clusterd.train.agree import Agreement
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
+from clusterd.train.groups import COLLECTIVE_TIMEOUT_S
 from clusterd.train.job import Job, Outcome
 from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
@@ -70,7 +72,9 @@ class Loop:
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._cores = 0  # to compute on from the next step on; 0: as it is
-        control.on("peers_lost", self._on_peers_lost)
+        watched = training.device.type == "cuda" and dist.is_initialized()
+        self._hangs = peers.HangWatch(COLLECTIVE_TIMEOUT_S if watched else None, self._lose_peers)
+        control.on("peers_lost", lambda message: self._lose_peers(str(message.get("reason", ""))))
         control.on("cores", self._on_cores)
 
     def run(self) -> Outcome:
@@ -90,6 +94,8 @@ class Loop:
                 raise
             self._wait_as_orphan(error, no_memory)
             raise SystemExit(0) from error
+        finally:
+            self._hangs.close()
         self._checkpoints.finish()
         if stopped:
             print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
@@ -109,6 +115,7 @@ class Loop:
                 self._use_cores()
             build.seed_step(job.seed, training.step, place.replica, place.stage)
             training.stepper.phases.lap("input")
+            self._hangs.begin()
             training.stepper.step(inputs, targets, self._agree)
             self._ended_at_s = time.time()
             training.step += 1
@@ -117,6 +124,7 @@ class Loop:
             self._snapshots.begin()
             # A step is settled after the next one: nobody waits for a reduction.
             signals = self._settle()
+            self._hangs.end()
             now = time.perf_counter()
             self._pending = (training.step, now - began, agreement)
             began = now
@@ -153,10 +161,13 @@ class Loop:
         self._agreement = Agreement(contribution, self._control.flags())
         if self._replicated:
             self._agreement.wait()
-        if self._cut_off:
-            # Groups that were torn down on a GPU raise nothing: gradients may be any, and no parameter may follow them.
-            raise ConnectionError("the agent said that peers are gone")
+        self._check_cut_off()
         self._snapshots.copied()
+
+    def _check_cut_off(self) -> None:
+        """Groups that were torn down on a GPU raise nothing: what was reduced may be anything."""
+        if self._cut_off:
+            raise ConnectionError("peers are gone")
 
     def _settle(self) -> set[str]:
         """Logs the pending step; returns what all ranks were asked for in it."""
@@ -164,6 +175,7 @@ class Loop:
             return set()
         step, time_s, agreement = self._pending
         self._loss, signals = agreement.settle()
+        self._check_cut_off()
         self._pending = None
         self._seen(step, self._loss, time_s, self._details())
         return signals
@@ -188,7 +200,7 @@ class Loop:
         training = self._training
         if training.context.launcher != "clusterd" or not self._control.connected or training.stepper.updating:
             return False
-        return self._cut_off or peers.are_lost(error)
+        return self._cut_off or (peers.are_lost(error) and exits.of(error, where="") is None)
 
     def _ran_out_of_memory(self, error: Exception) -> bool:
         """Whether a plan that the job was moved to does not fit: what it had before does, and can have it back.
@@ -245,8 +257,8 @@ class Loop:
     def _on_cores(self, message: Message) -> None:
         self._cores = max(int(message["each"]), 1)
 
-    def _on_peers_lost(self, message: Message) -> None:
+    def _lose_peers(self, reason: str) -> None:
         """Somebody knows before the connections do: a host that is gone closes none."""
         self._cut_off = True
-        print(f"clusterd: peers are gone, says the agent: {message.get('reason', '')}", flush=True)
+        print(f"clusterd: peers are gone: {reason}", flush=True)
         peers.cut_off()

@@ -10,6 +10,9 @@ import contextlib
 import os
 import socket
 import stat
+import threading
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -62,3 +65,38 @@ def cut_off() -> None:
 
         # Kernels that wait for a peer would keep the device from copying anything out.
         _abort_process_group()
+
+
+class HangWatch:
+    """Notices a step that does not end although nobody is known to be gone: a rank on a GPU would wait for ever.
+
+    Args:
+        patience_s: with a step; none: gloo's collectives, and a lone rank, need no watch.
+        tell: called once, on a thread of its own, with the reason.
+    """
+
+    def __init__(self, patience_s: float | None, tell: Callable[[str], None]) -> None:
+        self._patience_s, self._tell = patience_s, tell
+        self._since_s: float | None = None
+        self._over = threading.Event()
+        if patience_s is not None:
+            threading.Thread(target=self._watch, args=[patience_s], name="clusterd-hangs", daemon=True).start()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._since_s = time.monotonic()
+
+    def end(self) -> None:
+        """It is done, and the one before it was settled."""
+        self._since_s = None
+
+    def close(self) -> None:
+        """No step will follow."""
+        self._over.set()
+
+    def _watch(self, patience_s: float) -> None:
+        while not self._over.wait(patience_s / 10):
+            since_s = self._since_s
+            if since_s is not None and time.monotonic() - since_s > patience_s:
+                self._tell(f"a step has not ended for {time.monotonic() - since_s:.0f} s")
+                return

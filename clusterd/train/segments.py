@@ -82,11 +82,16 @@ class Segment:
         except FileNotFoundError:
             return False
 
-    def pin(self) -> None:
+    def pin(self, start: int = 0, stop: int | None = None) -> None:
         """Lets a GPU copy here at full speed; where the driver refuses, copies are slower and nothing else."""
-        address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-        if int(torch.cuda.cudart().cudaHostRegister(address, self.size_bytes, 0)) == 0:
+        start = start // PAGE_BYTES * PAGE_BYTES
+        length = (self.size_bytes if stop is None else stop) - start
+        address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + start
+        if int(torch.cuda.cudart().cudaHostRegister(address, length, 0)) == 0:
             self._registered = address
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")  # CUDA tells a refusal once more, to the next kernel: not to one that matters
 
     def close(self) -> None:
         """Lets go of the memory, as soon as no tensor looks at it."""

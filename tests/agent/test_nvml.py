@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import subprocess
@@ -21,7 +22,9 @@ int nvmlInit_v2(void) { return INIT; }
 const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
-int nvmlDeviceGetMemoryInfo(void *h, memory *m) { (void)h; m->total = 80ULL << 30; m->used = 1ULL << 30; return 0; }
+int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
+    if ((unsigned long)h == 2 && SECOND) return SECOND;
+    m->total = 80ULL << 30; m->used = 1ULL << 30; return 0; }
 int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
 int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
 int nvmlDeviceGetName(void *h, char *b, unsigned n) { (void)h; snprintf(b, n, "Fake H100"); return 0; }
@@ -36,10 +39,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def fake_driver(tmp_path: Path, init: int = 0) -> str:
+def fake_driver(tmp_path: Path, init: int = 0, second: int = 0) -> str:
     source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
     source.write_text(FAKE)
-    subprocess.run(["gcc", "-shared", "-fPIC", f"-DINIT={init}", "-o", library, source], check=True)
+    answers = [f"-DINIT={init}", f"-DSECOND={second}"]
+    subprocess.run(["gcc", "-shared", "-fPIC", *answers, "-o", library, source], check=True)
     return str(library)
 
 
@@ -61,6 +65,18 @@ def test_a_driver_that_refuses_is_quoted(tmp_path: Path, init: int, words: str) 
     assert gpus == []
     assert error is not None
     assert words in error
+
+
+def test_a_gpu_that_fell_off_the_bus_leaves_the_others(tmp_path: Path) -> None:
+    gpus, error = Probe(fake_driver(tmp_path, second=15)).gpus()
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
+    assert error == "GPU 1: the NVIDIA driver says: Unknown Error"
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_host_s(tmp_path: Path) -> None:
+    gpus, error = Probe(fake_driver(tmp_path, second=3)).gpus()
+    assert error is None
+    assert gpus[1]["memory_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_host_without_a_driver_has_no_gpus_and_nothing_is_wrong() -> None:

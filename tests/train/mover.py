@@ -252,14 +252,18 @@ class Mover:
             assert time.monotonic() < deadline, (name, [a.heard[-5:] for a in self.agents.values()])
             self.network.wait_for(lambda: False, 0.02)
 
-    def kill(self, *ranks: int) -> set[int]:
+    def kill(self, *ranks: int, told: bool = False) -> set[int]:
         """Kills present ranks, and waits until all others have noticed.
 
+        Args:
+            told: whether the others hear of it from the agent too, as they do after some seconds.
         Returns:
             The steps that these have done.
         """
         for rank in ranks:
             os.kill(self.agents[self.now.hosts[rank]].pid(self.now.number, rank), signal.SIGKILL)
+        if told:
+            self._tell(self.now, {"event": "peers_lost", "reason": "the test killed some"})
         left = self.now.plan.ranks - len(ranks)
         self.wait(lambda: len(self._said(self.now, "orphaned", "")) == left, "orphaned")
         return {said["step"] for said in self._said(self.now, "orphaned", "").values() if said["updated"]}

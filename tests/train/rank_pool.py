@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterd.agent.environment import SURVIVES_PEERS
 from plans.plan import Plan
 
 HERE = Path(__file__).resolve()
@@ -63,15 +64,19 @@ class Run:
 
 
 class RankPool:
-    """Starts ranks; one run at a time."""
+    """Starts ranks; one run at a time.
 
-    def __init__(self) -> None:
+    Args:
+        gpus: whether ranks may see those that there are.
+    """
+
+    def __init__(self, *, gpus: bool = False) -> None:
         folders = [str(ROOT), str(ROOT / "examples/gpt"), str(ROOT / "examples/hf"), str(HERE.parent)]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "CUDA_VISIBLE_DEVICES": "",
+            **(SURVIVES_PEERS if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             "PYTHONPATH": os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         self._server = subprocess.Popen(

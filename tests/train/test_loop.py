@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, cast
 
 import pytest
@@ -58,6 +59,18 @@ def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> Non
         loop.run()
     assert training.step == 0
     assert build.fingerprint(training.parallel.module) == before
+
+
+def test_a_step_that_does_not_end_is_noticed_and_one_that_ends_is_not() -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    watch = peers.HangWatch(0.2, told.put)
+    for _ in range(3):
+        watch.begin()
+        watch.end()
+    assert told.empty()
+    watch.begin()
+    assert "has not ended" in told.get(timeout=30)
+    watch.close()
 
 
 def test_groups_that_are_torn_down_already_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

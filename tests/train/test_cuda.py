@@ -1,0 +1,129 @@
+"""Ranks on real GPUs: the same losses as on CPUs, by whatever plan, moved and killed; run by `make test-gpu`.
+
+NCCL takes a GPU once in a group, so that what needs several ranks needs several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from mover import Mover
+from rank_pool import RankPool
+
+from clusterd.train.segments import Piece, Segment, fill, load
+
+GPUS = torch.cuda.device_count()
+TOLERANCE = 1e-3
+"""Other kernels, other roundings."""
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU here")]
+on_cuda = {"device": {"kind": "cuda"}}
+on_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+on_four = pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[tuple[RankPool, RankPool]]:
+    both = RankPool(gpus=True), RankPool(gpus=True)
+    yield both
+    for pool in both:
+        pool.close()
+
+
+@pytest.fixture
+def mover(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Mover]:
+    made = Mover(pools, tmp_path, {"depth": 2, "pace_s": 0.03})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu(pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    options = {"depth": 2, "steps": 400}
+    run = pools[0].run_each(
+        tmp_path_factory.mktemp("cpu"), "dp=1", [options], more=lambda _: {"device": {"kind": "cpu"}}
+    )
+    return run[0].checked().losses
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=1",
+        "dp=1,accumulation=2,checkpointing",
+        "dp=1,offload=optimizer",
+        "dp=1,zero=3,offload=parameters",
+        *(pytest.param(p, marks=on_two) for p in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")),
+        *(pytest.param(p, marks=on_two) for p in ("dp=2,zero=3,offload=parameters", "pp=2,accumulation=4")),
+        *(pytest.param(p, marks=on_four) for p in ("dp=2,tp=2", "dp=2,tp=2,zero=3", "dp=2,pp=2,accumulation=2")),
+    ],
+)
+def test_a_gpu_trains_as_a_cpu_does(
+    plan: str, pools: tuple[RankPool, RankPool], on_a_cpu: list[float], tmp_path: Path
+) -> None:
+    run = pools[0].run_each(tmp_path, plan, [{"depth": 2, "steps": 20}], more=lambda _: on_cuda)[0]
+    assert run.checked().losses == pytest.approx(on_a_cpu[:20], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        ["cpu dp=1", "cuda dp=1", "cuda dp=1,offload=optimizer", "cpu dp=2", "cuda dp=1,zero=3,offload=parameters"],
+        pytest.param(["cuda dp=2", "cuda tp=2", "cuda dp=1", "cuda dp=2,zero=3", "cpu tp=2"], marks=on_two),
+        pytest.param(["cuda dp=2,tp=2", "cuda dp=4,zero=1", "cuda dp=2", "cuda pp=4,accumulation=4"], marks=on_four),
+    ],
+)
+def test_a_job_moves_between_kinds_of_devices(walk: list[str], mover: Mover, on_a_cpu: list[float]) -> None:
+    for number, place in enumerate(walk):
+        kind, plan = place.split(" ")
+        mover.rank_file = {"device": {"kind": kind}}
+        if number:
+            assert mover.move(plan) is not None
+        else:
+            mover.start(plan)
+        mover.train(3)
+    steps = mover.stop()
+    assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
+    assert [s["loss"] for s in steps] == pytest.approx(on_a_cpu[: len(steps)], rel=TOLERANCE)
+
+
+@on_two
+def test_a_survivor_on_a_gpu_hands_over_what_it_holds(mover: Mover) -> None:
+    """torch would end it with its peer, and nobody tells it but the agent."""
+    mover.rank_file = on_cuda
+    mover.start("dp=2")
+    mover.train(3)
+    mover.kill(1, told=True)
+    assert mover.move("dp=1", lost=[1]) is not None
+    mover.train(3)
+    steps = mover.stop()
+    assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
+
+
+def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(1 << 16))
+    segment = Segment(str(path))
+    segment.pin()
+    there = [torch.randn(64, 33, device="cuda"), torch.randn(7, device="cuda").bfloat16()]
+    back = [torch.empty_like(tensor) for tensor in there]
+    offsets = [0, there[0].nbytes]
+
+    def pieces(tensors: list[torch.Tensor]) -> list[Piece]:
+        return [Piece(offset, (tensor,), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=True)]
+
+    assert fill(segment, pieces(there)) == load(segment, pieces(back))
+    assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
+    segment.close()
+
+
+def test_memory_that_cannot_be_pinned_disturbs_no_kernel(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(1 << 16))
+    segment = Segment(str(path))
+    segment.pin()
+    segment.pin()  # what is pinned already is refused
+    assert torch.ones(4, device="cuda").sum().item() == 4
