@@ -77,7 +77,8 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
     try:
         mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
         if device.type == "cuda":
-            _connect([None, *(mesh[name].get_group() for name in ("pp", "dp", "tp"))], device)
+            used = [mesh[name] for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+            _connect([None, *(part.get_group() for part in used)], device)
         yield mesh
     except BaseException:
         # NCCL waits for ranks that may be gone; the process is about to end anyway.
