@@ -54,6 +54,7 @@ def run(
     clip_norm: float | None = None,
     num_workers: int = 0,
     precision: str = "fp32",
+    save: str | None = None,
 ) -> Outcome:
     """Trains to the last step, or until it is stopped, under the plan that the surroundings name.
 
@@ -73,6 +74,8 @@ def run(
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state stay as they are. Losses under different plans are then equal to that precision.
+        save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
+            rank 0 after the last step; nothing is written by a run that is stopped.
     Returns:
         The last step done, its loss, and who stopped the run, if anyone. Under clusterd a stopped run does not
         return: the process ends with exit code 0.
@@ -109,5 +112,6 @@ def run(
             clip_norm=clip_norm,
             num_workers=num_workers,
             precision=precision,
+            save=save,
         )
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from clusterd.train import build, checkpoint, data, describe, exits, precision
+from clusterd.train import build, checkpoint, data, describe, exits, precision, result
 from clusterd.train import context as contexts
 from clusterd.train.arriving import Arriving
 from clusterd.train.blank import build_blank
@@ -174,6 +174,8 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             if context.restore:
                 training.optimizer.make_state()
                 checkpoint.restore(training, training.shape, context.restore)
+        if context.rank == 0 and job.save is not None:
+            result.check(job.save)
         if context.rank == 0 and context.directory is not None:
             write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
@@ -182,6 +184,8 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             if context.rank == 0:
                 control.say("probe", figures=figures)
         outcome = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "").run()
+        if job.save is not None and not outcome.stopped:
+            result.save(training, job.save)
         if at_end is not None:
             at_end(training)
         return outcome

@@ -163,6 +163,7 @@ def job(
     num_workers: int = 0,
     unseeded: bool = False,
     precision: str = "fp32",
+    save: str | None = None,
 ) -> Job:
     """The job; every option is a variation some test asks for."""
 
@@ -197,6 +198,7 @@ def job(
         clip_norm=clip_norm,
         num_workers=num_workers,
         precision=precision,
+        save=save,
     )
 
 

@@ -1,0 +1,106 @@
+"""What a job was trained for: the whole model, in one file that plain torch loads without clusterd."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train import build
+from clusterd.train.boxes import Trained, holdings
+from clusterd.train.context import Context
+from clusterd.train.exits import PlanRefused
+from clusterd.train.segments import narrowed
+from plans.layout import layout
+from plans.model_shape import ModelShape
+
+
+class Finished(Trained, Protocol):
+    """The part of `clusterd.train.entry.Training` that is saved."""
+
+    context: Context
+    step: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model."""
+
+
+def check(path: str) -> None:
+    """Finds out before the first step whether a file can be written to `path`.
+
+    Raises:
+        PlanRefused: there is no folder and none can be made, or it takes no files.
+    """
+    folder = Path(path).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanRefused(f"save is {path!r}, and there is no folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise PlanRefused(f"save is {path!r}, which cannot be written")
+
+
+def save(training: Finished, path: str) -> None:
+    """Rank 0 leaves the model's ``state_dict``, whole and on the CPU, in `path`; every rank must call it.
+
+    Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.
+
+    Raises:
+        OSError: on rank 0: it cannot be written.
+    """
+    rank, shape = training.context.rank, training.shape
+    shared = layout(shape, training.context.plan).shared_out()
+    live = holdings(training, shape)
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    mine: dict[tuple[str, str], torch.Tensor] = {
+        key: held.tensors[0].detach()
+        for key, held in live.items()
+        if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
+    }
+    kinds: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(training.parallel.module))]
+    if group is not None:
+        told = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, kinds[0], group=group)
+        kinds = told
+    unsaved = {name for _, names in kinds for name in names}
+    sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
+    whole: dict[str, torch.Tensor] = {}
+    for holder in range(shared.ranks):
+        for key, box in shared.boxes_of(holder).items():
+            name, kind = key
+            if kind not in ("parameter", "buffer") or name in unsaved:
+                continue
+            part = mine[key].to("cpu").contiguous() if holder == rank else None
+            if holder and rank == holder:
+                dist.send(part, dst=0, group=group)
+            if rank:
+                continue
+            if part is None:
+                part = torch.empty([high - low for low, high in box], dtype=kinds[holder][0][key])
+                dist.recv(part, src=holder, group=group)
+            target = whole.setdefault(name, torch.empty(sizes[key], dtype=part.dtype))
+            narrowed(target, [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
+    if rank:
+        return
+    for names in shape.tied:
+        one = next(whole[name] for name in names if name in whole)
+        whole.update(dict.fromkeys(names, one))
+    file = Path(path).absolute()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    half = file.with_name(f"{file.name}.part")
+    torch.save(whole, half)
+    half.replace(file)
+    print(f"clusterd: the model after step {training.step} is in {file}", flush=True)
+
+
+def _unsaved(module: torch.nn.Module) -> list[str]:
+    """Names of the buffers that a state dict leaves out."""
+    return [
+        build.global_name(f"{path}.{name}" if path else name)
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    ]

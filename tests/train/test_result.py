@@ -1,0 +1,69 @@
+"""What a job was trained for is in one file, whatever plan it ended under."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mover import Mover
+from rank_pool import RankPool
+from scenarios import Recorded, job
+
+TOLERANCE = 1e-3
+
+
+def loaded(file: Path, model: str = "gpt") -> dict[str, torch.Tensor]:
+    """As somebody else would: into the model's own class, with nothing missing and nothing left over."""
+    fresh = job(Recorded(32), model=model, depth=2).model()
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    state: dict[str, torch.Tensor] = fresh.state_dict()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ("dp=2,zero=3", "tied"),
+        ("tp=2", "gpt"),
+        ("pp=2,accumulation=2", "tables"),
+        pytest.param("dp=2,zero=1", "tables", marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2,zero=3,checkpointing", "gpt", marks=pytest.mark.slow),
+        pytest.param("dp=2,zero=3,offload=parameters", "frozen", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,accumulation=2", "gpt", marks=pytest.mark.slow),
+    ],
+)
+def test_the_trained_model_is_that_of_one_process(plan: str, model: str, ranks: RankPool, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"model": model, "depth": 2, "steps": 5, "optimizer": "momentum"}
+    saved = {}
+    for name, under in (("alone", "dp=1"), ("spread", plan)):
+        file = tmp_path / "results" / f"{name}.pt"
+        ranks.run(tmp_path / name, under, **options, save=str(file)).checked()
+        saved[name] = loaded(file, model)
+        assert [f.name for f in file.parent.glob(f"{name}*")] == [file.name], "nothing half written beside it"
+    before = job(Recorded(32), model=model, depth=2).model().state_dict()
+    assert any(not torch.allclose(saved["spread"][n], before[n], rtol=TOLERANCE) for n in before)
+    for name, tensor in saved["alone"].items():
+        if not tensor.is_floating_point():
+            continue  # "tables" counts its calls, of which there is one for each micro-batch
+        torch.testing.assert_close(saved["spread"][name], tensor, rtol=TOLERANCE, atol=1e-5)
+
+
+def test_a_run_that_is_stopped_leaves_no_model(moving: Any, tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    mover: Mover = moving(save=str(file))
+    mover.start("dp=2")
+    mover.train(2)
+    mover.stop()
+    assert not file.exists()
+
+
+def test_a_place_where_nothing_can_be_written_is_found_out_before_the_first_step(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    run = ranks.run(tmp_path / "run", "dp=1", depth=2, steps=5, save=str(tmp_path / "taken" / "model.pt"))
+    assert run.ranks[0].exit_code == 96
+    assert "there is no folder" in run.ranks[0].output
+    assert run.steps == []
