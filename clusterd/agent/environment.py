@@ -164,6 +164,15 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
     write_json(attempt.rank_file(int(rank["rank"])), place)
 
 
+def work_of(attempt: Attempt) -> Path:
+    """Where the ranks are, or will be."""
+    given = attempt.launch.get("workdir")
+    if given and not attempt.launch.get("snapshot"):
+        return Path(given).expanduser().absolute()
+    first = attempt.directory.with_name(f"{attempt.job}.{attempt.attempt}") / "work"
+    return first if attempt.generation > 1 and first.is_dir() else attempt.directory / "work"
+
+
 def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     """Where the ranks start: the attempt's own copy of the snapshot, the given directory, or an empty one.
 
@@ -172,18 +181,11 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     Raises:
         Refused: the given directory is not there, or the copy does not fit on the disk.
     """
-    given = attempt.launch.get("workdir")
-    if snapshot is None and given:
-        path = Path(given).expanduser()
-        if not path.is_dir():
-            raise Refused("workdir", f"the working directory {path} does not exist on this host")
-        return path.absolute()
-    work = attempt.directory / "work"
-    first = attempt.directory.with_name(f"{attempt.job}.{attempt.attempt}") / "work"
-    if attempt.generation > 1 and first.is_dir():
-        return first
+    work = work_of(attempt)
     if work.is_dir():
         return work
+    if snapshot is None and attempt.launch.get("workdir"):
+        raise Refused("workdir", f"the working directory {work} does not exist on this host")
     if snapshot is None:
         work.mkdir()
         return work

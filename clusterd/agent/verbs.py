@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from clusterd.agent import logs
+from clusterd.agent import files, logs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Message
 from clusterd.agent.datasets import Datasets
@@ -44,6 +44,8 @@ class Verbs:
             "forget": self._forget,
             "logs": self._logs,
             "steps": self._steps,
+            "files": self._files,
+            "file": self._file,
             "model": self._model,
             "snapshot_has": self._snapshot_has,
             "snapshot_put": self._snapshot_put,
@@ -103,6 +105,15 @@ class Verbs:
         attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
         ended = not attempt.running
         return logs.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+
+    async def _files(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+        return await asyncio.get_running_loop().run_in_executor(None, files.written, attempt)
+
+    async def _file(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+        asked = str(message["path"]), int(message["offset"]), int(message["limit"])
+        return await asyncio.get_running_loop().run_in_executor(None, files.read, attempt, *asked)
 
     async def _model(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))

@@ -26,6 +26,7 @@ from clusterd.daemon.archive import Archive
 from clusterd.daemon.by_hand import ByHand
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Change, Feed
+from clusterd.daemon.fetching import Fetching
 from clusterd.daemon.forgetting import Forgetting
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
@@ -66,6 +67,7 @@ class Api:
         self._membership = Membership(engine, hosts, invite)
         self._by_hand = ByHand(engine, hosts, feed)
         self._forgetting = Forgetting(engine, hosts, archive)
+        self._fetching = Fetching(engine, hosts)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
@@ -92,13 +94,14 @@ class Api:
             **self._membership.verbs,
             **self._by_hand.verbs,
             **self._forgetting.verbs,
+            **self._fetching.verbs,
             "steps": self.steps,
         }
 
     @property
     def streams(self) -> dict[str, Streaming]:
         """Verbs that answer with many items."""
-        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch}
+        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
 
     @property
     def _state(self) -> Any:

@@ -36,7 +36,7 @@ class Forgetting:
         freed = 0
         left: dict[str, str] = {}
         for attempt in known.attempts:
-            for host in _hosts_of(known, attempt):
+            for host in hosts_of(known, attempt):
                 if host not in state.hosts:
                     continue
                 if state.hosts[host].state is not HostState.UP:
@@ -55,7 +55,7 @@ class Forgetting:
         return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
 
 
-def _hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
+def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
     """Wherever a generation of the attempt may have left something."""
     hosts = {*attempt.hosts, *(host for ranks in attempt.past.values() for host in ranks.values())}
     return sorted(hosts | {place.host for move in job.migrations for place in move.places})

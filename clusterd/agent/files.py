@@ -1,0 +1,70 @@
+"""What a job wrote into its working directory on this host: listed, and read piece by piece."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent import environment
+from clusterd.agent.logs import CHUNK_BYTES_MAX
+from clusterd.agent.records import Attempt, Refused
+
+FILES_MAX = 10_000
+"""That are named; who writes more than so many fetches them by other means."""
+
+_NOISE = {"__pycache__", ".git"}
+
+
+def written(attempt: Attempt) -> dict[str, Any]:
+    """Files that are newer than the launch: those with a name to send, with path, bytes and time, and how many more.
+
+    The copy of what was submitted keeps its times, so what the job did not touch is older.
+    """
+    work = environment.work_of(attempt)
+    since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
+    found = list(_newer(work, since_s))
+    named = sorted((file for file in found if _is_text(file["path"])), key=lambda file: str(file["path"]))[:FILES_MAX]
+    return {"files": named, "more": len(found) - len(named)}
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
+    for folder, folders, names in os.walk(work):
+        folders[:] = [name for name in folders if name not in _NOISE]
+        for name in names:
+            path = Path(folder, name)
+            try:
+                known = path.stat(follow_symlinks=False)
+            except OSError:
+                continue  # gone meanwhile
+            if path.is_symlink() or known.st_mtime < since_s:
+                continue
+            yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": known.st_mtime}
+
+
+def read(attempt: Attempt, path: str, offset: int, limit: int) -> dict[str, Any]:
+    """Bytes of a file below the working directory, and its size now.
+
+    Raises:
+        Refused: (``path``) it is not there, or leads out of the working directory.
+    """
+    work = environment.work_of(attempt).resolve()
+    target = (work / path).resolve()
+    if not target.is_relative_to(work):
+        raise Refused("path", f"{path} is outside the working directory of {attempt.name}")
+    try:
+        with open(target, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(min(max(offset, 0), size))
+            return {"data": file.read(max(0, min(limit, CHUNK_BYTES_MAX))), "size": size}
+    except OSError as error:
+        raise Refused("path", f"{path}: {error.strerror}") from None

@@ -1,0 +1,85 @@
+"""``clusterd get``: what a job wrote, wherever it lies."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterd.cli.completing import complete_job
+from clusterd.cli.output import ago, note, output_option, show_json, show_table
+from clusterd.client import Client
+from clusterd.errors import ClusterError
+from clusterd.units import size
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.argument("files", nargs=-1)
+@click.option("--to", "folder", type=click.Path(path_type=Path), default=Path(), help="Where to; default: here.")
+@click.option("--force", is_flag=True, help="Also over files that are there already.")
+@output_option
+def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str) -> None:
+    """Copy FILES that a job wrote into its working directory; without FILES, list them.
+
+    A FILE is a path below the working directory, a folder, or a pattern in quotes, as in '*.pt'. While the job runs a
+    file is copied as far as it is written.
+    """
+    with Client() as cluster:
+        told = cluster.call("files", job=job)
+        for host, why in told["left"].items():
+            note(f"{host} cannot say what it has: {why}")
+        if not files:
+            _list(told, output)
+            return
+        chosen = [_matching(told, wanted) for wanted in files]
+        unique = {file["path"]: file for some in chosen for file in some}
+        taken = [path for path in unique if not force and (folder / path).exists()]
+        if taken:
+            raise ClusterError(f"{folder / taken[0]} is there already: --force writes over it")
+        for file in unique.values():
+            _copy(cluster, told["job"], file, folder / file["path"])
+            note(f"{folder / file['path']} ({size(file['bytes'])}) from {file['host']}")
+
+
+def _list(told: dict[str, Any], output: str) -> None:
+    if output != "table":
+        show_json(told["files"], output)
+        return
+    rows = [[f["path"], size(f["bytes"]), f"{ago(f['at_s'])} ago", f["host"]] for f in told["files"]]
+    show_table(["file", "size", "written", "host"], rows, f"{told['name']} has written no files")
+    if told["more"]:
+        note(f"and {told['more']} more, which are not named")
+
+
+def _matching(told: dict[str, Any], wanted: str) -> list[dict[str, Any]]:
+    plain = os.path.normpath(wanted)
+    if plain == ".":
+        return list(told["files"])
+    found = [
+        file
+        for file in told["files"]
+        if file["path"] == plain or file["path"].startswith(f"{plain}/") or fnmatch.fnmatch(file["path"], wanted)
+    ]
+    if not found:
+        raise ClusterError(f"{told['name']} has written no {wanted}: clusterd get {told['job']} lists its files")
+    return found
+
+
+def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None:
+    """Whole or not at all."""
+    part = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as out:
+            arguments = {key: file[key] for key in ("path", "host", "attempt")}
+            for piece in cluster.stream("file", job=job, **arguments):
+                out.write(piece["data"])
+        part.replace(target)
+    except OSError as error:
+        raise ClusterError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)

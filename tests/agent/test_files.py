@@ -1,0 +1,30 @@
+"""Files of a job's working directory, and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.agent.client import AgentClient
+
+WRITES = (
+    "echo mine > own; mkdir -p __pycache__ d; echo > __pycache__/x.pyc; ln -s /etc d/away; ln -s /etc/hostname leak"
+)
+
+
+def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
+    agent.launch(["sh", "-c", WRITES])
+    agent.event("rank_exited")
+    listed = agent.ok("files", job="j", attempt=1)
+    assert [(f["path"], f["bytes"]) for f in listed["files"]] == [("own", 5)]
+    assert listed["more"] == 0
+    pieces = [agent.ok("file", job="j", attempt=1, path="own", offset=at, limit=3) for at in (0, 3, 5, 99)]
+    assert [piece["data"] for piece in pieces] == [b"min", b"e\n", b"", b""]
+    assert {piece["size"] for piece in pieces} == {5}
+
+
+@pytest.mark.parametrize("path", ["leak", "d/away/hostname", "../launch.msgpack", "/etc/hostname", "none", "d"])
+def test_nothing_outside_is_read(agent: AgentClient, path: str) -> None:
+    agent.launch(["sh", "-c", WRITES])
+    agent.event("rank_exited")
+    refused = agent.refused("file", job="j", attempt=1, path=path, offset=0, limit=100)
+    assert refused["kind"] == "path"

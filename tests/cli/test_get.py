@@ -1,0 +1,66 @@
+"""What a job wrote comes back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunningCluster
+
+WRITES = """
+echo more >> touched.txt; head -c 3000000 /dev/urandom > out.bin; cksum < out.bin
+mkdir -p results/last; echo a > results/a.txt; echo b > results/last/b.txt; ln -s /etc/hostname results/link
+"""
+
+
+@pytest.fixture(name="written")
+def written_(local_cluster: RunningCluster, tmp_path: Path) -> str:
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ("kept.txt", "touched.txt"):
+        (work / name).write_text("was there\n")
+    command = ("run", "--detach", "--name", "writes", "--", "sh", "-c", WRITES)
+    job = local_cluster.run(*command, cwd=work).stdout.strip()
+    local_cluster.run("wait", job)
+    return job
+
+
+def test_what_a_job_wrote_is_listed_and_copied(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
+    listed = json.loads(local_cluster.run("get", written, "-o", "json").stdout)
+    assert [f["path"] for f in listed] == ["out.bin", "results/a.txt", "results/last/b.txt", "touched.txt"]
+    assert "results/last/b.txt" in local_cluster.run("get", "writes").stdout
+
+    here = tmp_path / "here"
+    told = local_cluster.run("get", written, "out.bin", "results", "--to", str(here)).stderr
+    assert "(2.9 MiB) from " in told
+    copied = sorted(str(p.relative_to(here)) for p in here.rglob("*") if p.is_file())
+    assert copied == ["out.bin", "results/a.txt", "results/last/b.txt"]
+    assert (here / "out.bin").stat().st_size == 3_000_000
+    checked = local_cluster.run("run", "--", "cksum", "out.bin", cwd=here).stdout.split()
+    assert checked[:2] == local_cluster.run("logs", written).stdout.split()[:2]
+
+
+def test_nothing_is_written_over_unless_that_is_said(
+    local_cluster: RunningCluster, written: str, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    (here / "results").mkdir(parents=True)
+    (here / "results/a.txt").write_text("mine")
+    refused = local_cluster.run("get", written, "results/*", "--to", str(here), check=False)
+    assert refused.returncode == 1
+    assert "results/a.txt is there already: --force writes over it" in refused.stderr
+    assert [p.name for p in here.rglob("*") if p.is_file()] == ["a.txt"], "none of them was copied"
+    assert (here / "results/a.txt").read_text() == "mine"
+    local_cluster.run("get", written, "results/*", "--to", str(here), "--force")
+    assert (here / "results/a.txt").read_text() == "a\n"
+
+
+def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: str, tmp_path: Path) -> None:
+    for wanted in ("kept.txt", "none.pt", "../../agent.log", "results/link"):
+        refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path), check=False)
+        assert refused.returncode == 1
+        assert f"has written no {wanted}" in refused.stderr
+    local_cluster.run("forget", written)
+    assert "has written no files" in local_cluster.run("get", written).stderr
