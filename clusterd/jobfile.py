@@ -50,8 +50,8 @@ def read_job_file(file: Path) -> Request:
     limit = _Getter(limits, f"{where}: [limits]")
     checkpoints = get.table("checkpoints")
     check_keys(checkpoints, _CHECKPOINTS, f"{where}: [checkpoints]")
-    if len(checkpoints) == 1:
-        raise ConfigError(f'{where}: [checkpoints] needs both: directory = "/shared/folder" and every = "30m"')
+    if "every" in checkpoints and "directory" not in checkpoints:
+        raise ConfigError(f'{where}: [checkpoints] needs a place: directory = "/shared/folder", seen by all its hosts')
     saved = _Getter(checkpoints, f"{where}: [checkpoints]")
     command = get("command", list, None)
     if command is None:

@@ -123,10 +123,14 @@ class JobSpec:
     grace_s: float = 30.0  # between being asked to end and being killed
     retries: int = 0  # after failures of its own; lost hosts do not count
     snapshot_every: int | None = None  # steps between copies of the state on a second host; 0: none; None: we choose
-    checkpoint_directory: str | None = None  # shared by its hosts, for checkpoints by the clock
+    checkpoint_directory: str | None = None  # shared by its hosts, for checkpoints at the end and by the clock
     checkpoint_every_s: float | None = None
     target_loss: float | None = None  # at which the job is done
     trials: bool = True  # it may take a few steps under other plans, to learn how fast they are
+
+    def checkpoint_path(self, job: str, which: str) -> str:
+        """One of the job's own directories below the one for checkpoints."""
+        return f"{self.checkpoint_directory}/{self.name}-{job}/{which}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

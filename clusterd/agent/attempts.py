@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ STRAGGLER_GRACE_S = 1.0
 """What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
 
 Emit = Callable[[dict[str, Any]], object]
-Ask = Callable[[Attempt, str, float, bool], set[int]]
+Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
 
 
 class Attempts:
@@ -250,14 +250,15 @@ class Attempts:
     # ---- stop ----------------------------------------------------------------------------------------------------
 
     async def stop(
-        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, keep: bool = False
+        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, wishes: Mapping[str, bool]
     ) -> Report:
         """End one generation of the attempt; returns when nothing that carries its tag is left.
 
         Of something unknown, only what carries its tag is looked for.
 
         Args:
-            keep: ranks that can leave the state of their last step in this host's memory.
+            wishes: of ranks that can, before they end: `keep` the state of their last step in this host's memory; be
+                `done`, and write what they trained for.
         """
         directory = self._home.attempt(job, attempt, generation)
         known = self._known.get(directory.name)
@@ -273,18 +274,20 @@ class Attempts:
             write_json(known.stop_marker, {"generation": generation, "reason": reason, "at_s": time.time()})
         known.stop_asked.set()
         if known.stopping is None or known.stopping.done():
-            known.stopping = asyncio.create_task(self._stop(known, grace_s, reason, keep))
+            known.stopping = asyncio.create_task(self._stop(known, grace_s, reason, wishes))
         # A caller whose connection breaks does not call the stop off.
         swept = await asyncio.shield(known.stopping)
         return {"ranks": [known.ranks[rank].report() for rank in sorted(known.ranks)], "swept": swept}
 
-    async def _stop(self, attempt: Attempt, grace_s: float, reason: str, keep: bool = False) -> list[int]:
+    async def _stop(
+        self, attempt: Attempt, grace_s: float, reason: str, wishes: Mapping[str, bool] | None = None
+    ) -> list[int]:
         async with attempt.lock:
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),
                 self.tag(attempt.name),
                 grace_s,
-                lambda: self._ask(attempt, reason, grace_s, keep),
+                lambda: self._ask(attempt, reason, grace_s, wishes or {}),
                 lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),
             )
             for rank in attempt.ranks.values():

@@ -154,6 +154,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "control_socket": str(control_socket),
         "token": attempt.token,
         "restore": attempt.launch.get("restore"),
+        "final": attempt.launch.get("final"),
         "standby": bool(attempt.launch.get("standby")),
         "move": attempt.launch.get("move"),
         "datasets": {name: known.get("path") for name, known in (attempt.launch.get("datasets") or {}).items()},

@@ -21,7 +21,8 @@ def kept(request: Mapping[str, Any], data: Path) -> dict[str, Any]:
         data: where data sets are cached unless the request names a place.
     """
     launch = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
-    launch |= {k: request.get(k) for k in ("env", "snapshot", "workdir", "python", "grace_s", "restore", "move")}
+    more = ("env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
+    launch |= {k: request.get(k) for k in more}
     return launch | {
         "standby": bool(request.get("standby")),
         "datasets": request.get("datasets") or {},

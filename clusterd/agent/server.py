@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +189,11 @@ class Agent:
                 there = True
         return there
 
-    def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float, keep: bool) -> set[int]:
+    def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float, wishes: Mapping[str, bool]) -> set[int]:
         asked = set()
         for connection in self._connections:
             if connection.rank is not None and connection.rank[0] is attempt:
-                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, "keep": keep})
+                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, **wishes})
                 # As forked: through a shell in between, the one that listens has another pid.
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked

@@ -77,7 +77,7 @@ class Verbs:
             int(message["generation"]),
             float(message.get("grace_s") or 0.0),
             str(message.get("reason") or "stopped"),
-            keep=bool(message.get("keep")),
+            {wish: bool(message.get(wish)) for wish in ("keep", "done")},
         )
 
     async def _forget(self, message: Message) -> Message:

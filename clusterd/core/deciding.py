@@ -61,7 +61,15 @@ class Deciding:
         self._to_ranks(d.UseCores, attempt, attempt.hosts, grant.reason, each=grant.each)
 
     def _stop_on(
-        self, host: HostId, job: JobId, number: int, generation: int, grace_s: float, reason: str, keep: bool = False
+        self,
+        host: HostId,
+        job: JobId,
+        number: int,
+        generation: int,
+        grace_s: float,
+        reason: str,
+        keep: bool = False,
+        done: bool = False,
     ) -> None:
         self._decide(
             d.StopAttempt(
@@ -73,6 +81,7 @@ class Deciding:
                 host=host,
                 grace_s=grace_s,
                 keep=keep,
+                done=done,
             )
         )
 

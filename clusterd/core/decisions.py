@@ -66,6 +66,7 @@ class StopAttempt(Decision):
     host: HostId
     grace_s: float
     keep: bool = False  # ranks that can leave the state of their last step in the hosts' memory first
+    done: bool = False  # the job is where it was to get: ranks leave its result as after the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class OnAttempts(OnTrials):
         if attempt.migration is None and not attempt.resuming and job.step > job.checkpoint_step:
             # Two take turns: while one is written the other is whole.
             turn = 1 - int((job.checkpoint or "").endswith("/1"))
-            path = f"{job.spec.checkpoint_directory}/{job.spec.name}-{job.id}/{turn}"
+            path = job.spec.checkpoint_path(job.id, str(turn))
             reason = f"every {job.spec.checkpoint_every_s:g} s"
             self._to_ranks(d.TakeCheckpoint, attempt, attempt.hosts, reason, path=path)
         self._next_checkpoint(job)

@@ -13,6 +13,9 @@ from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState
 KEEPING_S = 60.0
 """At least, for ranks to end their step and copy their state to host memory; then they are killed."""
 
+RESULT_S = 600.0
+"""At least, for ranks to write what the job was trained for."""
+
 
 class Stopping(Deciding):
     """Ends of attempts, and of moves that do not come to their switch."""
@@ -42,9 +45,10 @@ class Stopping(Deciding):
         job.reason = why
         self.state.timers.pop(f"limit:{job.id}", None)
         self.state.timers.pop(f"recover:{job.id}", None)
-        grace_s = max(self._grace_s(attempt), KEEPING_S) if keep else self._grace_s(attempt)
+        done = outcome is Outcome.TARGET_REACHED
+        grace_s = max(self._grace_s(attempt), KEEPING_S if keep else RESULT_S if done else 0.0)
         for host_id in attempt.hosts:
-            self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, grace_s, why, keep)
+            self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, grace_s, why, keep, done)
 
     def _leaves_state(self, attempt: Attempt) -> bool:
         """Whether ranks that are stopped can leave their state, for the job goes on elsewhere, and they all train."""

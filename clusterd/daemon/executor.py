@@ -278,6 +278,7 @@ class Executor:
                 grace_s=decision.grace_s,
                 reason=decision.reason,
                 keep=decision.keep,
+                done=decision.done,
             )
         except AgentLost:
             return  # asked again when the host is back

@@ -138,6 +138,7 @@ class Launches:
             "workdir": None if spec.snapshot else spec.workdir,
             "python": spec.python,
             "grace_s": spec.grace_s,
+            "final": spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
         }
 
     async def send_snapshot(self, host: HostId, spec: JobSpec) -> None:

@@ -75,7 +75,7 @@ def run(
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state stay as they are. Losses under different plans are then equal to that precision.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
-            rank 0 after the last step; nothing is written by a run that is stopped.
+            rank 0 after the last step, or when the target loss is reached; a run that is stopped leaves none.
     Returns:
         The last step done, its loss, and who stopped the run, if anyone. Under clusterd a stopped run does not
         return: the process ends with exit code 0.

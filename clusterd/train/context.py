@@ -41,6 +41,7 @@ class Context:
     probe: bool = False  # device and links are to be measured first
     hosts: int = 1  # of the ranks
     restore: str = ""  # directory of the checkpoint to go on from
+    final: str = ""  # directory of the checkpoint to leave at the end
 
     @property
     def coordinates(self) -> Coordinates:
@@ -101,6 +102,7 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         probe=bool(values.get("probe")),
         hosts=int(values.get("hosts") or 1),
         restore=values.get("restore") or "",
+        final=values.get("final") or "",
     )
 
 

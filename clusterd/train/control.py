@@ -19,7 +19,7 @@ from typing import Any
 from clusterd import protocol
 from clusterd.train.context import Context
 
-SIGNALS = ("stop", "quiesce", "checkpoint", "keep")
+SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done")
 """Requests that ranks agree on, in the order of their places in the step's reduction."""
 
 RECONNECT_S = 1.0
@@ -217,8 +217,9 @@ class Control:
             return
         event = message["event"]
         if event == "stop":
-            if message.get("keep"):  # before the flag that it goes with: no step may see the one without the other
-                self.request("keep", "to go on from")
+            for wish in ("keep", "done"):  # before the flag that they go with: no step may see one without the other
+                if message.get(wish):
+                    self.request(wish, str(message.get("reason", "")))
             self.request("stop", str(message.get("reason", "")))
         with self._lock:
             handler = self._handlers.get(event)

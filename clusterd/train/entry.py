@@ -184,7 +184,7 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             if context.rank == 0:
                 control.say("probe", figures=figures)
         outcome = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "").run()
-        if job.save is not None and not outcome.stopped:
+        if job.save is not None and outcome.done:
             result.save(training, job.save)
         if at_end is not None:
             at_end(training)

@@ -40,3 +40,4 @@ class Outcome:
     step: int  # the last one done
     loss: float  # of that step; NaN if none was done
     stopped: str = ""  # who asked to stop; empty if all steps were done
+    done: bool = True  # whether it is where it was to get: after the last step, or at its target

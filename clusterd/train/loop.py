@@ -68,6 +68,7 @@ class Loop:
         self._loss = float("nan")
         self._ended_at_s = time.time()
         self._cut_off = False
+        self._done = False  # when it is stopped: it is where it was to get
         self._agreement: Agreement | None = None
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
@@ -99,7 +100,13 @@ class Loop:
         self._checkpoints.finish()
         if stopped:
             print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
-        return Outcome(step=training.step, loss=self._loss, stopped=stopped)
+        done = not stopped or self._done
+        if done and training.context.final:
+            self._checkpoints.take(training.context.final)
+            self._checkpoints.finish()
+            if self._checkpoints.failure:
+                raise RuntimeError(f"the last checkpoint could not be written: {self._checkpoints.failure}")
+        return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=done)
 
     def _steps(self) -> str:
         """Returns why it was stopped, if it was."""
@@ -131,6 +138,7 @@ class Loop:
             training.stepper.phases.begin(training.step + 1)
             if "stop" in signals:
                 self._settle()
+                self._done = "done" in signals
                 if "keep" in signals:
                     self._snapshots.keep()
                 return control.why("stop")

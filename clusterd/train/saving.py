@@ -33,15 +33,21 @@ class Checkpoints:
         self._taken_unasked: str | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
+        self.failure = ""  # of the last one
         control.on("checkpoint", self._on_checkpoint)
 
-    def take(self) -> None:
-        """Between two steps, on every rank: copies the state, and lets a thread write it."""
+    def take(self, path: str | None = None) -> None:
+        """Between two steps, on every rank: copies the state, and lets a thread write it.
+
+        Args:
+            path: where to, if nobody needs to be asked.
+        """
         began = time.perf_counter()
         self.finish()
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # the training's own groups are busy while it is used
-        path = self._path()
+        path = path or self._path()
+        self.failure = ""
         training = self._training
         shape = training.shape
         staged = stage(training, shape, layout(shape, training.context.plan))
@@ -90,7 +96,8 @@ class Checkpoints:
         try:
             write(staged, path, self._group)
         except Exception as error:  # a full disk is no reason to stop training
-            self._control.say("checkpoint_failed", why=f"{type(error).__name__}: {error}", **about)
+            self.failure = f"{type(error).__name__}: {error}"
+            self._control.say("checkpoint_failed", why=self.failure, **about)
             return
         self._control.say(
             "checkpointed", bytes=staged.bytes, blocked_s=blocked_s, write_s=time.perf_counter() - began, **about

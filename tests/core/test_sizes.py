@@ -76,7 +76,9 @@ def test_a_target_is_reached_when_the_loss_stays_there(lab: Lab) -> None:
 
     for step, value in enumerate((1.9, 2.4, 1.9, 1.8), start=1):
         assert not d.StopAttempt.match(loss(step, value), job=job)
-    assert d.StopAttempt.match(loss(5, 1.7), job=job)
+    stop = d.StopAttempt.match(loss(5, 1.7), job=job)
+    assert stop is not None and stop.done, "its ranks leave what it was trained for"
+    assert stop.grace_s >= 600, "and have the time for it"
     stopped_in_good_order(lab, job)
     assert lab.state(job) == "finished"
     assert "reached 2 by step 5" in lab.why(job)

@@ -39,7 +39,9 @@ def test_the_code_that_runs_is_the_code_of_the_submit(local_cluster: RunningClus
 
 def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: RunningCluster) -> None:
     """Both need all four devices: one waits, both learn, and ls, show, why and logs tell how."""
-    first = local_cluster.submit(ELASTIC.format(steps=12, devices=4, plan="{ dp = 2, tp = 2 }"), "wide")
+    saved = local_cluster.directory / "saved"
+    text = ELASTIC.format(steps=12, devices=4, plan="{ dp = 2, tp = 2 }")
+    first = local_cluster.submit(f'{text}checkpoints = {{ directory = "{saved}" }}', "wide")
     local_cluster.wait_for(first, lambda row: row["state"] in ("starting", "running"))
     second = local_cluster.submit(
         ELASTIC.format(steps=12, devices=4, plan="{ dp = 2, pp = 2, accumulation = 4 }"), "deep"
@@ -57,6 +59,9 @@ def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: Runn
         steps = [json.loads(line) for line in local_cluster.call("steps", job=job)["data"].splitlines()]
         assert [s["step"] for s in steps] == list(range(1, 13))
     assert "step 12/12" in local_cluster.run("logs", "deep").stdout
+    assert (saved / f"wide-{first}/final/.metadata").exists()
+    row = local_cluster.job(first)
+    assert (row["checkpoint"], row["checkpoint_step"]) == (str(saved / f"wide-{first}/final"), 12)
     rows = json.loads(local_cluster.run("ls", "--all", "-o", "json").stdout)
     assert {row["name"]: row["plan"] for row in rows} == {"wide": "dp=2,tp=2", "deep": "dp=2,pp=2,accumulation=4"}
 

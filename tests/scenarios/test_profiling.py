@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from tests.conftest import GPT, RunningCluster
 
@@ -63,9 +64,13 @@ def test_an_estimate_needs_no_submission(local_cluster: RunningCluster) -> None:
 @pytest.mark.slow
 def test_a_job_ends_at_its_target_loss(local_cluster: RunningCluster) -> None:
     """It is finished, with exit code 0, long before its last step."""
-    text = JOB.replace("1500", "100000").replace("resources", "trials = false\ntarget_loss = 4.5\nresources")
+    text = JOB.replace('"1500"', '"100000", "--save", "gpt.pt"').replace(
+        "resources", "trials = false\ntarget_loss = 4.5\nresources"
+    )
     job = local_cluster.submit(text, "target")
     row = local_cluster.wait_for(job, lambda row: row["ended_s"] is not None, timeout_s=90.0)
     assert (row["state"], row["exit_code"]) == ("finished", 0)
     assert "its loss reached 4.5" in row["reason"]
     assert row["step"] < 100000
+    local_cluster.run("get", "target", "gpt.pt", "--to", str(local_cluster.directory / "back"))
+    assert "head.out.weight" in torch.load(local_cluster.directory / "back/gpt.pt", weights_only=True)

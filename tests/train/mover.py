@@ -227,9 +227,9 @@ class Mover:
         last = self._last_step()
         self.wait(lambda: self._last_step() >= last + steps)
 
-    def stop(self) -> list[Message]:
-        """Ends the job; all the steps of all generations, in order."""
-        self._tell(self.now, {"event": "stop", "reason": "enough"})
+    def stop(self, *, done: bool = False) -> list[Message]:
+        """Ends the job, `done` or not; all the steps of all generations, in order."""
+        self._tell(self.now, {"event": "stop", "reason": "enough", "done": done})
         self.now.run.result(DEADLINE_S)[0].checked()
         return [step for generation in self.generations for step in generation.steps()]
 

@@ -59,6 +59,16 @@ def test_a_run_that_is_stopped_leaves_no_model(moving: Any, tmp_path: Path) -> N
     assert not file.exists()
 
 
+def test_a_run_that_is_stopped_at_its_target_leaves_its_model(moving: Any, tmp_path: Path) -> None:
+    file, final = tmp_path / "model.pt", tmp_path / "final"
+    mover: Mover = moving(save=str(file), rank_file={"final": str(final)})
+    mover.start("dp=2,zero=3")
+    mover.train(2)
+    steps = mover.stop(done=True)
+    assert set(loaded(file)) and (final / ".metadata").exists()
+    assert f"the model after step {steps[-1]['step']} is in {file}" in mover.now.run.result()[0].ranks[0].output
+
+
 def test_a_place_where_nothing_can_be_written_is_found_out_before_the_first_step(
     ranks: RankPool, tmp_path: Path
 ) -> None:
