@@ -88,7 +88,8 @@ def main() -> int:
         if keep:
             console.print(f"the daemon stays up: CLUSTERD_STATE_DIR={scratch} clusterd top")
         else:
-            left = [row["id"] for row in json.loads(_clusterd("ls", "-o", "json"))]
+            with Client() as cluster:
+                left = [row["id"] for row in cluster.call("jobs")]
             if left:
                 _clusterd("cancel", "--wait", *left)
             _clusterd("host", "remove", "local0", "local1")

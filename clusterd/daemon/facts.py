@@ -64,7 +64,7 @@ def _used(process: Mapping[str, Any]) -> int:
 
 def _cpu_devices(host: HostId, count: int, options: HostOptions, facts: Mapping[str, Any], cores: int) -> list[Device]:
     each = max(min(options.cores_per_device, cores // count), 1) if count else 0
-    real = int(facts["cpu_cores"])
+    ids = facts["cpu_ids"][: int(facts["cpu_cores"])]
     model = str(facts.get("cpu_model") or "CPU")
     return [
         Device(
@@ -75,7 +75,7 @@ def _cpu_devices(host: HostId, count: int, options: HostOptions, facts: Mapping[
             name=f"{model} x{each}" if each > 1 else model,  # slots of another size are devices of another speed
             memory_bytes=int(facts["memory_bytes"]) // count,
             # No pinning where slots outnumber cores: the kernel shares better than we would.
-            cores=tuple(range(index * each, (index + 1) * each)) if count * each <= real else (),
+            cores=tuple(ids[index * each : (index + 1) * each]) if count * each <= len(ids) else (),
         )
         for index in range(count)
     ]

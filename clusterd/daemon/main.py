@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from clusterd.daemon.speed import Speed
 from clusterd.daemon.timers import Timers
 from clusterd.errors import ClusterError, ConfigError
 from clusterd.ssh.connection import Dialer
-from clusterd.ssh.embedded import EmbeddedHost
+from clusterd.ssh.embedded import EmbeddedHost, shared_out
 from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys
 from clusterd.ssh.resolve import Route
@@ -168,8 +169,11 @@ class Daemon:
             int(address.removeprefix(LOCAL)) for _, address in await hosts.addresses() if address.startswith(LOCAL)
         ]
         async with AsyncExitStack() as stack:
-            for number in sorted({*known, *range(self._local)}):
-                embedded = EmbeddedHost(f"local{number}", self._config.state_dir / "local" / str(number))
+            numbers = sorted({*known, *range(self._local)})
+            cores = shared_out(sorted(os.sched_getaffinity(0)), len(numbers), self._devices)
+            for number, own in zip(numbers, cores, strict=True):
+                place = self._config.state_dir / "local" / str(number)
+                embedded = EmbeddedHost(f"local{number}", place, cores=own)
                 await embedded.start()
                 stack.push_async_callback(embedded.stop)
                 self._embedded[number] = embedded
@@ -177,7 +181,10 @@ class Daemon:
             for number in range(self._local):
                 name = HostId(f"local{number}")
                 if name not in scheduler.state.hosts:
-                    await hosts.add(name, f"{LOCAL}{number}", HostOptions(cpu_devices=self._devices))
+                    options = HostOptions(cpu_devices=self._devices)
+                    if not any(cores):
+                        options = replace(options, cores_per_device=1)
+                    await hosts.add(name, f"{LOCAL}{number}", options)
             yield
 
     def _link(

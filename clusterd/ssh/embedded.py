@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import asyncssh
@@ -25,10 +26,12 @@ class EmbeddedHost:
 
     Args:
         port: on 127.0.0.1; 0 takes a free one, a new one at every start.
+        cores: that its commands may use; none: all.
     """
 
-    def __init__(self, name: str, directory: Path, port: int = 0) -> None:
+    def __init__(self, name: str, directory: Path, port: int = 0, cores: Sequence[int] = ()) -> None:
         self.name = name
+        self._cores = tuple(cores)
         self.directory = directory.absolute()
         self._port = port
         self._server: asyncssh.SSHAcceptor | None = None
@@ -141,6 +144,10 @@ class EmbeddedHost:
             env=self.environment(),
             cwd=self.directory / "home",
         )
+        if self._cores:
+            # What it is to do comes on its stdin, which is fed below: nothing was started from it yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(child.pid, self._cores)
         self._running.add(child)
         if (handler := asyncio.current_task()) is not None:
             self._handlers.add(handler)
@@ -163,6 +170,18 @@ class EmbeddedHost:
                     child.terminate()
                 await child.wait()
             self._running.discard(child)
+
+
+def shared_out(cores: Sequence[int], hosts: int, devices: int) -> list[tuple[int, ...]]:
+    """Which of this machine's cores each of its hosts has: alike many of their own, if each device gets one.
+
+    Threads of ranks that share cores wait for each other in turns: such steps take ten times as long. Where there are
+    fewer cores than devices all hosts have all of them, and each device computes with one thread.
+    """
+    each = len(cores) // max(hosts, 1)
+    if each < max(devices, 1):
+        return [()] * hosts
+    return [tuple(cores[number * each : (number + 1) * each]) for number in range(hosts)]
 
 
 async def _feed(source: asyncssh.SSHReader[bytes], sink: asyncio.StreamWriter) -> None:

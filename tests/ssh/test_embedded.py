@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from clusterd.agent.bundle import Bundle, bundle
 from clusterd.errors import HostError
 from clusterd.ssh.bootstrap import COMMAND, BootstrapFailed, attach
 from clusterd.ssh.connection import Dialer
-from clusterd.ssh.embedded import EmbeddedHost
+from clusterd.ssh.embedded import EmbeddedHost, shared_out
 
 pytestmark = pytest.mark.anyio
 
@@ -111,6 +112,32 @@ def test_an_old_python_says_so_or_finds_a_newer_one(tmp_path: Path, version: str
     newer = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
     done = subprocess.run(["/bin/sh", "-c", command], input=sent, env=newer, capture_output=True, check=False)
     assert b"clusterd-need" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("cores", "hosts", "devices", "each"),
+    [
+        (range(4), 2, 2, [(0, 1), (2, 3)]),
+        (range(9), 2, 2, [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ((5, 7), 2, 1, [(5,), (7,)]),
+        (range(3), 2, 2, [(), ()]),
+        (range(2), 0, 2, []),
+    ],
+)
+def test_cores_are_shared_out_where_every_device_gets_one(
+    cores: Sequence[int], hosts: int, devices: int, each: list[tuple[int, ...]]
+) -> None:
+    assert shared_out(cores, hosts, devices) == each
+
+
+async def test_an_embedded_host_has_its_own_cores(dialer: Dialer, tmp_path: Path, agent_homes: list[Path]) -> None:
+    own = sorted(os.sched_getaffinity(0))[-1:]
+    host = EmbeddedHost("gpu01", tmp_path / "gpu01", cores=own)
+    agent_homes.append(host.agent_home)
+    await host.start()
+    facts = (await greet(dialer, host))["facts"]
+    await host.stop()
+    assert (facts["cpu_ids"], facts["cpu_cores"]) == (own, 1)
 
 
 async def test_only_its_own_key_opens_an_embedded_host(dialer: Dialer, host: EmbeddedHost, tmp_path: Path) -> None:
