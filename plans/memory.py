@@ -154,8 +154,7 @@ def _casts(plan: Plan, shape: ModelShape, mine: list[ParameterShape], layers: ra
     """Copies of parameters in another precision, over all micro-batches in flight."""
     kept, recomputed = 0, 0
     for index in layers:
-        layer = shape.layers[index]
-        if index < 0 or not layer.cast_bytes:
+        if index < 0 or not (layer := shape.layers[index]).cast_bytes:
             continue
         parameters = [p for p in mine if p.layer == index or (p.layer < 0 and not layer.name)]
         whole = sum(p.size_bytes for p in parameters)

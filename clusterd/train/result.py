@@ -82,8 +82,9 @@ def save(training: Finished, path: str) -> None:
             if part is None:
                 part = torch.empty([high - low for low, high in box], dtype=kinds[holder][0][key])
                 dist.recv(part, src=holder, group=group)
-            target = whole.setdefault(name, torch.empty(sizes[key], dtype=part.dtype))
-            narrowed(target, [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
+            if name not in whole:
+                whole[name] = torch.empty(sizes[key], dtype=part.dtype)
+            narrowed(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
     if rank:
         return
     for names in shape.tied:

@@ -83,6 +83,8 @@ def test_copies_of_weights_in_another_precision_do_not_grow_with_the_batch() -> 
     assert more("dp=1", 16) == more("dp=1", 32) == 1000 * blocks
     assert more("dp=1,checkpointing", 16) == 1000
     assert 1000 * blocks // 2 <= more("tp=2", 16) < 1000 * blocks
+    bare = replace(SHAPE, layers=())
+    assert estimate(Plan.parse("dp=1"), bare).activations_bytes == SHAPE.global_batch * SHAPE.loss_bytes
 
 
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
