@@ -37,6 +37,11 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
             return
         chosen = [_matching(told, wanted) for wanted in files]
         unique = {file["path"]: file for some in chosen for file in some}
+        away = [path for path in unique if not (folder / path).resolve().is_relative_to(folder.resolve())]
+        if away:
+            raise ClusterError(
+                f"{unique[away[0]]['host']} names {away[0]}, which leads out of {folder}: nothing is copied"
+            )
         taken = [path for path in unique if not force and (folder / path).exists()]
         if taken:
             raise ClusterError(f"{folder / taken[0]} is there already: --force writes over it")

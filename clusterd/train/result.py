@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,10 +14,13 @@ import torch.distributed as dist
 from clusterd.train import build
 from clusterd.train.boxes import Trained, holdings
 from clusterd.train.context import Context
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.segments import narrowed
 from plans.layout import layout
 from plans.model_shape import ModelShape
+
+PATIENCE_S = 3600.0
+RETRY_S = 30.0
 
 
 class Finished(Trained, Protocol):
@@ -50,7 +55,7 @@ def save(training: Finished, path: str) -> None:
     Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.
 
     Raises:
-        OSError: on rank 0: it cannot be written.
+        OSError, RuntimeError: on rank 0, after `PATIENCE_S`: it cannot be written.
     """
     rank, shape = training.context.rank, training.shape
     shared = layout(shape, training.context.plan).shared_out()
@@ -61,12 +66,12 @@ def save(training: Finished, path: str) -> None:
         for key, held in live.items()
         if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
     }
-    kinds: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(training.parallel.module))]
+    # Of every rank: the types of what it holds, and what of it is not to be saved.
+    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(training.parallel.module))]
     if group is not None:
-        told = [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, kinds[0], group=group)
-        kinds = told
-    unsaved = {name for _, names in kinds for name in names}
+        own, told = told[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, own, group=group)
+    unsaved = {name for _, names in told for name in names}
     sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
     whole: dict[str, torch.Tensor] = {}
     for holder in range(shared.ranks):
@@ -80,7 +85,7 @@ def save(training: Finished, path: str) -> None:
             if rank:
                 continue
             if part is None:
-                part = torch.empty([high - low for low, high in box], dtype=kinds[holder][0][key])
+                part = torch.empty([high - low for low, high in box], dtype=told[holder][0][key])
                 dist.recv(part, src=holder, group=group)
             if name not in whole:
                 whole[name] = torch.empty(sizes[key], dtype=part.dtype)
@@ -91,11 +96,28 @@ def save(training: Finished, path: str) -> None:
         one = next(whole[name] for name in names if name in whole)
         whole.update(dict.fromkeys(names, one))
     file = Path(path).absolute()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    half = file.with_name(f"{file.name}.part")
-    torch.save(whole, half)
-    half.replace(file)
+    _write(whole, file)
     print(f"clusterd: the model after step {training.step} is in {file}", flush=True)
+
+
+def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
+    """Whole or not at all; there is nothing else of the training by now, so a full disk is given time to be emptied."""
+    half = file.with_name(f"{file.name}.part")
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(whole, half)
+            half.replace(file)
+            return
+        except (OSError, RuntimeError) as error:  # torch's writer tells a full disk as the latter
+            half.unlink(missing_ok=True)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise
+            said = f"cannot write the model to {file}: {first_line(error)}"
+            print(f"clusterd: {said}; tried again for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
+            time.sleep(min(RETRY_S, left_s))
 
 
 def _unsaved(module: torch.nn.Module) -> list[str]:

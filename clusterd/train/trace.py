@@ -81,17 +81,17 @@ class _Casts(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._made: list[torch.Tensor] = []  # alive: freed storage would be another's
+        self._made: dict[int, torch.Tensor] = {}  # by storage; alive: freed storage would be another's
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
         if function is torch.ops.aten._to_copy.default and _storage(arguments[0]) in self._parameters:
-            self._made.append(result)
+            self._made[_storage(result)] = result
         return result
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of them, or a view of one."""
-        return any(_storage(tensor) == _storage(copy) for copy in self._made)
+        return _storage(tensor) in self._made
 
 
 def _storage(tensor: torch.Tensor) -> int:

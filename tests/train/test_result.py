@@ -11,6 +11,10 @@ from mover import Mover
 from rank_pool import RankPool
 from scenarios import Recorded, job
 
+from clusterd.train import result
+from clusterd.train.context import Context
+from clusterd.train.entry import Training
+
 TOLERANCE = 1e-3
 
 
@@ -48,6 +52,28 @@ def test_the_trained_model_is_that_of_one_process(plan: str, model: str, ranks: 
         if not tensor.is_floating_point():
             continue  # "tables" counts its calls, of which there is one for each micro-batch
         torch.testing.assert_close(saved["spread"][name], tensor, rtol=TOLERANCE, atol=1e-5)
+
+
+def test_a_full_disk_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Training(job(Recorded(32), depth=1), Context(), torch.device("cpu"), None)
+    really, failed = torch.save, []
+
+    def save(whole: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        if not failed:
+            failed.append(file)
+            raise OSError(28, "No space left on device")
+        really(whole, file)
+
+    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(result, "RETRY_S", 0.0)
+    result.save(made, str(tmp_path / "model.pt"))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+    monkeypatch.setattr(result, "PATIENCE_S", 0.0)
+    failed.clear()
+    with pytest.raises(OSError, match="No space left"):
+        result.save(made, str(tmp_path / "another.pt"))
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
 
 
 def test_a_run_that_is_stopped_leaves_no_model(moving: Any, tmp_path: Path) -> None:
