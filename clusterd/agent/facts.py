@@ -85,11 +85,7 @@ def cpu_cores() -> int:
 
 def memory_bytes() -> tuple[int, int]:
     """Total and available memory, of the machine or of the cgroup, whichever is less."""
-    values = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        values[name] = int(rest.split()[0]) << 10
-    total, available = values["MemTotal"], values["MemAvailable"]
+    total, available = processes.machine_memory_bytes()
     for limit, used in _memory_limits():
         if limit < total:
             total = limit

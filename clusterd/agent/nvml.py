@@ -10,6 +10,8 @@ import ctypes
 import subprocess
 from typing import Any
 
+from clusterd.agent import processes
+
 _SUCCESS = 0
 _NOT_SUPPORTED = 3
 _INSUFFICIENT_SIZE = 7
@@ -74,7 +76,8 @@ class Nvml:
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         if code == _NOT_SUPPORTED:
-            memory = _of_host()
+            total, free = processes.machine_memory_bytes()  # it has none of its own
+            memory = _Memory(total=total, free=free, used=total - free)
         else:
             self._check(code)
         utilisation = _Utilisation()
@@ -140,12 +143,14 @@ class Probe:
         try:
             if self._nvml is None:
                 self._nvml = Nvml(ctypes.CDLL(self._library))
-            return self._nvml.gpus()
+            found, wrong = self._nvml.gpus()
         except OSError:
             return self._by_program()
         except (NvmlError, AttributeError) as error:
+            found, wrong = [], str(error)
+        if wrong is not None:
             self._nvml = None  # to be loaded anew at the next look: a reset, or a driver that came back
-            return [], str(error)
+        return found, wrong
 
     def _by_program(self) -> tuple[list[Gpu], str | None]:
         try:
@@ -173,14 +178,6 @@ class Probe:
                 raise NvmlError(f"{text.splitlines()[0]}: reboot this host")
             raise NvmlError(f"nvidia-smi fails: {text.splitlines()[0] if text else f'exit code {done.returncode}'}")
         return done.stdout
-
-
-def _of_host() -> _Memory:
-    """Of a GPU that has no memory of its own."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        values = {name: int(rest.split()[0]) << 10 for name, rest in (line.split(":", 1) for line in file)}
-    total, free = values["MemTotal"], values["MemAvailable"]
-    return _Memory(total=total, free=free, used=total - free)
 
 
 def parse_query(devices: str, apps: str) -> list[Gpu]:

@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: who lives, since when, and under which tag.
+"""Processes as /proc shows them: who lives, since when, and under which tag; and the memory that they share.
 
 A pid alone names nobody: pids are reused. A process is known by pid, start time and boot id together.
 """
@@ -30,6 +30,13 @@ class Stat(NamedTuple):
 def boot_id() -> str:
     """Changes with every boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def machine_memory_bytes() -> tuple[int, int]:
+    """Total and available memory of the whole machine, whatever a cgroup leaves of it."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        values = {name: int(rest.split()[0]) << 10 for name, rest in (line.split(":", 1) for line in file)}
+    return values["MemTotal"], values["MemAvailable"]
 
 
 def stat(pid: int) -> Stat | None:

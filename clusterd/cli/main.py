@@ -25,7 +25,7 @@ _COMMANDS = {
     "ls": ("jobs", "ls", "List jobs."),
     "show": ("jobs", "show", "Everything about one job."),
     "logs": ("jobs", "logs", "A job's output."),
-    "get": ("fetching", "get", "Copy files that a job wrote to this machine."),
+    "get": ("fetching", "get", "Copy here what a job wrote, from whatever host."),
     "cancel": ("jobs", "cancel", "End jobs and free what they hold."),
     "forget": ("forgetting", "forget", "Remove what is kept of jobs that are over."),
     "priority": ("jobs", "priority", "Change a job's priority."),

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from clusterd.core import admission
-from clusterd.core.state import Attempt, Job
+from clusterd.core.state import Job
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.forgetting import hosts_of
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.errors import ClusterError, said_by
+from clusterd.ssh.host import AgentRefused
 from clusterd.types import HostId, HostState
 
 CHUNK_BYTES = 1 << 20
@@ -49,7 +50,7 @@ class Fetching:
                 try:
                     answer = await self._hosts.request(host, "files", job=known.id, attempt=attempt.number)
                 except ClusterError as error:
-                    if not _is_unknown(error):
+                    if not (isinstance(error, AgentRefused) and error.kind == "unknown"):  # it was never launched there
                         left[host] = said_by(host, error)
                     continue
                 more += int(answer["more"])
@@ -68,7 +69,8 @@ class Fetching:
     async def file(self, peer: Peer, job: str, path: str, host: str, attempt: int) -> AsyncIterator[dict[str, Any]]:
         """One file, piece by piece: ``{data, size}``."""
         known = self._own(peer, job)
-        self._check(known, attempt, host)
+        if not any(attempt == one.number and host in hosts_of(known, one) for one in known.attempts):
+            raise ClusterError(f"attempt {attempt} of job {known.id} ({known.spec.name}) was never on {host}")
         offset = 0
         while True:
             piece = await self._hosts.request(
@@ -81,12 +83,3 @@ class Fetching:
 
     def _own(self, peer: Peer, job: str) -> Job:
         return admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
-
-    def _check(self, job: Job, number: int, host: str) -> None:
-        attempts: dict[int, Attempt] = {attempt.number: attempt for attempt in job.attempts}
-        if number not in attempts or host not in hosts_of(job, attempts[number]):
-            raise ClusterError(f"attempt {number} of job {job.id} ({job.spec.name}) was never on {host}")
-
-
-def _is_unknown(error: ClusterError) -> bool:
-    return getattr(error, "kind", "") == "unknown"

@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +182,7 @@ class Daemon:
                 if name not in scheduler.state.hosts:
                     options = HostOptions(cpu_devices=self._devices)
                     if not any(cores):
-                        options = replace(options, cores_per_device=1)
+                        options = HostOptions(cpu_devices=self._devices, cores_per_device=1)
                     await hosts.add(name, f"{LOCAL}{number}", options)
             yield
 

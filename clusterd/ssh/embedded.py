@@ -175,8 +175,8 @@ class EmbeddedHost:
 def shared_out(cores: Sequence[int], hosts: int, devices: int) -> list[tuple[int, ...]]:
     """Which of this machine's cores each of its hosts has: alike many of their own, if each device gets one.
 
-    Threads of ranks that share cores wait for each other in turns: such steps take ten times as long. Where there are
-    fewer cores than devices all hosts have all of them, and each device computes with one thread.
+    Threads of ranks that share cores wait for each other in turns, and steps take far longer. Where there are fewer
+    cores than devices all hosts have all of them, and each device computes with one thread.
     """
     each = len(cores) // max(hosts, 1)
     if each < max(devices, 1):

@@ -165,6 +165,8 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
     arriving = Arriving(context, control) if context.standby and context.move is not None else None
     shape = ModelShape.from_dict(context.move["shape"]) if context.move is not None else None
     shape = refuse_illegal(job, context, shape)
+    if context.rank == 0 and job.save is not None:
+        result.check(job.save)  # also of a rank in standby: its move fails, and not the job after the switch
     device = device_of(context)
     with process_groups(context, device) as mesh:
         if arriving is not None:
@@ -174,8 +176,6 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             if context.restore:
                 training.optimizer.make_state()
                 checkpoint.restore(training, training.shape, context.restore)
-        if context.rank == 0 and job.save is not None:
-            result.check(job.save)
         if context.rank == 0 and context.directory is not None:
             write_description(job, context.directory, shape)
         control.tell({"event": "ready"})

@@ -76,7 +76,7 @@ class HangWatch:
     """
 
     def __init__(self, patience_s: float | None, tell: Callable[[str], None]) -> None:
-        self._patience_s, self._tell = patience_s, tell
+        self._tell = tell
         self._since_s: float | None = None
         self._over = threading.Event()
         if patience_s is not None:
