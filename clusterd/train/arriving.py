@@ -20,11 +20,12 @@ from clusterd.train import exits, scalars
 from clusterd.train.boxes import Holding, check_boxes
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
+from clusterd.train.copying import Copies, loads
 from clusterd.train.leaving import copy_threads, piece_of
 from clusterd.train.moving import Move, sums_from_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
-from clusterd.train.segments import Segment, give_back, load, room_bytes
+from clusterd.train.segments import Segment, give_back, room_bytes
 from plans.packing import Read
 
 POLL_S = 0.1
@@ -56,6 +57,7 @@ class Trained(Protocol):
         """Reads the samples of the next step."""
 
 
+Live = dict[tuple[str, str], Holding]
 Arrived = TypeVar("Arrived", bound=Trained)
 
 
@@ -73,6 +75,7 @@ class Arriving:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.move_id = str(context.move.get("id", ""))
         self._mapped: dict[str, Segment] = {}  # by path
+        self._copies: dict[tuple[str, int], Copies] = {}  # out of mapped segments, by path and source
         self._ahead_bytes = MAPPED_AHEAD_BYTES
         self._pins = False
         for event in ("segment", "room", "fetch_failed", "resume"):
@@ -110,7 +113,7 @@ class Arriving:
         reads = move.packing.reads(rank)
         self._fetch(move)
         for room in self._control.ask("segments", move=move.id).get("rooms", ()):
-            self._map(move, reads, room)
+            self._map(move, live, reads, room)
         self._control.say("prepared", id=move.id, digest=move.moves.digest)
         self._phase = "transfer"
         metas, copied = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
@@ -160,9 +163,7 @@ class Arriving:
             ],
         )
 
-    def _load(
-        self, move: Move, live: dict[tuple[str, str], Holding], reads: list[Read], threads: int
-    ) -> tuple[list[Message], list[float]]:
+    def _load(self, move: Move, live: Live, reads: list[Read], threads: int) -> tuple[list[Message], list[float]]:
         """Reads every source as it comes; returns what came with each, by source, and when it began and ended."""
         waiting: dict[int, list[Read]] = {}
         for read in reads:
@@ -179,7 +180,7 @@ class Arriving:
             if message.get("move") != move.id:
                 continue
             if message["event"] == "room":
-                self._map(move, reads, message)
+                self._map(move, live, reads, message)
             if message["event"] != "segment":
                 continue
             source = int(message["source"])
@@ -196,8 +197,11 @@ class Arriving:
         self._unmap()
         return [metas[source] for source in sorted(metas)], [began_s, time.time()]
 
-    def _map(self, move: Move, reads: list[Read], room: Message) -> None:
-        """Maps a segment that this rank will read from, while there is time; its own pages of it only."""
+    def _map(self, move: Move, live: Live, reads: list[Read], room: Message) -> None:
+        """Maps a segment that this rank will read from, while there is time, and lays out what it will copy from it.
+
+        Its own pages of it only.
+        """
         name, path = os.path.basename(room["path"]), str(room["path"])
         local = {move.outbox_name(read.source) for read in reads if read.local}
         if path in self._mapped or not (name == move.inbox_name or name in local):
@@ -215,8 +219,11 @@ class Arriving:
             segment.pin(min(read.offset for read in mine), max(read.offset + read.bytes for read in mine))
         self._mapped[path] = segment
         self._ahead_bytes -= size_bytes
+        for source in {read.source for read in mine}:
+            self._copies[path, source] = _copies(move, live, segment, [r for r in mine if r.source == source])
 
     def _unmap(self) -> None:
+        self._copies.clear()
         for segment in self._mapped.values():
             segment.close()
         self._mapped.clear()
@@ -224,7 +231,7 @@ class Arriving:
     def _read(
         self,
         move: Move,
-        live: dict[tuple[str, str], Holding],
+        live: Live,
         reads: list[Read],
         message: Message,
         threads: int,
@@ -236,13 +243,14 @@ class Arriving:
         """
         source = int(message["source"])
         tensors = move.moves.new.tensors
-        segment = self._mapped.get(message["path"])
-        if segment is None or not segment.is_at(message["path"]):
-            segment = Segment(message["path"])
+        path = str(message["path"])
+        segment = self._mapped.get(path)
+        if segment is not None and segment.is_at(path):
+            sums = self._copies[path, source].run(threads)
+        else:
+            segment = Segment(path)
             segment.map_in((read.offset, read.bytes) for read in reads)
-        pieces = [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads]
-        sums = load(segment, pieces, threads=threads)
-        if message["path"] not in self._mapped:
+            sums = _copies(move, live, segment, reads).run(threads)
             segment.close()
         sent = sums_from_bytes(message["meta"]["sums"])
         place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
@@ -276,3 +284,8 @@ class Arriving:
         print(f"clusterd: not needed: {message.get('reason', '')}", flush=True)
         sys.stderr.flush()
         os._exit(0)
+
+
+def _copies(move: Move, live: Live, segment: Segment, reads: list[Read]) -> Copies:
+    tensors = move.moves.new.tensors
+    return loads(segment, [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads])

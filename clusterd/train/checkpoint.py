@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.planner import (
 from clusterd.train import scalars
 from clusterd.train.boxes import Box, Trained, holdings
 from clusterd.train.context import Context
+from clusterd.train.copying import narrowed
 from clusterd.train.exits import PlanRefused
-from clusterd.train.segments import narrowed
 from plans.layout import Layout
 from plans.model_shape import ModelShape
 

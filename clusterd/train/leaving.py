@@ -20,10 +20,11 @@ from clusterd.train import scalars
 from clusterd.train.boxes import Holding, check_boxes
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
+from clusterd.train.copying import Piece, fills, narrowed
 from clusterd.train.moving import Move, sums_to_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
-from clusterd.train.segments import Piece, Segment, fill, give_back, narrowed
+from clusterd.train.segments import Segment, give_back
 from plans.layout import Tensor
 from plans.packing import Part
 
@@ -109,7 +110,7 @@ class Leaving:
                 self._segment.touch_rest()
             tensors = move.moves.old.tensors
             pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
-            sums = fill(self._segment, pieces, threads=copy_threads(move.old.hosts, training.context.rank))
+            sums = fills(self._segment, pieces).run(copy_threads(move.old.hosts, training.context.rank))
         copied = [began_s, time.time()] if sums else []
         if self._segment is not None:
             meta = {

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from clusterd.train import build
 from clusterd.train.boxes import Trained, holdings
 from clusterd.train.context import Context
+from clusterd.train.copying import narrowed
 from clusterd.train.exits import PlanRefused, first_line
-from clusterd.train.segments import narrowed
 from plans.layout import layout
 from plans.model_shape import ModelShape
 

@@ -22,9 +22,10 @@ from clusterd.train import scalars
 from clusterd.train.boxes import Trained, holdings
 from clusterd.train.context import Context
 from clusterd.train.control import AgentAbsent, AgentRefused, Control
+from clusterd.train.copying import Piece, fills
 from clusterd.train.leaving import piece_of
 from clusterd.train.moving import sums_to_bytes
-from clusterd.train.segments import Piece, Segment, fill
+from clusterd.train.segments import Segment
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Outbox
@@ -76,7 +77,7 @@ class Snapshots:
         def take() -> None:
             try:
                 be_patient()
-                meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
+                meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run())
             finally:
                 self._copied.set()
             if self._tell("publish", name=self._name(which), meta=meta) is not None:
@@ -104,7 +105,7 @@ class Snapshots:
             return
         which = 1 - self._newest
         pieces, meta = self._state()
-        meta["sums"] = sums_to_bytes(fill(self._segments[which], pieces))
+        meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run())
         # Whoever goes on from it may be on this very host: nobody waits for the copy on a second one.
         self._tell("publish", name=self._name(which), meta=meta, wait=False)
 

@@ -13,7 +13,8 @@ import torch
 from mover import Mover
 from rank_pool import RankPool
 
-from clusterd.train.segments import Piece, Segment, fill, load
+from clusterd.train.copying import Piece, fills, loads
+from clusterd.train.segments import Segment
 
 GPUS = torch.cuda.device_count()
 TOLERANCE = 1e-3
@@ -115,7 +116,7 @@ def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(tmp_path: 
     def pieces(tensors: list[torch.Tensor]) -> list[Piece]:
         return [Piece(offset, (tensor,), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=True)]
 
-    assert fill(segment, pieces(there)) == load(segment, pieces(back))
+    assert fills(segment, pieces(there)).run() == loads(segment, pieces(back)).run()
     assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
     segment.close()
 
