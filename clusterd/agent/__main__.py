@@ -1,4 +1,7 @@
-"""``attach`` bridges to the agent and starts it where none lives; ``serve`` is it; ``spawner`` is a fork server."""
+"""``attach`` bridges to the agent and starts it where none lives; ``serve`` is it; ``spawner`` is a fork server.
+
+``inside`` becomes what a person runs beside a rank.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one of the three; the exit code."""
+    """Run one of the four; the exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if verb == "attach":
         from clusterd.agent import attach
@@ -20,7 +23,11 @@ def main(arguments: list[str] | None = None) -> int:
         from clusterd.agent import spawner
 
         return spawner.main(rest)
-    print("usage: python3 -m clusterd.agent attach|serve|spawner", file=sys.stderr)
+    if verb == "inside":
+        from clusterd.agent import inside
+
+        return inside.main(rest)
+    print("usage: python3 -m clusterd.agent attach|serve|spawner|inside", file=sys.stderr)
     return 2
 
 

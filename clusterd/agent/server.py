@@ -26,6 +26,7 @@ from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
 from clusterd.agent.records import Attempt, Refused
 from clusterd.agent.snapshots import Snapshots
+from clusterd.agent.terminals import Terminals
 from clusterd.agent.threads import in_thread
 from clusterd.agent.verbs import Verbs
 
@@ -56,16 +57,17 @@ class Agent:
         )
         self._snapshots = Snapshots(home.snapshots)
         self._datasets = Datasets()
-        self._moves = Moves(
-            home.root, self._id, self._tell_ranks, self._tell_attempt, self._tell_daemons, self._datasets
-        )
+        tell = (self._tell_ranks, self._tell_attempt, self._tell_daemons)
+        self._moves = Moves(home.root, self._id, *tell, self._datasets)
         self._ports = Ports(home.root / "ports.json")
         self._probe = Probe()
         self._done = asyncio.Event()
         self._heard_at = time.monotonic()
         self._requests: set[asyncio.Task[None]] = set()
         self._callers: set[asyncio.Task[Any]] = set()
-        verbs = Verbs(home, self._attempts, self._progress, self._snapshots, self._datasets, self._moves, self._ports)
+        self._terminals = Terminals()
+        parts = (self._progress, self._snapshots, self._datasets, self._moves, self._ports, self._terminals)
+        verbs = Verbs(home, self._attempts, *parts)
         self._verbs = {"facts": self._facts, "shutdown": self._shutdown, **verbs.table}
 
     async def run(self) -> None:
@@ -100,6 +102,7 @@ class Agent:
             await connection.close()
         if self._callers:
             await asyncio.wait(self._callers, timeout=1.0)
+        self._terminals.close_all()
         self._ports.close()
         self._moves.close()
         forget_socket(self._home.socket)
@@ -325,6 +328,7 @@ class Agent:
         ticks = 0
         while True:
             self._attempts.look_after()
+            self._terminals.look_after()
             self._ports.release(self._port_is_over)
             busy = self._attempts.running or any(connection.daemon for connection in self._connections)
             if busy:

@@ -15,6 +15,7 @@ from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
 from clusterd.agent.records import Refused
 from clusterd.agent.snapshots import Snapshots
+from clusterd.agent.terminals import Terminals
 
 Verb = Callable[[Message], Awaitable[Message]]
 
@@ -31,9 +32,11 @@ class Verbs:
         datasets: Datasets,
         moves: Moves,
         ports: Ports,
+        terminals: Terminals,
     ) -> None:
         self._home, self._attempts, self._progress = home, attempts, progress
         self._snapshots, self._datasets, self._moves, self._ports = snapshots, datasets, moves, ports
+        self._terminals = terminals
 
     @property
     def table(self) -> dict[str, Verb]:
@@ -62,6 +65,10 @@ class Verbs:
             "resume": self._pass_on,
             "tell": self._tell,
             "drop": self._drop,
+            "terminal_open": self._terminal_open,
+            "terminal_read": self._terminal_read,
+            "terminal_write": self._terminal_write,
+            "terminal_close": self._terminal_close,
         }
 
     async def _launch(self, message: Message) -> Message:
@@ -166,3 +173,27 @@ class Verbs:
 
     async def _drop(self, message: Message) -> Message:
         return await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, str(message["move"]))
+
+    async def _terminal_open(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        argv = [str(word) for word in message["argv"]]
+        secrets = {str(k): str(v) for k, v in message["secrets"].items()}
+        tag = self._attempts.tag(attempt.name)
+        name = await self._terminals.open(attempt, int(message["rank"]), argv, tag, secrets, message.get("screen"))
+        return {"terminal": name}
+
+    async def _terminal_read(self, message: Message) -> Message:
+        return await self._terminals.get(str(message["terminal"])).read()
+
+    async def _terminal_write(self, message: Message) -> Message:
+        terminal = self._terminals.get(str(message["terminal"]))
+        if message.get("screen"):
+            terminal.resize(message["screen"])
+        await terminal.write(bytes(message.get("data") or b""))
+        if message.get("end"):
+            terminal.end_input()
+        return {}
+
+    async def _terminal_close(self, message: Message) -> Message:
+        self._terminals.close(str(message["terminal"]))
+        return {}

@@ -22,6 +22,7 @@ _COMMANDS = {
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
     "submit": ("submit", "submit", "Queue the job of a job file; prints its id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
+    "shell": ("shell", "shell", "A shell with devices of its own, or inside a running job."),
     "ls": ("jobs", "ls", "List jobs."),
     "show": ("jobs", "show", "Everything about one job."),
     "logs": ("jobs", "logs", "A job's output."),

@@ -33,6 +33,7 @@ from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.membership import Membership, need_operator
 from clusterd.daemon.server import Peer, Streaming, Verb
+from clusterd.daemon.terminals import Terminals
 from clusterd.daemon.wellformed import refuse_malformed
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobId, JobKind, JobSpec
@@ -68,6 +69,7 @@ class Api:
         self._by_hand = ByHand(engine, hosts, feed)
         self._forgetting = Forgetting(engine, hosts, archive)
         self._fetching = Fetching(engine, hosts)
+        self._terminals = Terminals(engine, hosts, archive)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
@@ -95,13 +97,15 @@ class Api:
             **self._by_hand.verbs,
             **self._forgetting.verbs,
             **self._fetching.verbs,
+            **self._terminals.verbs,
             "steps": self.steps,
         }
 
     @property
     def streams(self) -> dict[str, Streaming]:
         """Verbs that answer with many items."""
-        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
+        own: dict[str, Streaming] = {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch}
+        return {**own, **self._fetching.streams, **self._terminals.streams}
 
     @property
     def _state(self) -> Any:

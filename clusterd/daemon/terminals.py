@@ -1,0 +1,128 @@
+"""Shells and commands that people run inside running jobs; the daemon carries what is typed and what is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from clusterd.core import admission
+from clusterd.core import events as e
+from clusterd.core.state import Job
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.server import Peer, Streaming, Verb
+from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.types import AttemptState, HostId
+
+CLOSE_S = 5.0
+TYPING_S = 24 * 3600.0
+"""For a command to read what it was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    uid: int
+    host: HostId
+    name: str  # on that host
+
+
+class Terminals:
+    """One verb that streams what a command says, and one that takes what is typed, by the terminal's number."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+        self._engine, self._hosts, self._archive = engine, hosts, archive
+        self._open: dict[int, _Open] = {}
+        self._count = 0
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"shell_input": self.shell_input}
+
+    @property
+    def streams(self) -> dict[str, Streaming]:
+        """Verbs that answer with many items."""
+        return {"shell": self.shell}
+
+    async def shell(
+        self,
+        peer: Peer,
+        job: str,
+        argv: list[str] | None = None,
+        rank: int = 0,
+        screen: dict[str, Any] | None = None,
+        holds: bool = False,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Run `argv`, or a shell, beside a rank: ``{terminal, host, device}``, then ``{data}``, then ``{exit_code}``.
+
+        Args:
+            screen: (term, columns, rows) of the person's terminal; None: pipes.
+            holds: the job was only there for this shell, and is cancelled when it ends or its person goes.
+        """
+        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        attempt = known.attempt
+        if attempt is None or attempt.state is not AttemptState.RUNNING:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: only inside a running job")
+        if rank not in attempt.ranks:
+            raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
+        place = attempt.ranks[rank].place
+        lost = False
+        number = 0
+        try:
+            answer = await self._hosts.request(
+                place.host, "terminal_open", job=known.id, attempt=attempt.number, generation=attempt.generation,
+                rank=rank, argv=argv or [], screen=screen, secrets=await self._archive.secrets(known.id),
+            )  # fmt: skip
+            self._count += 1
+            number = self._count
+            self._open[number] = _Open(peer.uid, place.host, str(answer["terminal"]))
+            yield {"terminal": number, "host": place.host, "device": place.device}
+            while True:
+                piece = await self._hosts.request(place.host, "terminal_read", terminal=answer["terminal"])
+                if piece["data"]:
+                    yield {"data": piece["data"]}
+                if piece["exit_code"] is not None:
+                    yield {"exit_code": piece["exit_code"]}
+                    return
+        except AgentLost:
+            lost = True  # nobody gave the devices back
+            raise
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_S):
+                await self._close(number)
+                if holds and not lost:
+                    await self._cancel(known, peer)
+
+    async def shell_input(
+        self,
+        peer: Peer,
+        terminal: int,
+        data: bytes = b"",
+        screen: dict[str, Any] | None = None,
+        end: bool = False,
+    ) -> None:
+        """What was typed; `screen`: the window has another size; `end`: of the input, where it comes through a pipe."""
+        found = self._open.get(terminal)
+        if found is None or found.uid != peer.uid:
+            raise ClusterError(f"there is no terminal {terminal} of yours")
+        await self._hosts.request(
+            found.host, "terminal_write", TYPING_S, terminal=found.name, data=data, screen=screen, end=end
+        )
+
+    async def _close(self, number: int) -> None:
+        found = self._open.pop(number, None)
+        if found is None:
+            return
+        try:
+            await self._hosts.request(found.host, "terminal_close", terminal=found.name)
+        except ClusterError:
+            return  # the agent hangs up by itself on whoever is silent
+
+    async def _cancel(self, job: Job, peer: Peer) -> None:
+        if not job.state.is_final:
+            await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user))

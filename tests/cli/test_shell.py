@@ -1,0 +1,165 @@
+"""Shells: in a reservation of their own, or inside a job that runs."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunningCluster, until
+
+DEADLINE_S = 60.0
+
+
+class Person:
+    """At a terminal, in front of one command."""
+
+    def __init__(self, cluster: RunningCluster, cwd: Path, *arguments: str) -> None:
+        self._screen, theirs = pty.openpty()
+        self.said = b""
+        env = {**cluster.environment, "TERM": "xterm"}
+        command = [sys.executable, "-m", "clusterd", *arguments]
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        # The terminal is its own: a Ctrl-C there is an interrupt.
+        own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+        self.process = subprocess.Popen(command, env=env, cwd=cwd, **own, **streams)
+        os.close(theirs)
+
+    def types(self, text: str) -> None:
+        os.write(self._screen, text.encode())
+
+    def sees(self, text: str) -> None:
+        """Waits for `text`, which is dropped with all before it."""
+        end = time.monotonic() + DEADLINE_S
+        while text.encode() not in self.said:
+            ready, _, _ = select.select([self._screen], [], [], 0.1)
+            assert time.monotonic() < end, f"waited for {text!r} and saw {self.said!r}"
+            if ready:
+                try:
+                    self.said += os.read(self._screen, 1 << 16)
+                except OSError:
+                    raise AssertionError(f"{text!r} did not come; it ended with {self.said!r}") from None
+        self.said = self.said.partition(text.encode())[2]
+
+    def leaves(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)
+
+
+@pytest.fixture(name="at_terminal")
+def at_terminal_(local_cluster: RunningCluster, tmp_path: Path) -> Iterator[Callable[..., Person]]:
+    people: list[Person] = []
+    (tmp_path / "mine.txt").write_text("of this directory\n")
+
+    def sit_down(*arguments: str) -> Person:
+        people.append(Person(local_cluster, tmp_path, *arguments))
+        return people[-1]
+
+    yield sit_down
+    for person in people:
+        person.close()
+
+
+def test_a_shell_has_a_device_until_it_ends(local_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
+    person = at_terminal("shell", "--devices", "1")
+    person.sees("exit gives it back")
+    person.types("cat mine.txt; echo $((6*7))-$CLUSTERD_JOB_NAME\r")
+    person.sees("of this directory")
+    person.sees("42-shell")
+    (row,) = local_cluster.call("jobs")
+    assert (row["name"], row["state"], len(row["devices"])) == ("shell", "running", 1)
+    person.types("sh -c 'echo be''gun; sleep 1000'\r")
+    person.sees("begun")
+    person.types("\x03")
+    person.types("echo go''on\r")
+    person.sees("goon")
+    person.types("exit 7\r")
+    assert person.leaves() == 7
+    local_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+
+
+@pytest.mark.parametrize("how", [signal.SIGHUP, signal.SIGKILL])
+def test_whoever_goes_away_holds_nothing(
+    local_cluster: RunningCluster, at_terminal: Callable[..., Person], how: signal.Signals
+) -> None:
+    person = at_terminal("shell", "--devices", "2")
+    person.sees("exit gives it back")
+    (row,) = local_cluster.call("jobs")
+    person.process.send_signal(how)
+    local_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
+
+
+def test_who_waits_is_told_why_and_may_give_up(
+    local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
+) -> None:
+    first = local_cluster.run("shell", "--devices", "2", "--detach", cwd=tmp_path).stdout.strip()
+    second = local_cluster.run("shell", "--devices", "2", "-d", cwd=tmp_path).stdout.strip()
+    person = at_terminal("shell", "--devices", "1", "--name", "third")
+    person.sees("third (3) waits: ")
+    person.types("\x03")
+    assert person.leaves() == 130
+    assert local_cluster.job("third")["state"] == "cancelled"
+    assert [local_cluster.job(job)["state"] for job in (first, second)] == ["running", "running"]
+
+
+def test_a_reservation_is_entered_again_and_ends_by_itself(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    job = local_cluster.run("shell", "--devices", "1", "--time", "20s", "-d", cwd=tmp_path).stdout.strip()
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    local_cluster.run("shell", job, "--", "touch", "was-here")
+    assert local_cluster.run("shell", job, "--", "ls").stdout == "was-here\n"
+    ended = local_cluster.wait_for(job, lambda row: row["ended_s"])
+    assert "time limit" in ended["reason"]
+
+
+def test_a_command_inside_a_job_has_its_surroundings(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    script = "import os, time\nopen('there', 'w').close()\nprint('up', flush=True)\ntime.sleep(1000)"
+    command = ("run", "-d", "--devices", "1", "--env", "COLOUR=blue", "--", "python3", "-c", script)
+    job = local_cluster.run(*command, cwd=tmp_path).stdout.strip()
+    until(lambda: local_cluster.run("logs", job).stdout == "up\n")
+    done = local_cluster.run("shell", job, "sh", "-c", "echo $COLOUR; ls; cat; exit 3", input="piped\n", check=False)
+    assert done.stdout.split() == ["blue", "there", "piped"]
+    assert done.returncode == 3
+    local_cluster.run("cancel", "--wait", job)
+
+
+def test_a_shell_ends_with_its_job(local_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
+    job = local_cluster.run("run", "-d", "--devices", "1", "--", "sleep", "1000").stdout.strip()
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    person = at_terminal("shell", job)
+    person.sees("exit leaves the job running")
+    local_cluster.run("cancel", "--wait", job)
+    assert person.leaves() > 128
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "why"),
+    [
+        ((), 2, "name a JOB to go into, or say what to reserve"),
+        (("--gpus", "1", "--devices", "1"), 2, "give one of them"),
+        (("--time", "2h", "gpt"), 2, "--time is of a reservation"),
+        (("nobody",), 2, "no job"),
+        (("done",), 1, "only inside a running job"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(
+    local_cluster: RunningCluster, arguments: tuple[str, ...], code: int, why: str
+) -> None:
+    if arguments == ("done",):
+        local_cluster.run("run", "--name", "done", "--", "true")
+    refused = local_cluster.run("shell", *arguments, check=False)
+    assert (refused.returncode, refused.stdout) == (code, "")
+    assert why in refused.stderr.strip().splitlines()[-1]
