@@ -32,6 +32,17 @@ class HostOptions:
     agent_home: str | None = None  # where the agent keeps its state
 
 
+NEWS = ("job finished", "job failed", "job cancelled", "job queued again", "host lost", "host back")
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Whom to tell what: ``[notify]``."""
+
+    command: tuple[str, ...]  # an argv; each piece of news is a JSON object on its standard input
+    on: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """The daemon's settings."""
@@ -49,6 +60,7 @@ class Config:
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
     datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs; as in a job file
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    notify: Notify | None = None
 
 
 def state_dir(system: bool = False) -> Path:
@@ -89,11 +101,12 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
         "hosts",
         "datasets",
         "tenants",
+        "notify",
         "host_lost_after_s",
         "workdir_bytes_max",
     }
     check_keys(daemon, known | {"host_lost_after", "workdir_max"}, f"{where}: [daemon]")
-    check_keys(values, {"daemon", "hosts", "datasets", "tenants"}, where)
+    check_keys(values, {"daemon", "hosts", "datasets", "tenants", "notify"}, where)
     from clusterd.jobfile import data_folders  # which reads files by this module's functions
 
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
@@ -118,6 +131,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             hosts=hosts,
             datasets=datasets,
             tenants=tenants,
+            notify=_notify(values["notify"], f"{where}: [notify]") if "notify" in values else None,
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{where}: [daemon]: {error}") from None
@@ -142,6 +156,18 @@ def _tenant(table: Any, where: str) -> Tenant:
     if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share < float("inf"):
         raise ConfigError(f"{where}: share is {share!r}; it must be a number above 0")
     return Tenant(quota, float(share))
+
+
+def _notify(table: Any, where: str) -> Notify:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} is {table!r}; it must be a table")
+    check_keys(table, {f.name for f in fields(Notify)}, where)
+    command, on = table.get("command"), table.get("on", [kind for kind in NEWS if kind != "job cancelled"])
+    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+        raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
+    if not isinstance(on, list) or not set(map(str, on)) <= set(NEWS):
+        raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NEWS)}")
+    return Notify((os.path.expanduser(command[0]), *command[1:]), tuple(on))
 
 
 def _host_options(table: Any, where: str) -> HostOptions:

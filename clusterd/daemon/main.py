@@ -41,6 +41,7 @@ from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
 from clusterd.daemon.learned import Learned
 from clusterd.daemon.membership import LOCAL
+from clusterd.daemon.news import Notifier
 from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
@@ -112,8 +113,12 @@ class Daemon:
             hosts.on_steps, hosts.on_probe = profiler.saw, profiler.probed
             launches.wants_probe = learned.wants_probe
 
+            notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None
+
             def handled(events: Any, decisions: Any) -> None:
                 feed.add(events, decisions)
+                if notifier is not None:
+                    notifier.handled(decisions)
                 executor.carry_out(decisions)
                 profiler.handled(events)
                 for event in events:
@@ -144,6 +149,8 @@ class Daemon:
             await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=dict(config.tenants)))
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
+            if notifier is not None:
+                tasks.start_soon(notifier.run)
             await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))
             tasks.start_soon(server.serve, listener)
             tasks.start_soon(_watchdog)

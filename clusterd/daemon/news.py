@@ -1,0 +1,113 @@
+"""What people want to be told when they do not look: handed to a command of the operator's, which knows their chat."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import anyio
+import msgspec
+
+from clusterd.config import Notify
+from clusterd.core.decisions import Decision, EndJob, RequeueJob
+from clusterd.core.state import Job, Outcome, State
+from clusterd.types import HostId, HostState
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+"""For the command, each time; then it is ended."""
+WAITING_MAX = 1000
+"""Pieces of news; with a command that is slower than what happens, the oldest are dropped."""
+
+News = dict[str, Any]
+
+
+class Notifier:
+    """Sees what was decided on every batch of events; runs the command for each piece of news, one after the other."""
+
+    def __init__(self, notify: Notify, state: State) -> None:
+        self._notify, self._state = notify, state
+        self._lost: set[HostId] = set()
+        self._waiting: deque[News] = deque()
+        self._bell = anyio.Event()
+
+    def handled(self, decisions: Iterable[Decision]) -> None:
+        """A batch was handled."""
+        for decision in decisions:
+            if isinstance(decision, EndJob):
+                self._tell(_of_job(self._state.jobs[decision.job], decision.state, decision.reason))
+            elif isinstance(decision, RequeueJob):
+                job = self._state.jobs[decision.job]
+                if job.attempts[decision.attempt - 1].outcome not in _BY_CHOICE:
+                    self._tell(_of_job(job, "queued again", decision.reason))
+        for host in self._state.hosts.values():
+            if host.state is HostState.LOST and host.id not in self._lost:
+                self._lost.add(host.id)
+                self._tell(_of_host("host lost", host.id, f"{host.id} is lost: {host.why}"))
+            elif host.state is HostState.UP and host.id in self._lost:
+                self._lost.remove(host.id)
+                self._tell(_of_host("host back", host.id, f"{host.id} is back"))
+
+    async def run(self) -> None:
+        """Tell what there is to tell, for ever."""
+        while True:
+            await self.deliver()
+            self._bell = anyio.Event()
+            await self._bell.wait()
+
+    async def deliver(self) -> None:
+        """Run the command for each piece of news that waits."""
+        while self._waiting:
+            await self._hand_over(self._waiting.popleft())
+
+    def _tell(self, news: News) -> None:
+        if news["kind"] not in self._notify.on:
+            return
+        if len(self._waiting) >= WAITING_MAX:
+            dropped = self._waiting.popleft()
+            log.warning("notify: %s is too slow; nobody is told that %s", self._notify.command[0], dropped["text"])
+        self._waiting.append({**news, "at_s": time.time()})
+        self._bell.set()
+
+    async def _hand_over(self, news: News) -> None:
+        command, text = self._notify.command, msgspec.json.encode(news) + b"\n"
+
+        def run() -> subprocess.CompletedProcess[bytes]:
+            return subprocess.run(command, input=text, capture_output=True, timeout=PATIENCE_S, check=False)
+
+        try:
+            done = await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            log.error("notify: %s; it was to tell that %s", error, news["text"])
+            return
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            log.error(
+                "notify: %s ended with %d: %s", command[0], done.returncode, said[-1] if said else "it said nothing"
+            )
+
+
+def _of_job(job: Job, what: str, reason: str) -> News:
+    return {
+        "kind": f"job {what}",
+        "text": f"{job.spec.name} ({job.id}) {what}: {reason}",
+        "job": job.id,
+        "name": job.spec.name,
+        "user": job.spec.user,
+        "tenant": job.spec.tenant,
+        "hosts": list(job.attempts[-1].hosts) if job.attempts else [],
+        "exit_code": job.exit_code,
+    }
+
+
+_BY_CHOICE = (Outcome.PREEMPTED, Outcome.REFUSED)
+"""Ends of attempts that are the scheduler's business."""
+
+
+def _of_host(kind: str, host: HostId, text: str) -> News:
+    return {"kind": kind, "text": text, "hosts": [host]}

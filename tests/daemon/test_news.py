@@ -1,0 +1,110 @@
+"""A command of the operator's hears what happened."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from clusterd import config
+from clusterd.core.state import Host, State
+from clusterd.daemon import news
+from clusterd.daemon.news import Notifier
+from clusterd.errors import ConfigError
+from clusterd.types import HostId, HostState
+from tests.conftest import RunningCluster, crash_host, until
+
+
+def test_ends_of_jobs_are_told_in_order(cluster: RunningCluster, tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    teller = tmp_path / "teller"
+    # It fails the first time: what comes later is told all the same.
+    teller.write_text(
+        f"#!/bin/sh\nsleep 0.2\ncat >> {heard}\ntest -e {heard}.failed || {{ touch {heard}.failed; exit 1; }}\n"
+    )
+    teller.chmod(0o755)
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text(f'[notify]\ncommand = ["{teller}"]\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1)
+    cluster.run("run", "--name", "good", "--", "true")
+    cluster.run("run", "--name", "bad", "--", "sh", "-c", "exit 9", check=False)
+    gone = cluster.run("run", "-d", "--name", "gone", "--", "sleep", "1000").stdout.strip()
+    cluster.run("cancel", "--wait", gone)  # by default, whoever cancelled it knows
+    cluster.run("run", "--name", "last", "--", "true")
+
+    def told() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in heard.read_text().splitlines()] if heard.exists() else []
+
+    until(lambda: len(told()) == 3, 30.0, lambda: str(told()))
+    assert [(one["kind"], one["name"], one["exit_code"]) for one in told()] == [
+        ("job finished", "good", 0),
+        ("job failed", "bad", 9),
+        ("job finished", "last", 0),
+    ]
+    assert told()[1]["text"].startswith("bad (2) failed: ")
+    assert f"notify: {teller} ended with 1" in cluster.log()
+
+
+def test_a_job_that_starts_again_is_told_of(cluster: RunningCluster, tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text(f'[notify]\ncommand = ["tee", "-a", "{heard}"]\non = ["job queued again"]\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=2)
+    cluster.wait_until_up(2)
+    command = ("run", "-d", "--devices", "1", "--name", "long", "--", "sleep", "1000")
+    job = cluster.run(*command, cwd=tmp_path).stdout.strip()
+    host = cluster.wait_for(job, lambda row: row["state"] == "running")["hosts"][0]
+    crash_host(cluster.directory, int(host.removeprefix("local")))
+    until(lambda: heard.exists() and heard.read_text().endswith("\n"), 30.0, cluster.log)
+    told = json.loads(heard.read_text())
+    assert told["text"].startswith("long (1) queued again: attempt 1 was lost")
+    assert (told["job"], told["hosts"]) == (job, [host])
+
+
+@pytest.mark.parametrize("command", [("true",), ("no-such-command",), ("sleep", "1000")])
+def test_a_command_that_does_not_work_harms_nothing(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(news, "PATIENCE_S", 0.1)
+    host = Host(HostId("gpu01"), HostState.LOST, why="x" * 1_000_000)  # more than a pipe takes
+    notifier = Notifier(config.Notify(command, config.NEWS), State(hosts={host.id: host}))
+    notifier.handled([])
+    anyio.run(notifier.deliver)
+    assert ("it was to tell that gpu01 is lost" in caplog.text) == (command != ("true",))
+
+
+def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    host = Host(HostId("gpu01"), HostState.UP)
+    notifier = Notifier(config.Notify(("tee", "-a", str(heard)), config.NEWS), State(hosts={host.id: host}))
+    for state in (HostState.UNREACHABLE, HostState.LOST, HostState.CONNECTING, HostState.UP):
+        host.go(state, 0.0, "no answer" if state is HostState.LOST else "")
+        notifier.handled([])
+    anyio.run(notifier.deliver)
+    told = [json.loads(line) for line in heard.read_text().splitlines()]
+    assert [(one["kind"], one["text"]) for one in told] == [
+        ("host lost", "gpu01 is lost: no answer"),
+        ("host back", "gpu01 is back"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("notify = 3", "must be a table"),
+        ("[notify]", "command is None"),
+        ('[notify]\ncommand = "mail"', "must be a command"),
+        ('[notify]\ncommand = ["mail"]\non = ["job done"]', "job finished"),
+        ('[notify]\ncommand = ["mail"]\nonly = []', "unknown key 'only'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "clusterd.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        config.load(file)
