@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
+import sys
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -262,26 +264,34 @@ class Acting:
                         file.write(b"\n(cut here: clusterd logs prints all of it)\n")
                         break
             file.flush()
+            self._give_terminal([*shlex.split(os.environ.get("PAGER") or "less -R"), file.name], "set PAGER")
+
+    async def shell(self) -> None:
+        """A shell beside a job's rank 0."""
+        job = self._job
+        if job.state != "running":
+            raise ClusterError(f"{job.name} is {job.state}: a shell is inside a running job")
+        self._give_terminal([sys.executable, "-m", "clusterd", "shell", job.id], "run clusterd shell in a terminal")
+
+    def _give_terminal(self, command: list[str], hint: str) -> None:
+        """The terminal is the command's until it ends: nothing is drawn and nothing read meanwhile."""
+        import subprocess
+
+        from textual.app import SuspendNotSupported
+
+        try:
             with self._app.suspend():
-                _run_pager(file.name)
+                subprocess.run(command, check=False)
+        except SuspendNotSupported:
+            raise ClusterError("a browser has no terminal to give away: run clusterd top in one") from None
+        except OSError as error:
+            raise ClusterError(f"{command[0]} cannot be run: {error.strerror}: {hint}") from None
 
 
 def _runs(decisions: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
     """Neighbours that say the same as one, with their number."""
     groups = itertools.groupby(decisions, key=lambda decision: (decision["kind"], decision["reason"]))
     return [(members[0], len(members)) for members in (list(group) for _, group in groups)]
-
-
-def _run_pager(file: str) -> None:
-    """The terminal is the pager's until it ends: nothing is drawn and nothing read meanwhile."""
-    import shlex
-    import subprocess
-
-    command = shlex.split(os.environ.get("PAGER") or "less -R")
-    try:
-        subprocess.run([*command, file], check=False)
-    except OSError as error:
-        raise ClusterError(f"{command[0]} cannot be run: {error.strerror}: set PAGER") from None
 
 
 def _no_file(text: str) -> str:

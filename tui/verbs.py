@@ -42,6 +42,7 @@ VERBS: tuple[Verb, ...] = (
          replay=False),
     Verb("L", "L", "previous_logs", "", "the log of its attempt before", JOBS, replay=False),
     Verb("o", "o", "pager", "", "a job's log in $PAGER", JOBS, replay=False),
+    Verb("exclamation_mark", "!", "shell", "", "a shell inside a running job", JOBS, acts=True),
     Verb("y", "y", "copy", "", "copy the id of what is under the cursor"),
     Verb("space", "space", "mark", "mark", "mark a row; verbs are about all marked ones", TABLES, footer=("queue",),
          rank=7, replay=False),

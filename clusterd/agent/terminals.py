@@ -1,7 +1,7 @@
 """Commands that people run inside attempts: with the devices, the variables and the working directory of a rank.
 
 Each is a child of the agent, carries the attempt's tag, and so ends with the attempt at the latest. What it writes is
-pulled, a piece at a time; one that nobody pulls from any more has lost its person, and is hung up on.
+pulled, a piece at a time; one that nobody asks for any more has lost its daemon, and is hung up on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from clusterd.agent.records import Attempt, Refused
 PIECE_BYTES = 1 << 16
 READ_WAIT_S = 20.0
 """A reader is answered within this time, with nothing where nothing was written."""
-SILENT_S = 90.0
-"""Without a reader for so long, a terminal is hung up on."""
+SILENT_S = 120.0
+"""A terminal that was not asked for for so long is hung up on."""
 
 _OF_RANKS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CLUSTERD_RANK_FILE",
@@ -85,6 +85,7 @@ class Terminals:
         found = self._open.get(name)
         if found is None:
             raise Refused("unknown", "this terminal is closed")
+        found.asked_at = time.monotonic()
         return found
 
     def close(self, name: str) -> None:
@@ -93,9 +94,9 @@ class Terminals:
             found.hang_up()
 
     def look_after(self) -> None:
-        """Hang up on those whose person is gone."""
+        """Hang up on those whose daemon is gone."""
         for name, terminal in list(self._open.items()):
-            if time.monotonic() - terminal.read_at > SILENT_S:
+            if time.monotonic() - terminal.asked_at > SILENT_S:
                 self.close(name)
 
     def close_all(self) -> None:
@@ -108,7 +109,7 @@ class Terminal:
     """One command, and both ends of what is said to it and by it.
 
     Attributes:
-        read_at: monotonic time of the last pull.
+        asked_at: monotonic time of the last word about it.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, source: int, sink: int) -> None:
@@ -119,7 +120,7 @@ class Terminal:
         self._over = False
         self._writing = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None  # what a writer waits for
-        self.read_at = time.monotonic()
+        self.asked_at = time.monotonic()
         os.set_blocking(source, False)
         os.set_blocking(sink, False)
         self._loop.add_reader(source, self._take)
@@ -151,7 +152,6 @@ class Terminal:
 
     async def read(self, wait_s: float = READ_WAIT_S) -> dict[str, Any]:
         """What it wrote since, and its exit code when there is no more to come; negative: the signal that ended it."""
-        self.read_at = time.monotonic()
         with contextlib.suppress(asyncio.TimeoutError):
             if not self._said and not self._over:
                 await asyncio.wait_for(self._news.wait(), wait_s)

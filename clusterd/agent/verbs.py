@@ -68,6 +68,7 @@ class Verbs:
             "terminal_open": self._terminal_open,
             "terminal_read": self._terminal_read,
             "terminal_write": self._terminal_write,
+            "terminal_hold": self._terminal_hold,
             "terminal_close": self._terminal_close,
         }
 
@@ -192,6 +193,10 @@ class Verbs:
         await terminal.write(bytes(message.get("data") or b""))
         if message.get("end"):
             terminal.end_input()
+        return {}
+
+    async def _terminal_hold(self, message: Message) -> Message:
+        self._terminals.get(str(message["terminal"]))
         return {}
 
     async def _terminal_close(self, message: Message) -> Message:

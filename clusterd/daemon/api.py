@@ -33,7 +33,6 @@ from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.membership import Membership, need_operator
 from clusterd.daemon.server import Peer, Streaming, Verb
-from clusterd.daemon.terminals import Terminals
 from clusterd.daemon.wellformed import refuse_malformed
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobId, JobKind, JobSpec
@@ -69,7 +68,6 @@ class Api:
         self._by_hand = ByHand(engine, hosts, feed)
         self._forgetting = Forgetting(engine, hosts, archive)
         self._fetching = Fetching(engine, hosts)
-        self._terminals = Terminals(engine, hosts, archive)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
@@ -97,15 +95,13 @@ class Api:
             **self._by_hand.verbs,
             **self._forgetting.verbs,
             **self._fetching.verbs,
-            **self._terminals.verbs,
             "steps": self.steps,
         }
 
     @property
     def streams(self) -> dict[str, Streaming]:
         """Verbs that answer with many items."""
-        own: dict[str, Streaming] = {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch}
-        return {**own, **self._fetching.streams, **self._terminals.streams}
+        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
 
     @property
     def _state(self) -> Any:

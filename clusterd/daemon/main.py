@@ -46,6 +46,7 @@ from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
 from clusterd.daemon.speed import Speed
+from clusterd.daemon.terminals import Terminals
 from clusterd.daemon.timers import Timers
 from clusterd.errors import ClusterError, ConfigError
 from clusterd.ssh.connection import Dialer
@@ -134,13 +135,14 @@ class Daemon:
                 api.admit,
                 describer.describe_unsubmitted,
             )
-            verbs = {**api.verbs, **speed.verbs}
+            terminals = Terminals(engine, hosts, archive)
+            verbs = {**api.verbs, **speed.verbs, **terminals.verbs}
             server = Server(
                 config.socket,
                 config.socket_group,
                 config.operators,
                 verbs,
-                api.streams,
+                {**api.streams, **terminals.streams},
                 lambda peer: archive.drop_partial(peer.connection),
             )
             listener = await server.listen()
@@ -149,6 +151,7 @@ class Daemon:
             await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=dict(config.tenants)))
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
+            tasks.start_soon(terminals.run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
             await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from clusterd.errors import AgentLost, ClusterError, UsageError
 from clusterd.types import AttemptState, HostId
 
 CLOSE_S = 5.0
+HELD_EVERY_S = 30.0
+"""An agent hears of each terminal at least this often: somebody who does not read for a while is not gone."""
 TYPING_S = 24 * 3600.0
 """For a command to read what it was sent."""
 
@@ -48,6 +51,14 @@ class Terminals:
     def streams(self) -> dict[str, Streaming]:
         """Verbs that answer with many items."""
         return {"shell": self.shell}
+
+    async def run(self) -> None:
+        """Keep open what is open, for ever."""
+        while True:
+            await anyio.sleep(HELD_EVERY_S)
+            for found in list(self._open.values()):
+                with contextlib.suppress(ClusterError):  # whoever reads from it is told
+                    await self._hosts.request(found.host, "terminal_hold", terminal=found.name)
 
     async def shell(
         self,

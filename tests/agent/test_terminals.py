@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clusterd.agent.records import Refused
+from clusterd.agent.terminals import SILENT_S, Terminal, Terminals
 from tests.agent.client import AgentClient, wait_until
 
 SCREEN = {"term": "xterm", "columns": 97, "rows": 31}
@@ -90,6 +94,23 @@ def test_a_closed_terminal_hangs_up(job: AgentClient) -> None:
     pid = int(said(job, terminal, until=b"\n")[0])
     job.ok("terminal_close", terminal=terminal)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the shell")
+
+
+def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
+    """Their daemon is gone."""
+
+    async def script() -> int:
+        terminals, terminal = Terminals(), await Terminal.start(["sleep", "1000"], os.environ, None)
+        terminals._open["it"] = terminal
+        terminals.look_after()
+        assert terminals.get("it") is terminal
+        terminal.asked_at -= SILENT_S + 1
+        terminals.look_after()
+        with pytest.raises(Refused):
+            terminals.get("it")
+        return await terminal._process.wait()
+
+    assert asyncio.run(script()) == -signal.SIGHUP
 
 
 def test_it_ends_with_the_attempt_whatever_it_ignores(job: AgentClient) -> None:

@@ -191,6 +191,18 @@ def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_pa
     drive(shared, script)
 
 
+def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, running: str) -> None:
+    """As in a browser, or here."""
+
+    async def script(app: Top, pilot: Pilot[Any]) -> None:
+        await on_job(app, pilot, running)
+        await pilot.press("!")
+        said = await window(pilot)
+        assert "no terminal to give away" in said.text
+
+    drive(shared, script)
+
+
 def test_submit_from_a_file(shared: RunningCluster, tmp_path: Path) -> None:
     """A wrong path is said, a right one is shown before it is sent."""
     file = tmp_path / "quick.toml"
