@@ -69,15 +69,9 @@ def shell(words: tuple[str, ...], gpus: int | None, devices: int | None, rank: i
     )  # fmt: skip
     with Client() as cluster:
         answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
-        if options["detach"]:
-            print(answer["id"])
-            return 0
-        try:
-            _wait_for_devices(cluster, answer)
-        except KeyboardInterrupt:
-            with Client() as another:  # the first connection is in the middle of a stream
-                another.call("cancel", job=answer["id"])
-            return 130
+    if options["detach"]:
+        print(answer["id"])
+        return 0
     return _attend(answer["id"], list(words), 0, holds=True)
 
 
@@ -85,25 +79,8 @@ def _refuse_reservation(options: dict[str, Any]) -> None:
     context = click.get_current_context()
     for name in options:
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = "host" if name == "hosts" else "time" if name == "time_limit" else name.replace("_", "-")
+            option = {"hosts": "host", "time_limit": "time"}.get(name, name.replace("_", "-"))
             raise click.UsageError(f"--{option} is of a reservation: say what to reserve with --gpus N or --devices N")
-
-
-def _wait_for_devices(cluster: Client, answer: dict[str, Any]) -> None:
-    """Until the job runs; says what it waits for.
-
-    Raises:
-        ClusterError: it ended before.
-    """
-    told = ""
-    for row in cluster.stream("wait", job=answer["id"]):
-        if row["state"] == "running":
-            return
-        if row["ended_s"] is not None:
-            raise ClusterError(f"{row['name']} ({row['id']}) {row['state']}: {row['reason']}")
-        if row["state"] == "queued" and row["reason"] and row["reason"] != told:
-            told = row["reason"]
-            note(f"{row['name']} ({row['id']}) waits: {told}")
 
 
 def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
@@ -112,7 +89,9 @@ def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
     with Client() as cluster, Client(timeout_s=PATIENCE_S) as typing:
         screen = _screen() if on_screen else None
         stream = cluster.stream("shell", job=job, argv=argv, rank=rank, screen=screen, holds=holds)
-        opened = next(stream)
+        opened = _opened(job, stream)
+        if opened is None:
+            return 130
         if on_screen and not argv:
             where = f"{opened['host']} ({opened['device'] or 'CPU cores'})"
             note(f"{where}: exit {'gives it back' if holds else 'leaves the job running'}")
@@ -132,6 +111,19 @@ def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
                     raise type(error)(f"{error}; job {job} may still hold its devices: clusterd cancel {job}") from None
                 raise
     raise ClusterError(f"job {job}: the shell ended without an exit code")
+
+
+def _opened(job: str, stream: Iterator[dict[str, Any]]) -> dict[str, Any] | None:
+    """The terminal, when there is one; says what it waits for. None: the person waits no longer."""
+    try:
+        for item in stream:
+            if "terminal" in item:
+                return item
+            note(f"{job} waits: {item['waits']}")
+    except KeyboardInterrupt:
+        note(f"{job} is given up")
+        return None
+    raise ClusterError(f"job {job}: the daemon opened no shell")
 
 
 def _screen() -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Daemon:
                 api.admit,
                 describer.describe_unsubmitted,
             )
-            terminals = Terminals(engine, hosts, archive)
+            terminals = Terminals(engine, hosts, archive, feed)
             verbs = {**api.verbs, **speed.verbs, **terminals.verbs}
             server = Server(
                 config.socket,

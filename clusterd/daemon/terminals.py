@@ -15,10 +15,11 @@ from clusterd.core import events as e
 from clusterd.core.state import Job
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
+from clusterd.daemon.feed import Feed
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.errors import AgentLost, ClusterError, UsageError
-from clusterd.types import AttemptState, HostId
+from clusterd.types import AttemptState, HostId, JobState
 
 CLOSE_S = 5.0
 HELD_EVERY_S = 30.0
@@ -37,8 +38,8 @@ class _Open:
 class Terminals:
     """One verb that streams what a command says, and one that takes what is typed, by the terminal's number."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
-        self._engine, self._hosts, self._archive = engine, hosts, archive
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, feed: Feed) -> None:
+        self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
         self._open: dict[int, _Open] = {}
         self._count = 0
 
@@ -73,18 +74,23 @@ class Terminals:
 
         Args:
             screen: (term, columns, rows) of the person's terminal; None: pipes.
-            holds: the job was only there for this shell, and is cancelled when it ends or its person goes.
+            holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
+                or its person goes.
         """
         known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
-        attempt = known.attempt
-        if attempt is None or attempt.state is not AttemptState.RUNNING:
-            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: only inside a running job")
-        if rank not in attempt.ranks:
-            raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
-        place = attempt.ranks[rank].place
         lost = False
         number = 0
         try:
+            if holds:
+                async for reason in self._until_it_runs(known):
+                    yield {"waits": reason}
+            attempt = known.attempt
+            if attempt is None or attempt.state is not AttemptState.RUNNING:
+                what = known.reason if holds else "only inside a running job"
+                raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: {what}")
+            if rank not in attempt.ranks:
+                raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
+            place = attempt.ranks[rank].place
             answer = await self._hosts.request(
                 place.host, "terminal_open", job=known.id, attempt=attempt.number, generation=attempt.generation,
                 rank=rank, argv=argv or [], screen=screen, secrets=await self._archive.secrets(known.id),
@@ -108,6 +114,16 @@ class Terminals:
                 await self._close(number)
                 if holds and not lost:
                     await self._cancel(known, peer)
+
+    async def _until_it_runs(self, job: Job) -> AsyncIterator[str]:
+        """What it waits for, each time that changes; until it runs, or is over."""
+        told = ""
+        while not job.state.is_final and (job.attempt is None or job.attempt.state is not AttemptState.RUNNING):
+            number = self._feed.number
+            if job.state is JobState.QUEUED and job.reason and job.reason != told:
+                told = job.reason
+                yield told
+            await self._feed.wait(number)
 
     async def shell_input(
         self,
