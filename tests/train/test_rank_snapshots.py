@@ -13,6 +13,7 @@ from scenarios import Recorded, job
 from clusterd.train import snapshots
 from clusterd.train.context import Context
 from clusterd.train.control import AgentRefused, Control
+from clusterd.train.copying import Copies
 from clusterd.train.entry import Training
 from clusterd.train.segments import Segment
 from clusterd.train.snapshots import Snapshots
@@ -73,13 +74,13 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
 ) -> None:
     """Parameters wait for the copy; running statistics do not."""
     forward = threading.Event()
-    fill = snapshots.fill
+    fills = snapshots.fills
 
-    def late(*args: Any) -> list[int]:
+    def late(*args: Any) -> Copies:
         assert forward.wait(DEADLINE_S)
-        return fill(*args)
+        return fills(*args)
 
-    monkeypatch.setattr(snapshots, "fill", late)
+    monkeypatch.setattr(snapshots, "fills", late)
     made = training(model="tables")
     taken = ready(made, Agent(tmp_path))
     seen = dict(made.parallel.module.named_buffers())["embed.seen"]
