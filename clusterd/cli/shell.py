@@ -45,8 +45,8 @@ HOLDER = ("sleep", "infinity")
 def shell(words: tuple[str, ...], gpus: int | None, devices: int | None, rank: int, **options: Any) -> int:
     """A shell on a host: inside JOB, or with --gpus or --devices in a reservation that ends with it.
 
-    It has the devices, environment variables and working directory of the job, and ends with it. With COMMAND, that is
-    run instead of a shell, and its exit code returned.
+    It has the devices, environment variables and working directory of a rank, and ends with that rank: with the job, or
+    when the job moves. With COMMAND, that is run instead of a shell, and its exit code returned.
 
     \b
     clusterd shell --gpus 1                    a GPU for as long as the shell is open
