@@ -149,21 +149,15 @@ def test_a_shell_ends_with_its_job(local_cluster: RunningCluster, at_terminal: C
     assert person.leaves() > 128
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "why"),
-    [
+def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    local_cluster.run("run", "--name", "done", "--", "true", cwd=tmp_path)
+    for arguments, code, why in (
         ((), 2, "name a JOB to go into, or say what to reserve"),
         (("--gpus", "1", "--devices", "1"), 2, "give one of them"),
         (("--time", "2h", "gpt"), 2, "--time is of a reservation"),
         (("nobody",), 2, "no job"),
         (("done",), 1, "only inside a running job"),
-    ],
-)
-def test_what_cannot_be_is_said_in_a_line(
-    local_cluster: RunningCluster, arguments: tuple[str, ...], code: int, why: str
-) -> None:
-    if arguments == ("done",):
-        local_cluster.run("run", "--name", "done", "--", "true")
-    refused = local_cluster.run("shell", *arguments, check=False)
-    assert (refused.returncode, refused.stdout) == (code, "")
-    assert why in refused.stderr.strip().splitlines()[-1]
+    ):
+        refused = local_cluster.run("shell", *arguments, check=False)
+        assert (refused.returncode, refused.stdout) == (code, ""), arguments
+        assert why in refused.stderr.strip().splitlines()[-1]
