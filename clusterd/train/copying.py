@@ -4,8 +4,8 @@ The sum of a part is over its words, as wide as its rows allow (8, 4, 2 or 1 byt
 live tensor on either side, so equal sums tell that everything between them was sound: copies, segment and network.
 
 Copies are made many at a time, in one call that is outside of Python for as long as it lasts: one by one, a model's
-hundreds of small tensors take a third longer, and several threads take longer than one, as each waits for the others
-between two calls (measured; `docs/decisions.md`).
+hundreds of small tensors take longer, and several threads take longer than one, as each waits for the others between
+two calls (measured; `docs/decisions.md`).
 """
 
 from __future__ import annotations

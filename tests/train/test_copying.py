@@ -1,0 +1,87 @@
+"""What goes through a segment comes back as it was, and with the same sums however it lies in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from clusterd.train.copying import BATCH_BYTES, Piece, fills, loads
+from clusterd.train.segments import Segment
+
+THREADS = pytest.mark.parametrize("threads", [1, 3])
+
+
+def tensors() -> list[torch.Tensor]:
+    """Of many kinds: larger than what is copied at a time, odd rows, no rows, strided, bytes, and halves."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(3 * BATCH_BYTES // 4 + 5),
+        torch.randn(700, 1031),
+        torch.randn(40, 64)[:, ::2],
+        torch.randn(33, 48)[:, 16:32],
+        torch.randn(7, 3).bfloat16(),
+        torch.randint(0, 255, (5, 11), dtype=torch.uint8),
+        torch.tensor(3.5),
+        torch.randint(-(2**62), 2**62, (9, 4)),
+    ]
+
+
+def laid_out(live: list[torch.Tensor]) -> list[Piece]:
+    """One after the other, each on its own, but for the last two, which are one piece."""
+    pieces, offset = [], 0
+    for some in [*([t] for t in live[:-2]), live[-2:]]:
+        size = sum(t.nbytes for t in some)
+        pieces.append(Piece(offset, tuple(some), size))
+        offset = -(-(offset + size) // 8) * 8
+    return pieces
+
+
+@pytest.fixture(name="segment")
+def segment_(tmp_path: Path) -> Segment:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(8 << 20))
+    return Segment(str(path))
+
+
+@THREADS
+def test_everything_comes_back(segment: Segment, threads: int) -> None:
+    live = tensors()
+    sums = fills(segment, laid_out(live)).run(threads)
+    back = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in live]
+    assert loads(segment, laid_out(back)).run(4 - threads) == sums
+    assert all(torch.equal(a, b) for a, b in zip(live, back, strict=True))
+
+
+@THREADS
+def test_every_byte_counts(segment: Segment, threads: int) -> None:
+    live = tensors()
+    pieces = laid_out(live)
+    sums = fills(segment, pieces).run()
+    for number, piece in enumerate(pieces):
+        byte = segment.view(torch.uint8, (1,), piece.offset + piece.bytes - 1)
+        byte += 1
+        back = laid_out([torch.zeros_like(t) for t in live])
+        found = loads(segment, back).run(threads)
+        assert [i for i, (a, b) in enumerate(zip(sums, found, strict=True)) if a != b] == [number]
+        byte -= 1
+
+
+def test_slots_that_are_not_there_are_zeros(segment: Segment) -> None:
+    segment.view(torch.uint8, (64,), 0).fill_(7)
+    there = torch.arange(4, dtype=torch.float32)
+    (written,) = fills(segment, [Piece(0, (None, there, None), 48)]).run()
+    back = [torch.ones(4) for _ in range(3)]
+    (read,) = loads(segment, [Piece(0, tuple(back), 48)]).run()
+    assert read == written
+    assert [t.tolist() for t in back] == [[0.0] * 4, there.tolist(), [0.0] * 4]
+    assert segment.view(torch.uint8, (16,), 48).tolist() == [7] * 16
+
+
+def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -> None:
+    whole = torch.randn(10, 6)
+    sums = fills(segment, [Piece(0, (whole,), whole.nbytes)]).run()
+    corner = torch.zeros(4, 3)
+    assert loads(segment, [Piece(0, (corner,), whole.nbytes, ((10, 6), (5, 2)))]).run() == sums
+    assert torch.equal(corner, whole[5:9, 2:5])
