@@ -107,6 +107,8 @@ def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
             except KeyboardInterrupt:
                 return 130
             except ClusterError as error:
+                if on_screen:
+                    note("")  # what was said last is a prompt
                 if holds:
                     raise type(error)(f"{error}; job {job} may still hold its devices: clusterd cancel {job}") from None
                 raise
