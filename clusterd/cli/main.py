@@ -40,6 +40,7 @@ _COMMANDS = {
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Why a job is where it is."),
     "top": ("top", "top", "Watch and steer the cluster in this terminal."),
+    "metrics": ("metrics", "metrics", "Numbers about hosts, devices and jobs, for Prometheus."),
     "simulate": ("simulate", "simulate", "Run a workload under policies, without machines, and compare."),
     "advise": ("advise", "advise", "Answer others' scheduling situations, one JSON object a line."),
     "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),

@@ -1,0 +1,79 @@
+"""``clusterd metrics``: numbers for Prometheus, in its text format."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from clusterd.client import Client
+from clusterd.types import HostState, JobState
+
+Sample = tuple[dict[str, Any], float]
+
+
+@click.command()
+def metrics() -> None:
+    """Numbers about hosts, devices and jobs, for Prometheus.
+
+    \b
+    As its node exporter collects them from a folder, with cron:
+    * * * * * clusterd metrics > F.tmp && mv F.tmp /var/lib/node_exporter/clusterd.prom
+    """
+    with Client() as cluster:
+        status, hosts, jobs = cluster.call("status"), cluster.call("hosts"), cluster.call("jobs", all=True)
+    for name, help_text, samples in _families(status, hosts, jobs):
+        sys.stdout.write(f"# HELP clusterd_{name} {help_text}\n# TYPE clusterd_{name} gauge\n")
+        sys.stdout.writelines(f"clusterd_{name}{_labels(labels)} {value:.17g}\n" for labels, value in samples)
+
+
+def _families(
+    status: dict[str, Any], hosts: list[dict[str, Any]], jobs: list[dict[str, Any]]
+) -> Iterator[tuple[str, str, list[Sample]]]:
+    yield "start_time_seconds", "When the daemon started, in Unix time.", [({}, status["started_s"])]
+    states = [state.value for state in HostState]
+    yield (
+        "host_state",
+        "1 for the state that a host is in.",
+        [({"host": h["name"], "state": state}, h["state"] == state) for h in hosts for state in states],
+    )
+    yield "host_drained", "Whether a host takes no work.", [({"host": h["name"]}, bool(h["drained"])) for h in hosts]
+    yield "devices", "Devices by what becomes of them.", list(_devices(hosts))
+    known = [h for h in hosts if h["cpu_cores"] is not None]
+    for name, key, help_text in (
+        ("cpu_cores", "cpu_cores", "CPU cores of a host."),
+        ("cpu_cores_used", "cores_used", "CPU cores that jobs were given."),
+        ("memory_bytes", "memory_bytes", "Memory of a host."),
+        ("memory_used_bytes", "memory_used_bytes", "Memory that jobs were given."),
+    ):
+        yield name, help_text, [({"host": h["name"]}, h[key]) for h in known]
+    counted = Counter(job["state"] for job in jobs)
+    yield "jobs", "Jobs by state.", [({"state": state.value}, counted[state.value]) for state in JobState]
+    running = [job for job in jobs if job["state"] == "running"]
+    for name, key, help_text in (
+        ("job_step", "step", "Training steps that a running job has made."),
+        ("job_loss", "loss", "Loss of the newest step of a running job."),
+        ("job_step_seconds", "step_time_s", "Time that a step of a running job takes."),
+    ):
+        labelled = [({k: job[k] for k in ("id", "name", "user", "tenant")}, job[key]) for job in running]
+        yield name, help_text, [(labels, value) for labels, value in labelled if value is not None]
+
+
+def _devices(hosts: list[dict[str, Any]]) -> Iterator[Sample]:
+    """By host, kind, and whether a job has them, somebody else uses them, or nobody does."""
+    for host in hosts:
+        counted = Counter(
+            (d["kind"], "leased" if d["job"] is not None else "foreign" if d["foreign"] else "free")
+            for d in host["devices"]
+        )
+        for kind in sorted({kind for kind, _ in counted}):
+            for use in ("leased", "foreign", "free"):
+                yield {"host": host["name"], "kind": kind, "use": use}, counted[kind, use]
+
+
+def _labels(labels: dict[str, Any]) -> str:
+    escaped = {k: str(v).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for k, v in labels.items()}
+    return "{" + ",".join(f'{k}="{v}"' for k, v in escaped.items()) + "}" if labels else ""

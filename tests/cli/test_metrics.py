@@ -1,0 +1,54 @@
+"""Numbers that Prometheus can read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import RunningCluster
+
+LABEL = r'[a-z_]+="(?:[^"\\\n]|\\[\\"n])*"'
+SAMPLE = re.compile(rf"(clusterd_[a-z_]+)((?:\{{{LABEL}(?:,{LABEL})*\}})?) (-?[0-9.]+(?:e[+-][0-9]+)?)")
+
+
+def read(text: str) -> dict[str, float]:
+    """Values by name and labels; every line is a sample, or the help or type of the family that follows."""
+    found: dict[str, float] = {}
+    family = ""
+    for line in text.splitlines():
+        if line.startswith("# HELP "):
+            family = line.split()[2]
+        elif line.startswith("# TYPE "):
+            assert line == f"# TYPE {family} gauge"
+        else:
+            sample = SAMPLE.fullmatch(line)
+            assert sample is not None, line
+            assert sample[1] == family
+            assert sample[1] + sample[2] not in found
+            found[sample[1] + sample[2]] = float(sample[3])
+    return found
+
+
+def test_they_say_what_the_cluster_does(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    command = ("run", "-d", "--devices", "1", "--host", "local1", "--", "sleep", "1000")
+    job = local_cluster.run(*command, cwd=tmp_path).stdout.strip()
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    local_cluster.run("host", "drain", "local0")
+    found = read(local_cluster.run("metrics").stdout)
+    assert found['clusterd_jobs{state="running"}'] == 1
+    assert found['clusterd_jobs{state="failed"}'] == 0
+    assert found['clusterd_devices{host="local1",kind="cpu",use="leased"}'] == 1
+    assert found['clusterd_devices{host="local1",kind="cpu",use="free"}'] == 1
+    assert found['clusterd_host_state{host="local0",state="up"}'] == 1
+    assert found['clusterd_host_state{host="local0",state="lost"}'] == 0
+    assert (found['clusterd_host_drained{host="local0"}'], found['clusterd_host_drained{host="local1"}']) == (1, 0)
+    assert found['clusterd_memory_bytes{host="local0"}'] > 1e8
+
+
+def test_names_are_escaped() -> None:
+    from clusterd.cli.metrics import _labels
+
+    (found,) = read(
+        f"# HELP clusterd_x x\n# TYPE clusterd_x gauge\nclusterd_x{_labels({'name': chr(92) + chr(10) + chr(34)})} 1"
+    )
+    assert found == r'clusterd_x{name="\\\n\""}'
