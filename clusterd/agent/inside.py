@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from clusterd.agent.child import EXIT_CANNOT_START, EXIT_NOT_FOUND
@@ -11,6 +12,9 @@ from clusterd.agent.child import EXIT_CANNOT_START, EXIT_NOT_FOUND
 def main(arguments: list[str]) -> int:
     """Does not return where it can start what was asked for."""
     directory, cores, *argv = arguments
+    # Under nohup, as a daemon may have been started, everything below would ignore that its line is cut.
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
     if os.isatty(0):
         # The first terminal that the leader of a session opens becomes that session's.
         os.close(os.open(os.ttyname(0), os.O_RDWR))

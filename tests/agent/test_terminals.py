@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from clusterd.agent import programs
 from clusterd.agent.records import Refused
 from clusterd.agent.terminals import SILENT_S, Terminal, Terminals
 from tests.agent.client import AgentClient, wait_until
@@ -100,7 +101,9 @@ def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
     """Their daemon is gone."""
 
     async def script() -> int:
-        terminals, terminal = Terminals(), await Terminal.start(["sleep", "1000"], os.environ, None)
+        command = programs.command("inside", "/", "", "sh", "-c", "echo begun; sleep 1000; true")
+        terminals, terminal = Terminals(), await Terminal.start(command, os.environ, None)
+        assert (await terminal.read())["data"] == b"begun\n"
         terminals._open["it"] = terminal
         terminals.look_after()
         assert terminals.get("it") is terminal

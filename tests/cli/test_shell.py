@@ -21,6 +21,13 @@ from tests.conftest import RunningCluster, until
 DEADLINE_S = 60.0
 
 
+def _own_terminal() -> None:
+    """A Ctrl-C there is an interrupt, also where these tests run in the background, which ignores them."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Person:
     """At a terminal, in front of one command."""
 
@@ -30,9 +37,9 @@ class Person:
         env = {**cluster.environment, "TERM": "xterm"}
         command = [sys.executable, "-m", "clusterd", *arguments]
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-        # The terminal is its own: a Ctrl-C there is an interrupt.
-        own = {"start_new_session": True, "preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
-        self.process = subprocess.Popen(command, env=env, cwd=cwd, **own, **streams)
+        self.process = subprocess.Popen(
+            command, env=env, cwd=cwd, start_new_session=True, preexec_fn=_own_terminal, **streams
+        )
         os.close(theirs)
 
     def types(self, text: str) -> None:
