@@ -36,7 +36,7 @@ def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], Non
         os.close(gate)
         if not opened:
             os._exit(EXIT_CANNOT_START)
-        _reset_signals()
+        reset_signals()
         close_inherited()
         _redirect(request["log"])
         code = _run(request)
@@ -52,7 +52,8 @@ def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], Non
         _leave(code)
 
 
-def _reset_signals() -> None:
+def reset_signals() -> None:
+    """As a newly started interpreter has them, whatever the parent ignores or blocks."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         try:
@@ -79,19 +80,14 @@ def _redirect(log: str) -> None:
 def _run(request: dict[str, Any]) -> int:
     argv: list[str] = request["argv"]
     env: dict[str, str] = request["env"]
-    try:
-        os.chdir(request["cwd"])
-        if request["cores"]:
-            os.sched_setaffinity(0, request["cores"])
-    except (OSError, ValueError) as error:
-        _write(f"clusterd: cannot start in {request['cwd']} on cores {request['cores']}: {error}\n")
+    if not settle(request["cwd"], request["cores"]):
         return EXIT_CANNOT_START
     if request["mode"] != "python":
-        _exec(argv, env)
+        execute(argv, env)
     if not processes.claim_environment(processes.TAG, env[processes.TAG]):
         # Slower, but a cancel finds it: an interpreter of its own shows its own environment.
         path = os.pathsep.join(filter(None, [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH")]))
-        _exec([sys.executable, *argv[1:]], {**env, "PYTHONPATH": path})
+        execute([sys.executable, *argv[1:]], {**env, "PYTHONPATH": path})
     os.environ.clear()
     os.environ.update(env)
     _freshen(request["threads"])
@@ -99,7 +95,20 @@ def _run(request: dict[str, Any]) -> int:
     return _run_python(argv[1:])
 
 
-def _exec(argv: list[str], env: dict[str, str]) -> NoReturn:
+def settle(directory: str, cores: list[int]) -> bool:
+    """Go to a directory, and to cores if any are given; false where that cannot be, after saying so."""
+    try:
+        os.chdir(directory)
+        if cores:
+            os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:
+        _write(f"clusterd: cannot start in {directory} on cores {cores}: {error}\n")
+        return False
+    return True
+
+
+def execute(argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Become `argv`, or end with a word about why not, as a shell would."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, env)

@@ -14,6 +14,10 @@ from clusterd.agent.records import Attempt, Refused
 
 _PYTHONS = ("python", "python3")
 
+_OF_RANKS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CLUSTERD_RANK_FILE",
+)  # fmt: skip
+
 SURVIVES_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """torch would end a process whose NCCL peer is gone; a rank of ours is told, and hands over what it holds."""
 
@@ -63,17 +67,14 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
         env["MASTER_PORT"] = str(rank["master_port"])
     if launch["kind"] == "command" and rank["world_size"] == 1:
         # A lone command is no rank of anything: torchrun or accelerate inside it make their own world.
-        for name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "CLUSTERD_RANK_FILE",
-        ):
-            env.pop(name, None)
+        forget_rank(env)
     return env
+
+
+def forget_rank(env: dict[str, str]) -> None:
+    """Takes out what would make a program take itself for a rank."""
+    for name in _OF_RANKS:
+        env.pop(name, None)
 
 
 def _activate(env: dict[str, str], python: str) -> None:

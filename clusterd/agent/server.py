@@ -57,8 +57,9 @@ class Agent:
         )
         self._snapshots = Snapshots(home.snapshots)
         self._datasets = Datasets()
-        tell = (self._tell_ranks, self._tell_attempt, self._tell_daemons)
-        self._moves = Moves(home.root, self._id, *tell, self._datasets)
+        self._moves = Moves(
+            home.root, self._id, self._tell_ranks, self._tell_attempt, self._tell_daemons, self._datasets
+        )
         self._ports = Ports(home.root / "ports.json")
         self._probe = Probe()
         self._done = asyncio.Event()
@@ -66,8 +67,10 @@ class Agent:
         self._requests: set[asyncio.Task[None]] = set()
         self._callers: set[asyncio.Task[Any]] = set()
         self._terminals = Terminals()
-        parts = (self._progress, self._snapshots, self._datasets, self._moves, self._ports, self._terminals)
-        verbs = Verbs(home, self._attempts, *parts)
+        verbs = Verbs(
+            home, self._attempts, self._progress, self._snapshots, self._datasets, self._moves, self._ports,
+            self._terminals,
+        )  # fmt: skip
         self._verbs = {"facts": self._facts, "shutdown": self._shutdown, **verbs.table}
 
     async def run(self) -> None:

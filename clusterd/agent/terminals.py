@@ -29,11 +29,6 @@ READ_WAIT_S = 20.0
 SILENT_S = 120.0
 """A terminal that was not asked for for so long is hung up on."""
 
-_OF_RANKS = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CLUSTERD_RANK_FILE",
-)  # fmt: skip
-"""What would make a program that is started beside a rank take itself for that rank."""
-
 
 class Terminals:
     """Those that are open on this host, by a name that cannot be guessed."""
@@ -64,8 +59,7 @@ class Terminals:
         if not work.is_dir():
             raise Refused("workdir", f"the working directory {work} is gone")
         env = environment.variables(attempt, given, tag, secrets)
-        for name in _OF_RANKS:
-            env.pop(name, None)
+        environment.forget_rank(env)
         if screen is not None:
             env["TERM"] = str(screen["term"])
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"

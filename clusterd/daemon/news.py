@@ -24,6 +24,9 @@ PATIENCE_S = 60.0
 WAITING_MAX = 1000
 """Pieces of news; with a command that is slower than what happens, the oldest are dropped."""
 
+_BY_CHOICE = (Outcome.PREEMPTED, Outcome.REFUSED)
+"""Ends of attempts that are the scheduler's business."""
+
 News = dict[str, Any]
 
 
@@ -103,10 +106,6 @@ def _of_job(job: Job, what: str, reason: str) -> News:
         "hosts": list(job.attempts[-1].hosts) if job.attempts else [],
         "exit_code": job.exit_code,
     }
-
-
-_BY_CHOICE = (Outcome.PREEMPTED, Outcome.REFUSED)
-"""Ends of attempts that are the scheduler's business."""
 
 
 def _of_host(kind: str, host: HostId, text: str) -> News:

@@ -5,7 +5,7 @@ live tensor on either side, so equal sums tell that everything between them was 
 
 Copies are made many at a time, in one call that is outside of Python for as long as it lasts: one by one, a model's
 hundreds of small tensors take longer, and several threads take longer than one, as each waits for the others between
-two calls (measured; `docs/decisions.md`).
+two calls.
 """
 
 from __future__ import annotations
