@@ -43,11 +43,12 @@ class Notifier:
         """A batch was handled."""
         for decision in decisions:
             if isinstance(decision, EndJob):
-                self._tell(_of_job(self._state.jobs[decision.job], decision.state, decision.reason))
+                self._tell(_of_job(self._state.jobs[decision.job], decision.state, f" {decision.state}: {decision.reason}"))
             elif isinstance(decision, RequeueJob):
                 job = self._state.jobs[decision.job]
                 if job.attempts[decision.attempt - 1].outcome not in _BY_CHOICE:
-                    self._tell(_of_job(job, "queued again", decision.reason))
+                    # The reason ends with where it goes on.
+                    self._tell(_of_job(job, "queued again", f": {decision.reason}"))
         for host in self._state.hosts.values():
             if host.state is HostState.LOST and host.id not in self._lost:
                 self._lost.add(host.id)
@@ -95,10 +96,10 @@ class Notifier:
             )
 
 
-def _of_job(job: Job, what: str, reason: str) -> News:
+def _of_job(job: Job, what: str, text: str) -> News:
     return {
         "kind": f"job {what}",
-        "text": f"{job.spec.name} ({job.id}) {what}: {reason}",
+        "text": f"{job.spec.name} ({job.id}){text}",
         "job": job.id,
         "name": job.spec.name,
         "user": job.spec.user,

@@ -62,7 +62,8 @@ def test_a_job_that_starts_again_is_told_of(cluster: RunningCluster, tmp_path: P
     crash_host(cluster.directory, int(host.removeprefix("local")))
     until(lambda: heard.exists() and heard.read_text().endswith("\n"), 30.0, cluster.log)
     told = json.loads(heard.read_text())
-    assert told["text"].startswith("long (1) queued again: attempt 1 was lost")
+    assert told["text"].startswith("long (1): attempt 1 was lost")
+    assert told["text"].count("again") == 1
     assert (told["job"], told["hosts"]) == (job, [host])
 
 
