@@ -43,7 +43,9 @@ class Notifier:
         """A batch was handled."""
         for decision in decisions:
             if isinstance(decision, EndJob):
-                self._tell(_of_job(self._state.jobs[decision.job], decision.state, f" {decision.state}: {decision.reason}"))
+                self._tell(
+                    _of_job(self._state.jobs[decision.job], decision.state, f" {decision.state}: {decision.reason}")
+                )
             elif isinstance(decision, RequeueJob):
                 job = self._state.jobs[decision.job]
                 if job.attempts[decision.attempt - 1].outcome not in _BY_CHOICE:

@@ -71,16 +71,17 @@ class Copies:
 
     def _totals(self, sums: Sequence[torch.Tensor]) -> list[int]:
         """Over chunks modulo their words' width, over slots modulo 2**64."""
-        of_width: dict[int, list[int]] = defaultdict(list)
-        for i, copy in enumerate(self._copies):
-            of_width[copy.width].append(i)
-        totals = [0] * self._pieces
-        for width, which in of_width.items():
-            chunks = [0] * self._pieces
+        # Under offload some of a rank's tensors are in host memory and some on its device.
+        alike: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
+        for i, (copy, value) in enumerate(zip(self._copies, sums, strict=True)):
+            alike[copy.width, value.device].append(i)
+        chunks: dict[tuple[int, int], int] = defaultdict(int)  # by piece and width
+        for (width, _), which in alike.items():
             for i, value in zip(which, torch.stack([sums[i] for i in which]).tolist(), strict=True):
-                chunks[self._copies[i].piece] += value
-            for piece, chunk in enumerate(chunks):
-                totals[piece] = (totals[piece] + chunk % (1 << 8 * width)) % (1 << 64)
+                chunks[self._copies[i].piece, width] += value
+        totals = [0] * self._pieces
+        for (piece, width), chunk in chunks.items():
+            totals[piece] = (totals[piece] + chunk % (1 << 8 * width)) % (1 << 64)
         return totals
 
 
@@ -150,7 +151,6 @@ def _on_stream(copies: Sequence[_Copy], device: torch.device) -> list[torch.Tens
     with torch.cuda.stream(stream), torch.no_grad():
         _copy(copies)
         sums = list(map(_word_sum, copies))
-    torch.cuda.current_stream(device).wait_stream(stream)
     stream.synchronize()
     return sums
 
