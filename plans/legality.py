@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from plans.model_shape import ModelShape
+from plans.model_shape import ModelShape, ParameterShape
 from plans.plan import Plan, PlanError
 from plans.stages import split_layers
 
@@ -99,6 +99,9 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if outside := [b.name for b in shape.buffers if b.layer < 0]:
         yield f"pp={plan.pp} needs every buffer in one of the layers; {outside[0]} is in none"
         return
+    if shape.pipeline_refused:
+        yield f"pp={plan.pp} cannot be: {shape.pipeline_refused}"
+        return
     weights = shape.layer_weights()
     try:
         stages = split_layers(weights, plan.pp)
@@ -127,7 +130,12 @@ def _tensors(plan: Plan, shape: ModelShape) -> Iterator[str]:
 
 
 def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
-    if not shape.optimizer_elementwise and (plan.tp > 1 or plan.zero >= 2):
+    if not shape.optimizer_by_tensor and (plan.tp > 1 or plan.pp > 1 or plan.zero):
+        yield (
+            f"{plan} updates parts of the model apart, but what {shape.optimizer} makes of one tensor depends on the "
+            "others; dp leaves the model whole"
+        )
+    elif not shape.optimizer_elementwise and (plan.tp > 1 or plan.zero >= 2):
         yield (
             f"{plan} cuts tensors, but {shape.optimizer} does not treat every element alike: its update of a part is "
             "not the part of its update; dp, zero=1 and pp leave tensors whole"
@@ -135,18 +143,38 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
 
 
 def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
-    if plan.zero >= 2 and (scalar := next((p.name for p in shape.parameters if not p.shape), "")):
-        yield (
-            f"zero={plan.zero} is carried by FSDP2, which cuts no parameter without dimensions: make {scalar} one of "
-            "shape (1,)"
-        )
+    yield from _fully_sharded(plan, shape) if plan.zero >= 2 else ()
     trainable = [p for p in shape.parameters if p.trainable]
     if plan.zero == 1 and (other := [p for p in trainable if p.dtype_bytes != trainable[0].dtype_bytes]):
         yield (
             "zero=1 is carried by ZeroRedundancyOptimizer, which wants parameters of one dtype: "
             f"{trainable[0].name} has {trainable[0].dtype_bytes} bytes per element, {other[0].name} "
-            f"{other[0].dtype_bytes}; zero=2 shards the same state"
+            f"{other[0].dtype_bytes}"
         )
+
+
+def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    carried = f"zero={plan.zero} is carried by FSDP2, which"
+    if scalar := next((p.name for p in shape.parameters if not p.shape), ""):
+        yield f"{carried} cuts no parameter without dimensions: make {scalar} one of shape (1,)"
+    if shape.noncontiguous:
+        yield f"{carried} takes contiguous parameters only: {shape.noncontiguous} is not"
+    if shape.repeated_block and plan.zero == 3 and plan.checkpointing:
+        yield f"{carried} cannot gather {shape.repeated_block} again for recomputing: it is in the model more than once"
+    if shape.find_unused_parameters:
+        yield f"{carried} adds up what replicas have, and they may use different parameters (find_unused_parameters)"
+    first: dict[int, ParameterShape] = {}
+    for parameter in shape.parameters:
+        if not parameter.trainable:
+            continue
+        in_block = parameter.layer >= 0 and shape.layers[parameter.layer].block
+        beside = first.setdefault(parameter.layer if in_block else -1, parameter)
+        if beside.dtype_bytes != parameter.dtype_bytes:
+            yield (
+                f"{carried} wants one dtype in each block: {beside.name} has {beside.dtype_bytes} bytes per element, "
+                f"{parameter.name} {parameter.dtype_bytes}"
+            )
+            return
 
 
 def _layer_of(name: str, shape: ModelShape) -> int:

@@ -68,6 +68,11 @@ class OddSlot:
     dtype_bytes: int
 
 
+_SIGNED_SINCE = (
+    "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
+)  # fmt: skip
+"""Fields that came later: with their defaults, models are signed as they were before."""
+
 Slots = tuple[tuple[str, int], ...]
 """What the optimizer keeps in a parameter's own shape: name, bytes per element; in the order in which it is moved."""
 
@@ -83,6 +88,7 @@ class ModelShape:
     steps: int = 0  # that the job wants to train; 0: not known
     precision: str = "fp32"  # in which it computes
     pipeline: bool = False  # whether the job names its layers, in the order in which they are applied
+    pipeline_refused: str = ""  # why they cannot be stages though they are named
     tp_plan: bool = False  # whether the job says how to cut tensors
     tp_degrees: tuple[int, ...] = ()  # numbers of shards that work, 1 left out
     tp_refused: tuple[tuple[int, str], ...] = ()  # numbers that were tried and do not, and why
@@ -91,6 +97,10 @@ class ModelShape:
     optimizer: str = "AdamW"
     optimizer_state_ratio: float = 2.0  # bytes of optimizer state per byte of trainable parameter
     optimizer_elementwise: bool = True  # whether parts of a tensor can be updated apart
+    optimizer_by_tensor: bool = True  # whether tensors can be updated apart
+    find_unused_parameters: bool = False  # whether steps or replicas may use different parameters
+    noncontiguous: str = ""  # a parameter that is not laid out row by row
+    repeated_block: str = ""  # a block that is in a list more than once
     parameter_groups: tuple[tuple[int, ...], ...] = ()  # of the optimizer, by index; empty: one of all trainable ones
     slots: tuple[Slots, ...] = ()  # the kinds that there are; empty: not known, the ratio stands for them
     parameter_slots: tuple[int, ...] = ()  # kind of each parameter's slots; -1: it has none
@@ -117,8 +127,9 @@ class ModelShape:
     def signature(self) -> str:
         """The same for jobs whose steps cost the same: how long they train, and on what, is left out."""
         values = {k: v for k, v in self.to_dict().items() if k not in ("steps", "samples")}
-        if self.precision == "fp32":
-            del values["precision"]  # as models were signed before there was another
+        for name in _SIGNED_SINCE:
+            if values[name] == _DEFAULTS[name]:
+                del values[name]
         for layer in values["layers"]:
             if not layer["cast_bytes"]:
                 del layer["cast_bytes"]
@@ -176,3 +187,6 @@ class ModelShape:
             return cls(**known)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no description of a model: {error!r}") from error
+
+
+_DEFAULTS = {f.name: f.default for f in fields(ModelShape)}

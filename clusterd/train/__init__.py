@@ -16,7 +16,8 @@ What holds under every plan, and across changes of plan:
   statistically equal under another. What a data set draws from torch's generator does so too, by (seed, step,
   replica), alike on all stages; in data-loader workers it is not repeatable across plans.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
-- **Buffers** (running statistics) count as replica 0 has them.
+- **Buffers** (running statistics) count as replica 0 has them. Where losses depend on them, or on other samples of the
+  batch (batch normalisation), they depend on how the plan cuts the batch.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
 
 Importing this package imports neither torch nor CUDA; `clusterd.train.preload` is what a fork server imports.
@@ -54,6 +55,7 @@ def run(
     clip_norm: float | None = None,
     num_workers: int = 0,
     precision: str = "fp32",
+    find_unused_parameters: bool = False,
     save: str | None = None,
 ) -> Outcome:
     """Trains to the last step, or until it is stopped, under the plan that the surroundings name.
@@ -74,6 +76,8 @@ def run(
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state stay as they are. Losses under different plans are then equal to that precision.
+        find_unused_parameters: which parameters get a gradient may differ between steps, or between replicas (experts,
+            layers that are dropped at random). Costs a walk of the graph per step, and rules out ZeRO-2 and ZeRO-3.
         save: file for the trained model, relative to the working directory: its whole ``state_dict``, written by
             rank 0 after the last step, or when the target loss is reached; a run that is stopped leaves none.
     Returns:
@@ -112,6 +116,7 @@ def run(
             clip_norm=clip_norm,
             num_workers=num_workers,
             precision=precision,
+            find_unused_parameters=find_unused_parameters,
             save=save,
         )
     )

@@ -1,4 +1,4 @@
-"""What all ranks must agree on after each step: the global loss, and what anyone was asked to do.
+"""What all ranks must agree on after each step: the global loss, what anyone was asked to do, and what was trained.
 
 One reduction of a few numbers carries both. It is started in step k, once gradients are complete, and read after step
 k + 1, so no rank, and no GPU, waits for it; a request therefore takes effect at most two steps after it came.
@@ -9,6 +9,8 @@ gets through knows that every rank has the gradients of this step, so that survi
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +20,20 @@ from clusterd.train.control import SIGNALS
 
 
 class Agreement:
-    """The reduction of one step, under way."""
+    """The reduction of one step, under way.
 
-    def __init__(self, loss: torch.Tensor, flags: list[float]) -> None:
+    Args:
+        flags: of `SIGNALS`, in their order.
+        lacking: names of the parameters that got no gradient here.
+    """
+
+    def __init__(self, loss: torch.Tensor, flags: list[float], lacking: Sequence[str] = ()) -> None:
         device = loss.device
+        self.lacking = list(lacking)
+        # Whole numbers, whose sum differs, almost surely, when what any rank lacks does.
+        odd = float(sum(zlib.crc32(name.encode()) for name in self.lacking) % (1 << 32))
         self._vector = torch.stack(
-            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in flags)]
+            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (odd, *flags))]
         )
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
@@ -50,9 +60,17 @@ class Agreement:
 
     def settle(self) -> tuple[float, set[str]]:
         """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
+        loss, _, *counts = self._values()
+        return loss, {name for name, count in zip(SIGNALS, counts, strict=True) if count > 0}
+
+    def all_lack(self) -> float:
+        """0 where every rank has a gradient for each of its parameters; else what tells such sums apart."""
+        return self._values()[1]
+
+    def _values(self) -> list[float]:
         self.wait()
-        values = (self._host if self._event is not None else self._vector).tolist()
-        return values[0], {name for name, count in zip(SIGNALS, values[1:], strict=True) if count > 0}
+        values: list[float] = (self._host if self._event is not None else self._vector).tolist()
+        return values
 
 
 _side_streams: dict[torch.device, Any] = {}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from clusterd.train import build
+from clusterd.train.buffers import keeping_shared
 from clusterd.train.exits import PlanRefused
 
 
@@ -29,10 +30,15 @@ def build_blank(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives memory on `device` to what is on the meta device, and moves the rest there; tied parameters stay tied.
+    """Gives memory on `device` to what is on the meta device, and moves the rest there; what is shared stays shared.
 
     New memory is written once, so that no later write waits for pages.
     """
+    with keeping_shared(module):
+        _allocate(module, device)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
     if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
         module.to(device)
         return

@@ -74,7 +74,7 @@ def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Hold
         for odd_slot in odd.get(index[name], ()):
             whole = tuple((0, n) for n in odd_slot.shape)
             found[name, f"optimizer.{odd_slot.name}"] = Holding(whole, (_tensor(kept.get(odd_slot.name)),))
-    for name, buffer in training.parallel.module.named_buffers():
+    for name, buffer in training.parallel.module.named_buffers(remove_duplicate=False):
         if buffer.numel():
             found[build.global_name(name), "buffer"] = Holding(tuple((0, n) for n in buffer.shape), (buffer,))
     return found

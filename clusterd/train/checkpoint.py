@@ -87,6 +87,8 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
 
     Args:
         layout: of the present plan.
+    Raises:
+        CannotTravel: optimizer or scheduler hold what only a pickle could.
     """
     rank = training.context.rank
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
@@ -110,7 +112,7 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
                 whole = tuple((0, n) for n in value.shape)
                 tensors.append(Saved(at, tuple(value.shape), whole, value.detach().to("cpu", copy=True)))
             else:
-                values[at] = value
+                values[at] = scalars.plain_value(value, f"{name}: {slot}")
     if rank == 0:
         values["step",] = training.step
         values["optim", "param_groups"] = _groups(told, shape)

@@ -75,8 +75,22 @@ def batches(
         # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs and
         # one for its targets: what is drawn must be the same for both.
         build.seed_step(seed, step, replica, _READING)
-        inputs, targets = next(fetched)
+        inputs, targets = pair(next(fetched))
         yield moved(inputs, device), moved(targets, device)
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A batch as (input, target).
+
+    Raises:
+        PlanRefused: it is something else; a map would come apart into its keys.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise PlanRefused(
+            f"data[i] must be (input, target); it is a {type(batch).__name__}"
+            + (f" of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else "")
+        )
+    return batch[0], batch[1]
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import default_collate
 
 from clusterd.train import build
-from clusterd.train.data import nested
+from clusterd.train.data import nested, pair
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import Job
+from clusterd.train.operations import Operations
 from clusterd.train.precision import under
 from clusterd.train.slots import OptimizerState, optimizer_state
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
@@ -29,28 +30,31 @@ TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
 UNKNOWN_STATE_RATIO = 2.0
 
 
-def describe(job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True) -> ModelShape:
+def describe(
+    job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True, pipeline: bool = True
+) -> ModelShape:
     """The model's shape.
 
     Args:
         tp_degrees: numbers of shards to try.
         trace: whether to count activations and operations too.
+        pipeline: whether to find out if the named layers are all that the model does.
     Raises:
-        PlanRefused: `layers` or `tp_plan` name what the model does not have.
+        PlanRefused: `layers` or `tp_plan` name what the model does not have, or the data set has no pairs.
     """
     # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        return _described(job, _Forward(job, fake), tp_degrees, trace)
+        return _described(job, _Forward(job, fake), tp_degrees, trace, pipeline)
 
 
-def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bool) -> ModelShape:
+def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:
     model = forward.model()
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles = matches(job.tp_plan, [n for n, _ in model.named_modules()]) if job.tp_plan else {}
     tp_dims = _tp_dims(model, styles)
     with forward.real():
-        elementwise, optimizer = optimizer_traits(job)
+        elementwise, by_tensor, optimizer = optimizer_traits(job)
         state = _optimizer_state(job, model)
     parameters = tuple(
         ParameterShape(
@@ -77,6 +81,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         steps=job.steps,
         precision=job.precision,
         pipeline=bool(job.layers),
+        pipeline_refused=forward.why_no_chain(paths) if job.layers and pipeline else "",
         tp_plan=bool(job.tp_plan),
         tp_degrees=tuple(works),
         tp_refused=tuple(refused),
@@ -84,6 +89,10 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         loss_bytes=loss_bytes,
         optimizer=optimizer,
         optimizer_elementwise=elementwise,
+        optimizer_by_tensor=by_tensor,
+        find_unused_parameters=job.find_unused_parameters,
+        noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
+        repeated_block=_repeated(model),
         optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
         parameter_groups=state.parameter_groups if state is not None else (),
         slots=state.slots if state is not None else (),
@@ -91,7 +100,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         odd_slots=state.odd_slots if state is not None else (),
         buffers=tuple(
             BufferShape(build.global_name(name), tuple(b.shape), b.element_size(), build.layer_of(name, paths))
-            for name, b in model.named_buffers()
+            for name, b in model.named_buffers(remove_duplicate=False)
         ),
     )
 
@@ -105,40 +114,52 @@ def _optimizer_state(job: Job, model: nn.Module) -> OptimizerState | None:
         return None
 
 
-def optimizer_traits(job: Job) -> tuple[bool, str]:
-    """Whether every element is treated alike, and the optimizer's name.
+def optimizer_traits(job: Job) -> tuple[bool, bool, str]:
+    """Whether every element is treated alike, whether every tensor is by itself, and the optimizer's name.
 
-    Found by trying: two updates of a small matrix against the same updates of its halves.
+    Found by trying: two updates of a small matrix against the same updates of its halves, alone and beside each other.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         value, gradients = torch.randn(8, 6), torch.randn(2, 8, 6)
+    halves = [(value[rows], gradients[:, rows]) for rows in (slice(4), slice(4, 8))]
+    columns = [(value[:, c], gradients[:, :, c]) for c in (slice(3), slice(3, 6))]
     try:
-        whole, state = _updated(job, value, gradients)
-        parts = torch.cat([_updated(job, value[rows], gradients[:, rows])[0] for rows in (slice(4), slice(4, 8))])
-        columns = [_updated(job, value[:, c], gradients[:, :, c])[0] for c in (slice(3), slice(3, 6))]
-        alike = torch.allclose(whole, parts) and torch.allclose(whole, torch.cat(columns, dim=1))
+        (whole,), state = _updated(job, (value, gradients))
+        parts = [_updated(job, half)[0][0] for half in halves]
+        across = torch.cat([_updated(job, half)[0][0] for half in columns], dim=1)
+        together, _ = _updated(job, *halves)
     except Exception:  # whatever an optimizer does not like about being tried, it is not to be cut
-        return False, "the optimizer"
-    return alike, type(state).__name__
+        return False, False, "the optimizer"
+    elementwise = torch.allclose(whole, torch.cat(parts)) and torch.allclose(whole, across)
+    by_tensor = all(torch.allclose(one, other) for one, other in zip(parts, together, strict=True))
+    return elementwise, by_tensor, type(state).__name__
 
 
-def _updated(job: Job, value: torch.Tensor, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    parameter = nn.Parameter(value.clone())
-    optimizer = job.optimizer([parameter])
+def _updated(job: Job, *tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """What becomes of (values, gradients of each update) under one optimizer."""
+    parameters = [nn.Parameter(value.clone()) for value, _ in tensors]
+    optimizer = job.optimizer(list(parameters))
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             group["lr"] = max(group["lr"], 1e-2)  # updates too small to be seen would all look alike
-    for gradient in gradients:
-        parameter.grad = gradient.clone()
+    for now in zip(*(gradients for _, gradients in tensors), strict=True):
+        for parameter, gradient in zip(parameters, now, strict=True):
+            parameter.grad = gradient.clone()
         optimizer.step()
-    return parameter.detach(), optimizer
+    return [parameter.detach() for parameter in parameters], optimizer
+
+
+def _repeated(model: nn.Module) -> str:
+    first = {id(model.get_submodule(path)): path for path in build.block_paths(model)}
+    everywhere = model.named_modules(remove_duplicate=False)
+    return next((name for name, module in everywhere if first.get(id(module), name) != name), "")
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names.setdefault(id(parameter), []).append(build.global_name(name))
     return tuple(tuple(n) for n in names.values() if len(n) > 1)
 
 
@@ -190,7 +211,7 @@ class _Forward:
     def __init__(self, job: Job, fake: FakeTensorMode) -> None:
         self._job, self._fake = job, fake
         with self.real():
-            self._inputs, self._target = default_collate([job.data[0]])
+            self._inputs, self._target = pair(default_collate([job.data[0]]))
         self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
         self._runs: bool | None = None
 
@@ -249,6 +270,26 @@ class _Forward:
         except Exception:  # data-dependent code has no answer without values; the description does without counts
             return None
         return trace
+
+    def why_no_chain(self, paths: list[str]) -> str:
+        """Why the layers, applied in order, are not the model; empty if they are, or if fake tensors cannot tell."""
+        if not (isinstance(self._inputs, torch.Tensor) and isinstance(self._target, torch.Tensor)):
+            return "a pipeline takes one tensor as input and one as target, and the data set has others"
+        model = self.model()
+        try:
+            with Operations() as whole:
+                self._computing(model)(self._inputs)
+        except Exception:  # the chain would not tell either
+            return ""
+        stage = build.Stage(model, paths)
+        try:
+            with Operations() as chain:
+                self._computing(stage)(self._inputs)
+        except Exception as error:
+            return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
+        if (differs := whole.first_beside(chain)) is not None:
+            return f"the model does more than to apply `layers` one after another ({differs})"
+        return ""
 
     def _error(self, model: nn.Module) -> str:
         try:

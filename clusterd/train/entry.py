@@ -68,7 +68,9 @@ class Training:
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
         model.forward = precision.under(job.precision, device.type, model.forward)
-        self.parallel = Parallel(model, plan, device, mesh=mesh, tp_plan=job.tp_plan)
+        self.parallel = Parallel(
+            model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
+        )
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         self.stepper = Stepper(
@@ -104,7 +106,7 @@ class Training:
     def shape(self) -> ModelShape:
         """Of the whole model; to be asked for between steps, as finding it out draws random numbers."""
         if self._shape is None:
-            self._shape = describe.describe(self.job, tp_degrees=[], trace=False)
+            self._shape = describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False)
         return self._shape
 
     def read_ahead(self) -> None:
@@ -117,7 +119,7 @@ class Training:
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            inputs, targets = default_collate([self.job.data[0]] * share)
+            inputs, targets = data.pair(default_collate([self.job.data[0]] * share))
             batch = data.moved(inputs, self.device), data.moved(targets, self.device)
         self.stepper.rehearse(*batch)
 
@@ -203,7 +205,7 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
     """
     plan = context.plan
     if plan != Plan() and shape is None:
-        shape = describe.describe(job, tp_degrees=[plan.tp] if plan.tp > 1 else [], trace=False)
+        shape = describe.describe(job, tp_degrees=[plan.tp] if plan.tp > 1 else [], trace=False, pipeline=plan.pp > 1)
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     return shape

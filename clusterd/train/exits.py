@@ -59,6 +59,10 @@ class DeviceOutOfMemory(TrainError):
     exit_code = DEVICE_OOM
 
 
+class UsedUnlike(TrainError):
+    """Replicas, or steps, use different parameters, and the script did not say so."""
+
+
 def of(error: BaseException, *, where: str) -> TrainError | None:
     """`error` as one of ours, or None if it is the script's own.
 

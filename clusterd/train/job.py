@@ -30,6 +30,7 @@ class Job:
     clip_norm: float | None = None
     num_workers: int = 0
     precision: str = "fp32"
+    find_unused_parameters: bool = False
     save: str | None = None
 
 

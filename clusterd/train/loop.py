@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from clusterd.train import build, exits, peers
+from clusterd.train import build, exits, peers, scalars
 from clusterd.train.agree import Agreement
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
@@ -66,6 +66,7 @@ class Loop:
         self._snapshots = Snapshots(training, control, training.context.snapshot_every)
         self._pending: tuple[int, float, Agreement] | None = None
         self._loss = float("nan")
+        self._lacking = 0.0  # as the last agreement had it that was looked into
         self._ended_at_s = time.time()
         self._cut_off = False
         self._done = False  # when it is stopped: it is where it was to get
@@ -84,9 +85,13 @@ class Loop:
         Returns:
             How it ended; the last step is logged.
         Raises:
+            CannotTravel: the job is to leave a checkpoint, and its state cannot be in one.
             SystemExit: code 0: peers died, and what this rank held was handed over or is not needed.
         """
         training = self._training
+        if training.context.final:
+            # What cannot be in a checkpoint is better known now than after the last step.
+            scalars.collect(training.optimizer, training.scheduler, training.shape)
         try:
             stopped = self._steps()
         except Exception as error:
@@ -166,7 +171,7 @@ class Loop:
         print(f"clusterd: computes on {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
 
     def _agree(self, contribution: torch.Tensor) -> None:
-        self._agreement = Agreement(contribution, self._control.flags())
+        self._agreement = Agreement(contribution, self._control.flags(), self._training.parallel.without_gradient())
         if self._replicated:
             self._agreement.wait()
         self._check_cut_off()
@@ -184,6 +189,9 @@ class Loop:
         step, time_s, agreement = self._pending
         self._loss, signals = agreement.settle()
         self._check_cut_off()
+        if (lacking := agreement.all_lack()) != self._lacking:
+            self._training.parallel.check_alike(agreement.lacking)
+            self._lacking = lacking
         self._pending = None
         self._seen(step, self._loss, time_s, self._details())
         return signals

@@ -26,7 +26,8 @@ from torch import nn
 
 from clusterd.train import build
 from clusterd.train.blank import allocate
-from clusterd.train.exits import PlanRefused
+from clusterd.train.buffers import keeping_shared, untouched
+from clusterd.train.exits import PlanRefused, UsedUnlike
 from clusterd.train.replicate import GradientSum
 from clusterd.train.tensor_styles import matches, style_of
 from plans.plan import Plan
@@ -36,10 +37,19 @@ _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False}
 
 
+SAY_SO = (
+    "where that differs between steps or replicas, give find_unused_parameters=True to clusterd.train.run (gradients "
+    "may have been added up wrongly under the present plan)"
+)
+
+
 class Parallel:
     """A module under a plan, on this rank.
 
     A module on the meta device gets memory here, without values.
+
+    Args:
+        find_unused_parameters: which parameters get a gradient may differ between steps and between replicas.
 
     Attributes:
         module: the rank's own module; parameters bear global names, sharded ones are DTensors.
@@ -56,11 +66,13 @@ class Parallel:
         *,
         mesh: Any = None,
         tp_plan: Mapping[str, str] | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
         self.averages = False
         self._gradient_sum: GradientSum | None = None
+        self._find_unused = find_unused_parameters
         self._all_trained = False  # every parameter got a gradient in the last step
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
@@ -96,20 +108,44 @@ class Parallel:
         return nullcontext()
 
     def finish_gradients(self) -> None:
-        """After the last backward pass of a step: gradients are complete when this returns."""
+        """After the last backward pass of a step: gradients are complete when this returns.
+
+        Raises:
+            UsedUnlike: the step left out parameters that steps before it used.
+        """
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
-        if self._looks_for_unused:
-            self._all_trained = all(p.grad is not None for p in self.module.parameters() if p.requires_grad)
+        if isinstance(self.runner, nn.parallel.DistributedDataParallel):
+            lacking = self.without_gradient()
+            if lacking and not self.runner.find_unused_parameters:
+                raise UsedUnlike(f"this step gave {lacking[0]} no gradient, and one before it did: {SAY_SO}")
+            self._all_trained = not lacking
 
     def settle(self) -> None:
         """Between two steps, without gradients: where the last one trained every parameter, the next need not look."""
-        if self._looks_for_unused and self._all_trained:
+        looks = isinstance(self.runner, nn.parallel.DistributedDataParallel) and self.runner.find_unused_parameters
+        if looks and self._all_trained and not self._find_unused:
             self.runner = self._replicated(look_for_unused=False)
 
-    @property
-    def _looks_for_unused(self) -> bool:
-        return isinstance(self.runner, nn.parallel.DistributedDataParallel) and self.runner.find_unused_parameters
+    def without_gradient(self) -> list[str]:
+        """Global names of the parameters that train and got no gradient in this step."""
+        return [name for name, p in self.parameters if p.requires_grad and p.grad is None]
+
+    def check_alike(self, lacking: list[str]) -> None:
+        """Every rank calls it: ZeRO-2 and ZeRO-3 add up what replicas have, whatever that is the gradient of.
+
+        Args:
+            lacking: what `without_gradient` was in a step.
+        Raises:
+            UsedUnlike: the replicas of some shard differ.
+        """
+        group = self.dp_group
+        if group is None or self.plan.zero < 2:
+            return
+        said: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(said, lacking, group=group)
+        if unlike := {name for names in said for name in names if any(name not in other for other in said)}:
+            raise UsedUnlike(f"some replicas gave {min(unlike)} a gradient, and others did not: {SAY_SO}")
 
     def _shard_tensors(self, tp_plan: Mapping[str, str]) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -124,7 +160,10 @@ class Parallel:
 
         for path in build.block_paths(self.module):
             parent, _, name = path.rpartition(".")
-            setattr_path(self.module.get_submodule(parent), name, checkpoint_wrapper(self.module.get_submodule(path)))
+            block = self.module.get_submodule(path)
+            # Running statistics have seen these samples in the forward pass.
+            wrapped = checkpoint_wrapper(block, context_fn=lambda block=block: (nullcontext(), untouched(block)))
+            setattr_path(self.module.get_submodule(parent), name, wrapped)
 
     def _shard_fully(self) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -144,9 +183,10 @@ class Parallel:
         fully_shard(self.module, **options)
         if any(p.is_meta for p in self.module.parameters()):
             allocate(self.module, torch.device("cpu") if self.plan.offload == "parameters" else self.device)
-            for module in self.module.modules():  # what is offloaded is parameters: buffers are computed with
-                for name, buffer in module._buffers.items():
-                    module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
+            with keeping_shared(self.module):  # what is offloaded is parameters: buffers are computed with
+                for module in self.module.modules():
+                    for name, buffer in module._buffers.items():
+                        module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
         self.averages = True
 
     def _replicate(self) -> None:

@@ -19,55 +19,72 @@ BUCKET_BYTES = 25 << 20
 
 
 class GradientSum:
-    """Sums gradients over a group once every parameter has seen all micro-batches of the step."""
+    """Sums gradients over a group, in buckets that are the same on every replica.
+
+    A bucket is sent as soon as all its parameters have seen all micro-batches of the step, and those before it are on
+    their way. What a replica's samples did not use counts as zero there; what no replica used has no gradient.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, *, micro_batches: int) -> None:
         self._group, self._micro_batches = group, micro_batches
-        self._seen: dict[nn.Parameter, int] = {}
-        self._bucket: list[torch.Tensor] = []
-        self._bucket_bytes = 0
-        self._in_flight: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
+        self._buckets = _buckets(parameters)
+        self._bucket_of = {p: number for number, bucket in enumerate(self._buckets) for p in bucket}
+        self._begin()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def finish(self) -> None:
-        """Waits until every gradient of the step is summed; to be called after the last backward pass.
-
-        Raises:
-            RuntimeError: the model left a parameter out of some micro-batches only: its gradient was not summed.
-        """
-        self._flush()
-        for parameter, seen in self._seen.items():
-            if seen < self._micro_batches:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} got a gradient in {seen} of {self._micro_batches} "
-                    "micro-batches; under dp with tp or pp the model must use a parameter in all of them or in none"
-                )
-        for work, flat, gradients in self._in_flight:
+        """Waits until every gradient of the step is summed; to be called after the last backward pass."""
+        while len(self._in_flight) < len(self._buckets):
+            self._send()
+        for bucket, (work, flat) in zip(self._buckets, self._in_flight, strict=True):
             work.wait()
-            for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
-                gradient.copy_(summed)
-        self._in_flight.clear()
-        self._seen.clear()
+            gradients, used = flat[: -len(bucket)], flat[-len(bucket) :]
+            by_any = used.tolist() if any(p.grad is None for p in bucket) else [1.0] * len(bucket)
+            parts = _unflatten_dense_tensors(gradients, [local_tensor(p.detach()) for p in bucket])
+            for parameter, summed, count in zip(bucket, parts, by_any, strict=True):
+                if count:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    local_tensor(parameter.grad).copy_(summed)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seen: dict[nn.Parameter, int] = {}
+        self._lacking = [len(bucket) for bucket in self._buckets]
+        self._in_flight: list[tuple[Any, torch.Tensor]] = []
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         self._seen[parameter] = seen = self._seen.get(parameter, 0) + 1
         if seen == self._micro_batches:
-            gradient = local_gradient(parameter)
-            self._bucket.append(gradient)
-            self._bucket_bytes += gradient.nbytes
-            if self._bucket_bytes >= BUCKET_BYTES:
-                self._flush()
+            self._lacking[self._bucket_of[parameter]] -= 1
+            while len(self._in_flight) < len(self._buckets) and not self._lacking[len(self._in_flight)]:
+                self._send()
 
-    def _flush(self) -> None:
-        # Gradients come in the order of the backward pass, the same on every replica.
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for gradient in self._bucket:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for gradients in by_dtype.values():
-            flat = _flatten_dense_tensors(gradients)
-            self._in_flight.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
-        self._bucket, self._bucket_bytes = [], 0
+    def _send(self) -> None:
+        """The next bucket: its gradients, and for each whether there is one."""
+        bucket = self._buckets[len(self._in_flight)]
+        gradients = [
+            torch.zeros_like(local_tensor(p.detach())) if p.grad is None else local_gradient(p) for p in bucket
+        ]
+        used = gradients[0].new_ones(len(bucket))
+        for index, parameter in enumerate(bucket):
+            if parameter.grad is None:
+                used[index] = 0.0
+        flat = _flatten_dense_tensors([*gradients, used])
+        self._in_flight.append((dist.all_reduce(flat, group=self._group, async_op=True), flat))
+
+
+def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Of one dtype each, in the order in which a backward pass is likely to come by."""
+    done: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in reversed(parameters):
+        bucket = filling.setdefault(parameter.dtype, [])
+        bucket.append(parameter)
+        if sum(local_tensor(p.detach()).nbytes for p in bucket) >= BUCKET_BYTES:
+            done.append(filling.pop(parameter.dtype))
+    return [*done, *filling.values()]
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

@@ -124,6 +124,6 @@ def _unsaved(module: torch.nn.Module) -> list[str]:
     """Names of the buffers that a state dict leaves out."""
     return [
         build.global_name(f"{path}.{name}" if path else name)
-        for path, part in module.named_modules()
+        for path, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
     ]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from clusterd.train.checkpoint import Checkpointed, Staged, stage, write
 from clusterd.train.control import Control, Message
+from clusterd.train.scalars import CannotTravel
 from plans.layout import layout
 from plans.model_shape import ModelShape
 
@@ -47,10 +48,18 @@ class Checkpoints:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # the training's own groups are busy while it is used
         path = path or self._path()
-        self.failure = ""
         training = self._training
         shape = training.shape
-        staged = stage(training, shape, layout(shape, training.context.plan))
+        staged, self.failure = None, ""
+        try:
+            staged = stage(training, shape, layout(shape, training.context.plan))
+        except CannotTravel as error:
+            self.failure = str(error)
+        # One that has nothing to write must not leave the others waiting for it.
+        self.failure = next(filter(None, self._from_all(self.failure)), "")
+        if staged is None or self.failure:
+            self._control.say("checkpoint_failed", why=self.failure, path=path, step=training.step)
+            return
         blocked_s = time.perf_counter() - began
         self._thread = threading.Thread(
             target=self._write, args=[staged, path, blocked_s], name="clusterd-checkpoint", daemon=True
@@ -66,12 +75,8 @@ class Checkpoints:
     def _path(self) -> str:
         """Where to: as the first rank was told that was; the word to others may be late, or lost with an agent."""
         with self._lock:
-            mine = self._paths[0] if self._paths else None
-        told: list[str | None] = [mine]
-        if self._group is not None:
-            told = [None] * dist.get_world_size()
-            dist.all_gather_object(told, mine, group=self._group)
-        path = next(path for path in told if path is not None)
+            mine = self._paths[0] if self._paths else ""
+        path = next(filter(None, self._from_all(mine)))
         with self._lock:
             asked = bool(self._paths) and self._paths[0] == path
             if asked:
@@ -80,6 +85,14 @@ class Checkpoints:
             if not self._paths:
                 self._control.withdraw("checkpoint")
         return path
+
+    def _from_all(self, word: str) -> list[str]:
+        """What every rank says, by rank."""
+        if self._group is None:
+            return [word]
+        said = [""] * dist.get_world_size()
+        dist.all_gather_object(said, word, group=self._group)
+        return said
 
     def _on_checkpoint(self, message: Message) -> None:
         path = str(message["path"])

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from clusterd.train.optimizers import RankOptimizer
@@ -32,7 +33,8 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
 
     Returns:
         counters: [values by slot, names of the parameters that have them]; absent: parameters that have no state yet;
-        groups: names and values of each; scheduler: its ``state_dict``, or None.
+        groups: names and values of each; common: what the optimizer keeps for no parameter; scheduler: its
+        ``state_dict``, or None.
     Raises:
         CannotTravel: naming the value.
     """
@@ -57,6 +59,7 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
     return {
         "counters": [[values, having] for values, having in alike.values() if values],
         "absent": absent,
+        "common": {k: plain_value(v, f"optimizer state: {k}") for k, v in state.items() if isinstance(k, str)},
         "groups": [
             {
                 "names": [names[id(p)] for p in group["params"]],
@@ -76,6 +79,9 @@ def restore(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape, came: I
     """
     sources = list(came)
     _restore_counters(optimizer, tensor_slots(shape), sources)
+    state = optimizer.holder.state
+    for key, value in sources[0].get("common", {}).items():  # snapshots and checkpoints of before have none
+        state[key] = like(state.get(key), value)
     origins = _restore_groups(optimizer, sources)
     if scheduler is not None:
         states = [source["scheduler"] for source in sources]
@@ -151,12 +157,16 @@ def plain_value(value: Any, where: str) -> Any:
     Raises:
         CannotTravel: it holds something else; `where` names it.
     """
+    if isinstance(
+        value, np.generic
+    ):  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
     if isinstance(value, Mapping):
-        return {k: plain_value(v, f"{where}.{k}") for k, v in value.items()}
+        return {plain_value(k, f"a key of {where}"): plain_value(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
         return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
     raise CannotTravel(

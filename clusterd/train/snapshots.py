@@ -71,7 +71,12 @@ class Snapshots:
         if not self._every or self._training.step % self._every or len(self._segments) < 2 or self._busy():
             return
         which = 1 - self._newest
-        pieces, meta = self._state()
+        try:
+            pieces, meta = self._state()
+        except scalars.CannotTravel as error:
+            print(f"clusterd: no snapshots: {error}", flush=True)
+            self._every = 0
+            return
         self._copied.clear()
 
         def take() -> None:
@@ -104,7 +109,11 @@ class Snapshots:
         if not self._segments:
             return
         which = 1 - self._newest
-        pieces, meta = self._state()
+        try:
+            pieces, meta = self._state()
+        except scalars.CannotTravel as error:
+            print(f"clusterd: no snapshot of step {training.step}: {error}", flush=True)
+            return
         meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run())
         # Whoever goes on from it may be on this very host: nobody waits for the copy on a second one.
         self._tell("publish", name=self._name(which), meta=meta, wait=False)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clusterd.train.buffers import spare_first_pass
 from clusterd.train.clip import clip_gradients
 from clusterd.train.data import cut, micro_batch_sizes
 from clusterd.train.job import LossFunction
@@ -144,6 +145,7 @@ class Stepper:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         parallel, plan = self._parallel, self._parallel.plan
+        spare_first_pass(parallel.runner, parallel.device)
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
         self._pipeline_stage = stage
         kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe

@@ -10,6 +10,7 @@ from typing import Any
 
 import closed_ways
 import fsspec
+import odd_models
 import recorded_state
 import torch
 from model import GPT
@@ -132,8 +133,12 @@ class Broken(GPT):
         raise RuntimeError("a mistake of the script's own")
 
 
-MODELS = {"huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen}
+MODELS = {
+    "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
+    **odd_models.MODELS,
+}  # fmt: skip
 OPTIMIZERS = {
+    **odd_models.OPTIMIZERS,
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -156,6 +161,8 @@ def job(
     global_batch: int = 16,
     clip_norm: float | None = None,
     warmup: bool = False,
+    schedule: str = "",
+    find_unused_parameters: bool = False,
     layers: bool = True,
     tp_plan: bool = True,
     depth: int = 4,
@@ -192,12 +199,11 @@ def job(
         seed=3,
         layers=names if layers else (),
         tp_plan=cuts if tp_plan else None,
-        scheduler=(lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 10)))
-        if warmup
-        else None,
+        scheduler=odd_models.SCHEDULERS.get("warmup" if warmup else schedule),
         clip_norm=clip_norm,
         num_workers=num_workers,
         precision=precision,
+        find_unused_parameters=find_unused_parameters,
         save=save,
     )
 
@@ -232,6 +238,9 @@ def rank(
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
+        left["buffers"] = {
+            build.global_name(name): b.double().sum().item() for name, b in training.parallel.module.named_buffers()
+        }
         left["optimizer"] = {
             name: {slot: list(value.shape) for slot, value in slots.items()}
             for name, slots in training.optimizer.state_by_name().items()

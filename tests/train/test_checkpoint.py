@@ -103,6 +103,20 @@ def test_a_checkpoint_that_cannot_be_put_in_its_place_keeps_no_rank_waiting(
     mover.stop()
 
 
+def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_training(
+    moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
+) -> None:
+    mover = moving(schedule="drawn")
+    mover.start("dp=2")
+    mover.train(3)
+    assert all("scheduler.shape is a function" in why for why in mover.checkpoint_fails(tmp_path / "checkpoint"))
+    mover.train(3)
+    mover.stop()
+    to_leave_one = {"final": str(tmp_path / "last")}
+    run = ranks.run_each(tmp_path / "asked", "dp=1", [{"schedule": "drawn"}], more=lambda _: to_leave_one)[0]
+    assert (run.ranks[0].exit_code, run.losses) == (1, []), "not after the last step"
+
+
 def test_the_word_of_one_agent_is_enough(moving: Callable[..., Mover], tmp_path: Path) -> None:
     """The other's may be lost with it, and its ranks would wait for ever; or it is late, and asks for no other one."""
     mover = moving("ab")

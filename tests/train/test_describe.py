@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,7 +174,55 @@ def test_an_optimizer_that_begins_at_rate_zero_is_still_found_out() -> None:
 
     for optimizer, alike in ((torch.optim.Adafactor, False), (torch.optim.AdamW, True)):
         traits = optimizer_traits(SimpleNamespace(optimizer=lambda p, o=optimizer: o(p, lr=0.0)))  # type: ignore[arg-type]
-        assert traits == (alike, optimizer.__name__)
+        assert traits == (alike, True, optimizer.__name__)
+
+
+def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None:
+    shape = described(optimizer="common scale")
+    assert not shape.optimizer_by_tensor
+    for plan in ("dp=2,zero=1", "pp=2,accumulation=2", "tp=2", "dp=2,zero=3"):
+        assert any("depends on the others" in why for why in check(Plan.parse(plan), shape)), plan
+    assert check(Plan.parse("dp=2,offload=optimizer"), shape) == []
+
+
+def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
+    """Stages apply layers: what is between them would be left out, without a word."""
+    (why,) = check(Plan.parse("pp=2,accumulation=2"), described(model="scaled"))
+    assert "does more than to apply `layers` one after another (mul)" in why
+    assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
+
+
+def test_samples_that_a_pipeline_cannot_send() -> None:
+    def make() -> nn.Module:
+        return nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+
+    of_maps = replace(small(make, None, layers=("one", "two")), data=[({"x": torch.zeros(4)}, torch.zeros(4))] * 8)
+    assert "takes one tensor as input" in describe(of_maps).pipeline_refused
+    with pytest.raises(PlanRefused, match=r"data\[i\] must be \(input, target\); it is a dict of 2"):
+        describe(replace(of_maps, data=[{"x": torch.zeros(4), "y": torch.zeros(4)}] * 8))
+
+
+def test_what_fsdp2_cannot_carry_is_known_before() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            block = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([block, nn.Linear(4, 4).bfloat16(), block])
+            self.kernel = nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)
+
+    shape = describe(small(Odd, None))
+    why = " | ".join(check(Plan.parse("dp=2,zero=3,checkpointing"), shape))
+    assert "contiguous parameters only: kernel.weight is not" in why
+    assert "blocks.2 again for recomputing" in why
+    assert "one dtype" not in why  # blocks are apart
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
+
+    (why,) = check(Plan.parse("dp=2,zero=2"), describe(small(lambda: nn.Sequential(Pair()), None)))
+    assert "one dtype in each block: 0.one.weight has 4 bytes per element, 0.two.weight 2" in why
 
 
 def test_layers_that_share_parameters_are_cut_alike_by_ranks_and_by_whoever_plans() -> None:

@@ -117,6 +117,10 @@ def test_a_job_of_mixed_precision_moves_as_any_other(
         ),
         ({"optimizer": "adafactor"}, ["pp=2,accumulation=2", "dp=2,zero=1", "dp=1"]),
         ({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
+        (
+            {"model": "masked", "optimizer": "counting", "schedule": "cosine"},
+            ["dp=2,zero=1", "pp=2,accumulation=2", "dp=1"],
+        ),
     ],
     ids=lambda v: " ".join(map(str, v.values())) if isinstance(v, dict) else "",
 )

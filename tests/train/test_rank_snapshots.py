@@ -127,3 +127,17 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     at_step(made, taken, 10)
     settle(taken)
     assert [step for _, step in agent.published] == [10]
+
+
+def test_state_that_only_a_pickle_could_hold_costs_the_snapshots_and_not_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = Agent(tmp_path)
+    made = training(schedule="drawn")
+    taken = ready(made, agent)
+    at_step(made, taken, 10)
+    at_step(made, taken, 20)
+    taken.keep()
+    assert agent.published == []
+    said = capsys.readouterr().out
+    assert said.count("no snapshots: scheduler.shape is a function") == 1

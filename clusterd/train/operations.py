@@ -1,0 +1,40 @@
+"""What a forward pass does to tensors, in order: to tell whether two are one and the same computation."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+Operation = tuple[str, str]
+"""Name, and arguments with tensors as their shapes and types."""
+
+_NOTHING = ("aten.detach.default", "aten.alias.default")
+
+
+class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Within, every operation is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "prim" and str(func) not in _NOTHING:
+            self._done.append((str(func), str(tree_map(_outline, (args, kwargs)))))
+        return func(*args, **kwargs)
+
+    def first_beside(self, other: Operations) -> str | None:
+        """Name of the first operation that `other` does not have at its place; None: there is none."""
+        for mine, its in zip_longest(self._done, other._done):
+            if mine != its:
+                return (mine or its)[0].removeprefix("aten.").partition(".")[0]
+        return None
+
+
+def _outline(value: Any) -> Any:
+    return (str(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,145 @@
+"""Models, optimizers and schedulers that do what plans must not get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from model import GPT
+from torch import nn
+
+
+class Normed(GPT):
+    """Running statistics after every block; what they hold depends on every forward pass that was made."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.add_module("seen", nn.BatchNorm1d(sizes["width"]))
+            block.register_forward_hook(self._count)
+
+    @staticmethod
+    def _count(block: Any, inputs: Any, output: torch.Tensor) -> None:
+        block.seen(output.detach().flatten(0, 1))  # its output is not used: batches differ between plans
+
+
+class Masked(GPT):
+    """One table in all blocks, changed in place."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        table = torch.zeros(sizes["width"])
+        for block in self.blocks:
+            block.register_buffer("table", table)
+            block.register_forward_hook(lambda block, _, output: output + block.table)
+
+
+class Routed(GPT):
+    """Each sample is one expert's: small shares of a batch leave some experts without work."""
+
+    EXPERTS = 8
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for e in range(self.EXPERTS):
+            self.embed.add_module(f"expert{e}", nn.Linear(sizes["width"], sizes["width"]))
+        self.embed.register_forward_hook(self._route)
+
+    def _route(self, embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        added = torch.zeros_like(output)
+        for e in range(self.EXPERTS):
+            rows = (inputs[0][:, 0] % self.EXPERTS == e).nonzero()[:, 0]
+            if len(rows):
+                added = added.index_put((rows,), embed.get_submodule(f"expert{e}")(output[rows]))
+        return output + added
+
+
+class Sided(GPT):
+    """Every replica has something of its own."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.side0, self.embed.side1 = (nn.Linear(sizes["width"], sizes["width"]) for _ in range(2))
+        self.embed.register_forward_hook(self._add)
+
+    @staticmethod
+    def _add(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        mine = dist.get_rank() if dist.is_initialized() else 0
+        return output + embed.get_submodule(f"side{mine}")(output)
+
+
+class Fading(GPT):
+    """Something is used in the first three steps, and never again."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.start = nn.Linear(sizes["width"], sizes["width"])
+        self.embed.passes = 0
+        self.embed.register_forward_hook(self._add)
+
+    @staticmethod
+    def _add(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        embed.passes += 1
+        return output + embed.start(output) if embed.passes <= 3 else None
+
+
+class Scaled(GPT):
+    """Does more than to apply its layers."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * 3.0
+
+
+class CommonScale(torch.optim.SGD):
+    """What it makes of a tensor depends on the largest gradient of all."""
+
+    def step(self, closure: Any = None) -> Any:
+        largest = max(p.grad.abs().max() for g in self.param_groups for p in g["params"] if p.grad is not None)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad / largest
+        return super().step(closure)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number for no parameter; its steps grow shorter with it."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = count = self.state.get("count", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / count
+        return super().step(closure)
+
+
+def cosine(optimizer: Any) -> Any:
+    """As it is written everywhere: NumPy's cosine gives NumPy's numbers."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 40)))
+
+
+class Drawn(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler with a function in its state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.shape = lambda step: 1 / (1 + step)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * self.shape(self.last_epoch) for base in self.base_lrs]
+
+
+def warmup(optimizer: Any) -> Any:
+    """Ten steps of it."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+
+
+MODELS = {
+    "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
+}  # fmt: skip
+OPTIMIZERS = {
+    "common scale": lambda p: CommonScale(p, lr=0.01),
+    "counting": lambda p: Counting(p, lr=0.1),
+}
+SCHEDULERS = {"cosine": cosine, "drawn": Drawn, "warmup": warmup}

@@ -1,0 +1,57 @@
+"""What a model, an optimizer or a scheduler may do without losing its training to a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_pool import RankPool
+
+STEPS = 5
+ALONE = "dp=1"
+
+
+@pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=1,checkpointing"])
+def test_running_statistics_see_every_sample_once(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """Not what a pipeline sends through itself to see shapes, and not what is computed again."""
+    seen = []
+    for name, under in (("alone", ALONE), ("plan", plan)):
+        run = ranks.run(tmp_path / name, under, model="normed", steps=STEPS, depth=4).checked()
+        seen.append({key: value for rank in run.ranks for key, value in rank.result["buffers"].items()})
+    assert seen[1] == {key: pytest.approx(value, rel=1e-4, abs=1e-5) for key, value in seen[0].items()}
+    assert seen[1]["blocks.3.seen.num_batches_tracked"] == STEPS
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "dp=2,pp=2,accumulation=2", "dp=2,accumulation=2"])
+def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    options = {"model": "routed", "steps": STEPS, "optimizer": "sgd", "find_unused_parameters": True}
+    alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
+    assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    silent = ranks.run(tmp_path / "silent", "dp=2,zero=2", model="sided", steps=STEPS)
+    assert any("others did not: where that differs between steps or replicas" in r.output for r in silent.ranks)
+    assert all(rank.exit_code for rank in silent.ranks)
+    told = ranks.run(tmp_path / "told", "dp=2,zero=2", model="sided", steps=STEPS, find_unused_parameters=True)
+    assert [rank.exit_code for rank in told.ranks] == [96, 96]
+    assert "they may use different parameters (find_unused_parameters)" in told.ranks[0].output
+
+
+def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) -> None:
+    alone = ranks.run(tmp_path / "alone", ALONE, model="fading", steps=STEPS).checked()
+    silent = ranks.run(tmp_path / "silent", "dp=2", model="fading", steps=STEPS)
+    assert "this step gave embed.start.weight no gradient, and one before it did" in silent.ranks[0].output
+    told = ranks.run(tmp_path / "told", "dp=2", model="fading", steps=STEPS, find_unused_parameters=True)
+    assert told.checked().losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "cosine"}, {"optimizer": "counting"}, {"model": "masked"}], ids=str)
+def test_it_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path, options: dict[str, str]) -> None:
+    """NumPy's numbers in the schedule, a number that belongs to no parameter, one table in several modules."""
+    whole = ranks.run(tmp_path / "whole", ALONE, steps=2 * STEPS, **options).checked()
+    left = {"final": str(tmp_path / "checkpoint")}
+    ranks.run_each(tmp_path / "first", ALONE, [{"steps": STEPS, **options}], more=lambda _: left)[0].checked()
+    goes_on = {"restore": left["final"]}
+    run = ranks.run_each(tmp_path / "then", "dp=2", [{"steps": 2 * STEPS, **options}], more=lambda _: goes_on)[0]
+    assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
