@@ -156,7 +156,7 @@ def fetch(
         patient: nobody waits for it: the other side gives way to ranks on its cores.
 
     Raises:
-        FetchFailed: the other side refused, or broke off.
+        FetchFailed: the other side refused, or broke off, or `stopped` said so.
     """
     where = f"{address[0]}:{address[1]}"
     try:
@@ -169,7 +169,8 @@ def fetch(
             if "error" in answer:
                 raise FetchFailed(f"{where}: {answer['error']}")
             connection.settimeout(IDLE_TIMEOUT_S)
-            _receive_into(connection, target, offset, int(answer["bytes"]))
+            with target.filling() as view:
+                _fill(connection, view[offset : offset + int(answer["bytes"])], stopped)
     except (OSError, EOFError, protocol.ProtocolError) as error:
         raise FetchFailed(f"{where} broke off while sending {segment}: {error or type(error).__name__}") from error
     meta: dict[str, Any] = answer["meta"]
@@ -211,14 +212,11 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def _receive_into(connection: socket.socket, target: Segment, offset: int, count: int) -> None:
-    with memoryview(target.mapped) as view:
-        _fill(connection, view[offset : offset + count])
-
-
-def _fill(connection: socket.socket, view: memoryview) -> None:
+def _fill(connection: socket.socket, view: memoryview, stopped: Callable[[], bool] = lambda: False) -> None:
     done = 0
     while done < len(view):
+        if stopped():
+            raise EOFError("the move is over")
         got = connection.recv_into(view[done : done + CHUNK_BYTES])
         if not got:
             raise EOFError("it closed the connection")

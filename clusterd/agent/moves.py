@@ -105,20 +105,31 @@ class Moves:
     async def segment(self, attempt: Attempt, message: Message) -> Message:
         """Make a segment for a rank to fill."""
         name = str(message["name"])
-        made = await self._make(name, int(message["bytes"]), set_of(name) or name.rpartition(".")[0])
+        move = set_of(name) or name.rpartition(".")[0]
+        made = await self._make(name, int(message["bytes"]), move, rank_writes=True)
         self._tell_room(attempt, made)
         return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
 
-    async def _make(self, name: str, size: int, move: str) -> Segment:
+    async def _make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
+        def make() -> Segment:
+            return self._store.make(name, size, move, rank_writes=rank_writes)
+
         if move in self._over:
             raise Refused("over", f"move {move} is over")
-        return await asyncio.get_running_loop().run_in_executor(None, self._store.make, name, size, move)
+        made = await asyncio.get_running_loop().run_in_executor(None, make)
+        if move in self._over:  # meanwhile
+            self._store.drop(move)
+            raise Refused("over", f"move {move} is over")
+        return made
 
     async def publish(self, attempt: Attempt, message: Message) -> Message:
         """A rank filled its segment: all ranks of the attempt hear of it, and agents that wait for it are served."""
-        made = self._store.publish(str(message["name"]), dict(message.get("meta") or {}))
-        if set_of(made.name) is not None:
-            await self.copies.published(attempt, made, wait=bool(message.get("wait", True)))
+        name, wait = str(message["name"]), bool(message.get("wait", True))
+        snapshot = set_of(name) is not None
+        # The two segments of a rank's snapshots take turns, until the one that nobody waits for.
+        made = self._store.publish(name, dict(message.get("meta") or {}), last=not (snapshot and wait))
+        if snapshot:
+            await self.copies.published(attempt, made, wait=wait)
             return {}
         source = _OUTBOX.search(made.name)
         if source is not None:

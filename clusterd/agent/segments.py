@@ -3,6 +3,7 @@
 The first write into fresh shared memory costs a page fault per 4 KiB, many times a warm write, and so does the first
 look of each process through a new mapping (three times a warm copy, measured): segments are faulted in and mapped when
 they are made, which is while the old plan still trains, stay mapped, and what is dropped is kept for the next move.
+Not what somebody still writes, as at an abort: that would come to lie in another's segment.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import mmap
 import os
 import re
 import shutil
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,13 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
 
 @dataclass
 class Segment:
-    """One file of the store."""
+    """One file of the store.
+
+    Attributes:
+        size: as it was asked for; the file may be larger.
+        rank_writes: a rank has it mapped for writing and has not said that it is done.
+        fetches: how many threads write what comes over the network.
+    """
 
     name: str
     path: Path
@@ -48,6 +57,31 @@ class Segment:
     meta: dict[str, Any] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     dropped: bool = False
+    rank_writes: bool = False
+    fetches: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, which never changes: whoever has it mapped may still write to its last page."""
+        return len(self.mapped)
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[memoryview]:
+        """To write it from here: until the end of this block nobody else gets the file.
+
+        Raises:
+            EOFError: it was dropped.
+        """
+        with self.changed:
+            if self.dropped:
+                raise EOFError("its segment was dropped")
+            self.fetches += 1
+        try:
+            with memoryview(self.mapped) as view:
+                yield view
+        finally:
+            with self.changed:
+                self.fetches -= 1
 
     def wait(self, timeout_s: float) -> bool:
         """Until it is complete; False when it was dropped, or the time is over."""
@@ -70,6 +104,7 @@ class Store:
         self._limits = limits
         self._segments: dict[str, Segment] = {}
         self._pool: list[Segment] = []
+        self._pooled = itertools.count(1)
         self._lock = threading.Lock()
         for place in self._places:
             shutil.rmtree(place, ignore_errors=True)
@@ -79,9 +114,11 @@ class Store:
         os.write(self._owned, os.fsencode(files.parent))
         _sweep(shared)
 
-    def make(self, name: str, size: int, move: str) -> Segment:
+    def make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
         """A segment of at least one page, every page of it present; the same again for the same name and size.
 
+        Args:
+            rank_writes: a rank will fill it; otherwise this agent does.
         Raises:
             Refused: neither memory nor disk has room ("disk-full"), or the name is no name.
         """
@@ -97,6 +134,7 @@ class Store:
             segment = self._recycled(name, size, move)
         if segment is None:
             segment = self._fresh(name, size, move)
+        segment.rank_writes = rank_writes
         with self._lock:
             self._segments[name] = segment
         return segment
@@ -116,8 +154,11 @@ class Store:
         with self._lock:
             return [s for s in self._segments.values() if s.move == move]
 
-    def publish(self, name: str, meta: dict[str, Any]) -> Segment:
-        """Its writer is done with it.
+    def publish(self, name: str, meta: dict[str, Any], *, last: bool = True) -> Segment:
+        """What its writer put there is whole.
+
+        Args:
+            last: its writer will not write again.
 
         Raises:
             Refused: there is no such segment.
@@ -127,11 +168,12 @@ class Store:
             raise Refused("unknown", f"there is no segment {name!r} here")
         with segment.changed:
             segment.meta, segment.complete = meta, True
+            segment.rank_writes = segment.rank_writes and not last
             segment.changed.notify_all()
         return segment
 
     def drop(self, move: str) -> None:
-        """Forget a move's segments: their memory goes to the pool, whoever waits for them is told."""
+        """Forget a move's segments: whoever waits for them is told, and memory that nobody writes goes to the pool."""
         with self._lock:
             for segment in [s for s in self._segments.values() if s.move == move]:
                 del self._segments[segment.name]
@@ -146,30 +188,36 @@ class Store:
     def _discard(self, segment: Segment) -> None:
         with segment.changed:
             segment.dropped = True
+            written = segment.rank_writes or segment.fetches > 0
             segment.changed.notify_all()
-        kept = sum(s.size for s in self._pool)
-        if segment.path.parent == self._places[0] and kept + segment.size <= POOL_BYTES_MAX:
-            # Ranks may still have it mapped; nobody gets it before they are told that the move is over.
-            self._pool.append(segment)
-        else:
+        kept = sum(s.file_bytes for s in self._pool)
+        in_memory = segment.path.parent == self._places[0]
+        if written or not in_memory or kept + segment.file_bytes > POOL_BYTES_MAX:
             segment.path.unlink(missing_ok=True)
+            return
+        # Under a name that nobody can ask for: its own may be made again, of another size.
+        path = segment.path.with_name(f"~{next(self._pooled)}")
+        segment.path.rename(path)
+        self._pool.append(replace(segment, path=path))
 
     def _recycled(self, name: str, size: int, move: str) -> Segment | None:
         """The smallest pooled segment that is large enough, and not much larger."""
-        fits = [s for s in self._pool if size <= s.size <= 2 * size]
+        fits = [s for s in self._pool if size <= s.file_bytes <= 2 * size]
         if not fits:
             return None
-        old = min(fits, key=lambda s: s.size)
+        old = min(fits, key=lambda s: s.file_bytes)
         self._pool.remove(old)
         path = old.path.with_name(name)
         old.path.rename(path)
-        os.truncate(path, size)
         return Segment(name, path, size, move, old.mapped)
 
     def _fresh(self, name: str, size: int, move: str) -> Segment:
         last: OSError | None = None
+        wanted = size * (1 + SPARE_SHARE)
+        if self._room_bytes(self._places[0]) < wanted:
+            self._empty_pool()  # before a disk is written to
         for place in self._places:
-            if self._room_bytes(place) < size * (1 + SPARE_SHARE):
+            if self._room_bytes(place) < wanted:
                 continue
             path = place / name
             try:
@@ -179,7 +227,6 @@ class Store:
                 last = error
                 continue
             return Segment(name, path, size, move, mapped)
-        self._empty_pool()
         said = f": {last}" if last else ""
         free = " nor ".join(f"{place} ({self._room_bytes(place) >> 20} MiB free)" for place in self._places)
         raise Refused("disk-full", f"no room for a segment of {size >> 20} MiB in {free}{said}")
@@ -191,7 +238,7 @@ class Store:
         if limit is None:
             return free
         with self._lock:
-            taken = sum(s.size for s in (*self._segments.values(), *self._pool) if s.path.parent == place)
+            taken = sum(s.file_bytes for s in (*self._segments.values(), *self._pool) if s.path.parent == place)
         return max(min(free, int(limit) - taken), 0)
 
     def _empty_pool(self) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from clusterd import protocol
 from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
 from clusterd.agent.records import Refused
-from clusterd.agent.segments import Store
+from clusterd.agent.segments import Segment, Store
+from tests.agent.client import wait_until
 
 
 @pytest.fixture
@@ -61,6 +65,18 @@ def test_dropped_segments_are_used_again(store: Store) -> None:
     assert second.path.name == "m.1.3.out0"
 
 
+def test_a_segment_that_is_made_again_larger_leaves_the_dropped_one_whole(store: Store) -> None:
+    """Both would have the same name; whoever gets the dropped one writes to its last page."""
+    store.make("m.1.2.out0", 1 << 20, "m.1.2")
+    store.drop("m.1.2")
+    again = store.make("m.1.2.out0", 4 << 20, "m.1.2")
+    other = store.make("m.1.3.out0", 1 << 20, "m.1.3")
+    other.mapped[: 1 << 20] = b"\1" * (1 << 20)
+    assert again.path.stat().st_size == 4 << 20
+    assert other.path.read_bytes()[: 1 << 20] == b"\1" * (1 << 20)
+    assert not any(again.path.read_bytes())
+
+
 def test_what_does_not_fit_memory_goes_to_a_file_and_what_fits_nowhere_is_refused(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +100,20 @@ def test_a_store_takes_no_more_than_it_may(tmp_path: Path) -> None:
         limits.write_text('{"memory_bytes": 0, "disk_bytes": 0}')
         with pytest.raises(Refused, match=r"shm \(0 MiB free\) nor .*files \(0 MiB free\)"):
             store.make("m.out3", 1 << 20, "m")
+    finally:
+        store.close()
+
+
+def test_dropped_segments_give_way_before_the_disk_is_used(tmp_path: Path) -> None:
+    """None of them is of a size that could be used again, and together they are all that the store may take."""
+    limits = tmp_path / "store.json"
+    limits.write_text(f'{{"memory_bytes": {10 << 20}}}')
+    store = Store(tmp_path / "shm", tmp_path / "files", limits)
+    try:
+        store.make("m1.out0", 8 << 20, "m1")
+        store.drop("m1")
+        assert store.make("m2.out0", 3 << 20, "m2").path.parent.name == "shm"
+        assert [path.name for path in (tmp_path / "shm").iterdir() if path.name != "owner"] == ["m2.out0"]
     finally:
         store.close()
 
@@ -151,3 +181,82 @@ def test_ranges_outside_the_segment_and_dropped_segments_are_errors(tmp_path: Pa
     with pytest.raises(FetchFailed, match="was dropped"):
         fetch(at, "secret", "m", "out1", [(0, 10)], inbox, 0, lambda: False)
     server.close()
+
+
+class SlowSource:
+    """Another host's agent, whose bytes come when the test says so."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+
+    def accept(self) -> None:
+        self._connection, _ = self._listener.accept()
+        (length,) = struct.unpack("!I", self._connection.recv(4))
+        self._connection.recv(length)
+        self._connection.sendall(protocol.encode({"meta": {}, "bytes": self._count}))
+
+    def send(self, count: int) -> None:
+        self._connection.sendall(b"\xaa" * count)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowSource]:
+    source = SlowSource(2 << 20)
+    yield source
+    source.close()
+
+
+def bring(slow: SlowSource, inbox: Segment, stopped: Callable[[], bool]) -> tuple[threading.Thread, list[str]]:
+    """A fetch of 2 MiB on a thread, and why it failed; half of its bytes have come."""
+    failed: list[str] = []
+
+    def work() -> None:
+        try:
+            fetch(slow.address, "t", "m.1.2", "x", [(0, 2 << 20)], inbox, 0, stopped)
+        except FetchFailed as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    slow.accept()
+    slow.send(1 << 20)
+    wait_until(lambda: inbox.mapped[(1 << 20) - 1] == 0xAA, "half of the bytes")
+    return thread, failed
+
+
+def test_bytes_of_an_aborted_move_do_not_land_in_anothers_segment(store: Store, slow: SlowSource) -> None:
+    """The abort comes while they are on their way."""
+    thread, _ = bring(slow, store.make("m.1.2.in", 2 << 20, "m.1.2"), lambda: False)
+    store.drop("m.1.2")
+    other = store.make("other.1.3.out0", 2 << 20, "other.1.3")
+    other.mapped[:] = b"\x11" * (2 << 20)
+    slow.send(1 << 20)
+    thread.join(20)
+    assert bytes(other.mapped) == b"\x11" * (2 << 20)
+
+
+def test_a_fetch_of_an_aborted_move_ends_in_the_middle_of_its_bytes(store: Store, slow: SlowSource) -> None:
+    """And not with the last of them, which may be gigabytes later."""
+    over = threading.Event()
+    thread, failed = bring(slow, store.make("m.1.2.in", 2 << 20, "m.1.2"), over.is_set)
+    over.set()
+    slow.send(1)
+    thread.join(20)
+    assert len(failed) == 1 and "the move is over" in failed[0]
+
+
+def test_nothing_is_fetched_into_a_segment_that_was_dropped(store: Store, slow: SlowSource) -> None:
+    """By then it may be another's."""
+    inbox = store.make("m.1.2.in", 2 << 20, "m.1.2")
+    store.drop("m.1.2")
+    accepting = threading.Thread(target=slow.accept)
+    accepting.start()
+    with pytest.raises(FetchFailed, match="was dropped"):
+        fetch(slow.address, "t", "m.1.2", "x", [(0, 2 << 20)], inbox, 0, lambda: False)
+    accepting.join(20)
