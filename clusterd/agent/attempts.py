@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import os
 import shutil
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from clusterd.agent import child, environment, launching, processes, records, stopping
 from clusterd.agent.home import Home, read_json, write_json
 from clusterd.agent.records import Attempt, Rank, Refused, Report
+from clusterd.agent.saying import say
 from clusterd.agent.spawners import Spawners
 
 STRAGGLER_GRACE_S = 1.0
@@ -195,7 +195,7 @@ class Attempts:
     def _over(self, work: asyncio.Future[Any]) -> None:
         self._background.discard(work)
         if not work.cancelled() and (error := work.exception()):
-            print(f"agent: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            say(f"agent: {type(error).__name__}: {error}")
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Attempts:
         try:
             write_json(attempt.stop_marker, {"generation": attempt.generation, "reason": reason, "at_s": time.time()})
         except OSError as error:  # the very disk that made the launch fail
-            print(f"agent: cannot write {attempt.stop_marker}: {error}", file=sys.stderr, flush=True)
+            say(f"agent: cannot write {attempt.stop_marker}: {error}")
         await self._stop(attempt, 0.0, reason)
 
     # ---- stop ----------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ def _show_threads(attempt: Attempt, pid: int, start_time: int, seconds: float) -
         with open(attempt.log(rank.rank), "ab") as log:
             log.write(f"\nclusterd: did not stop within {seconds:.1f} s of being asked; its threads now:\n".encode())
     except OSError as error:
-        print(f"agent: cannot write {attempt.log(rank.rank)}: {error}", file=sys.stderr, flush=True)
+        say(f"agent: cannot write {attempt.log(rank.rank)}: {error}")
     processes.send(pid, start_time, child.SHOW_THREADS)
 
 
@@ -364,7 +364,7 @@ def remove(tree: Path) -> int:
             Path(path).parent.chmod(0o700)
             function(path)
         except OSError as error:
-            print(f"agent: cannot remove {path}: {error}", file=sys.stderr, flush=True)
+            say(f"agent: cannot remove {path}: {error}")
 
     shutil.rmtree(tree, onerror=retry)
     return before - _taken_bytes(tree)

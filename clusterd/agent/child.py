@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from clusterd.agent import CODE_ROOT, processes
+from clusterd.agent.saying import say
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127
@@ -102,7 +103,7 @@ def settle(directory: str, cores: list[int]) -> bool:
         if cores:
             os.sched_setaffinity(0, cores)
     except (OSError, ValueError) as error:
-        _write(f"clusterd: cannot start in {directory} on cores {cores}: {error}\n")
+        say(f"clusterd: cannot start in {directory} on cores {cores}: {error}")
         return False
     return True
 
@@ -113,10 +114,10 @@ def execute(argv: list[str], env: dict[str, str]) -> NoReturn:
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
-        _write(f"clusterd: {argv[0]}: not found in PATH={env.get('PATH', '')}\n")
+        say(f"clusterd: {argv[0]}: not found in PATH={env.get('PATH', '')}")
         os._exit(EXIT_NOT_FOUND)
     except OSError as error:
-        _write(f"clusterd: {argv[0]}: {error.strerror}\n")
+        say(f"clusterd: {argv[0]}: {error.strerror}")
         os._exit(EXIT_CANNOT_START)
 
 
@@ -151,7 +152,7 @@ def _run_python(arguments: list[str]) -> int:
         with open(script, "rb") as source:
             code = compile(source.read(), script, "exec")
     except OSError as error:
-        _write(f"clusterd: can't open file {os.path.abspath(script)!r}: {error.strerror}\n")
+        say(f"clusterd: can't open file {os.path.abspath(script)!r}: {error.strerror}")
         return 2
     # Not runpy.run_path: it takes the script's module out of sys.modules when the script's last line is done, before
     # its threads and exit handlers are.
@@ -165,7 +166,7 @@ def _exit_code(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    _write(f"{end.code}\n")
+    say(f"{end.code}")
     return 1
 
 
@@ -191,7 +192,3 @@ def _leave(code: int) -> NoReturn:
         except (OSError, ValueError):
             code = code or 120  # as Python does when the last output cannot be written
     os._exit(code)
-
-
-def _write(text: str) -> None:
-    os.write(2, text.encode(errors="backslashreplace"))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.records import Attempt
+from clusterd.agent.saying import say
 
 EVENTS_WAITING_MAX = 1000
 
@@ -39,7 +39,7 @@ class Connection:
                 await self._writer.drain()
                 self._outgoing.task_done()
         except (OSError, protocol.ProtocolError) as error:
-            print(f"agent: a connection broke: {error}", file=sys.stderr, flush=True)
+            say(f"agent: a connection broke: {error}")
             self._writer.close()
 
     async def close(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from clusterd.agent.copies import Copies, set_of
 from clusterd.agent.datasets import Datasets
 from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
 from clusterd.agent.records import Attempt, Refused
+from clusterd.agent.saying import say
 from clusterd.agent.segments import Segment, Store
 from clusterd.agent.threads import in_thread
 
@@ -173,7 +173,7 @@ class Moves:
             meta = await in_thread(lambda: fetch(*work), "fetch")
         except FetchFailed as failed:
             if move not in self._over:
-                print(f"agent: {attempt.name}: {failed}", file=sys.stderr, flush=True)
+                say(f"agent: {attempt.name}: {failed}")
                 said = {"event": "fetch_failed", "move": move, "name": source["name"], "why": str(failed)}
                 self._tell_all(attempt.job, attempt.attempt, said)
             return

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Coroutine, Mapping
@@ -25,6 +24,7 @@ from clusterd.agent.ports import UNUSED_S as PORT_UNUSED_S
 from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
 from clusterd.agent.records import Attempt, Refused
+from clusterd.agent.saying import say
 from clusterd.agent.snapshots import Snapshots
 from clusterd.agent.terminals import Terminals
 from clusterd.agent.threads import in_thread
@@ -113,7 +113,7 @@ class Agent:
     def _chore_ended(self, chore: asyncio.Task[None]) -> None:
         if not chore.cancelled() and (error := chore.exception()):
             # A half-working agent would look healthy: better none, which the daemon starts anew.
-            traceback.print_exception(type(error), error, error.__traceback__)
+            say("".join(traceback.format_exception(type(error), error, error.__traceback__)))
             self._done.set()
 
     # ---- connections ---------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Agent:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except protocol.ProtocolError as error:
-            print(f"agent: a caller was cut off: {error}", file=sys.stderr, flush=True)
+            say(f"agent: a caller was cut off: {error}")
         finally:
             self._connections.discard(connection)
             await connection.close()
@@ -169,10 +169,10 @@ class Agent:
             reply = {"error": {"kind": refused.kind, "message": str(refused)}}
         except (KeyError, TypeError, ValueError) as error:
             reply = {"error": {"kind": "request", "message": f"{verb}: {type(error).__name__}: {error}"}}
-            traceback.print_exc()
+            say(traceback.format_exc())
         except Exception as error:  # the agent lives on whatever one request did
             reply = {"error": {"kind": "host", "message": f"{verb}: {error}"}}
-            traceback.print_exc()
+            say(traceback.format_exc())
         connection.send({"id": message.get("id"), **reply})
 
     def _check_epoch(self, connection: Connection, verb: str) -> None:
@@ -322,10 +322,10 @@ class Agent:
             try:
                 dropped = logs.trim(file)
             except OSError as error:
-                print(f"agent: cannot shorten {file}: {error}", file=sys.stderr, flush=True)
+                say(f"agent: cannot shorten {file}: {error}")
                 continue
             if dropped:
-                print(f"agent: dropped {dropped} bytes of {file}, which was too long", file=sys.stderr, flush=True)
+                say(f"agent: dropped {dropped} bytes of {file}, which was too long")
 
     async def _every_second(self) -> None:
         ticks = 0

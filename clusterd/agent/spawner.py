@@ -26,6 +26,8 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent import child, endings, processes
 from clusterd.agent.home import forget_socket, read_json, write_json
+from clusterd.agent.saying import say
+from clusterd.agent.unwritten import Unwritten
 
 IDLE_S = 600.0
 """Without children and without an agent, a fork server ends after this long."""
@@ -57,8 +59,8 @@ class _Peer:
 class Spawner:
     """Forks ranks on request, reaps them, and records their ends.
 
-    Verbs: ``hello`` -> who is alive; ``spawn`` -> pid and start time; ``shutdown`` -> ends once the last child has.
-    Events: ``exited`` with the path of the record, which is on disk by then.
+    Verbs: ``hello`` -> who is alive, and ends that no disk knows of; ``spawn`` -> pid and start time; ``shutdown`` -> ends once the last child has.
+    Events: ``exited`` with the record and its path; it is on disk by then, unless that is full.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -71,6 +73,7 @@ class Spawner:
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._unwritten = Unwritten()
         self._oom = endings.OomWatch()
         self._leaving = False
         self._quiet_since = time.monotonic()
@@ -89,6 +92,7 @@ class Spawner:
                 else:
                     self._serve(self._peers[key.fileobj], mask)  # type: ignore[index]
             self._reap()
+            self._unwritten.try_again()
             if self._children:
                 self._oom.look()
         self._listener.close()
@@ -99,7 +103,7 @@ class Spawner:
             self._used_at = now
         if self._children or self._peers:
             self._quiet_since = now
-        if self._children:
+        if self._children or self._unwritten:
             return False
         return self._leaving or now - self._quiet_since > IDLE_S or now - self._used_at > UNUSED_S
 
@@ -144,7 +148,8 @@ class Spawner:
     def _answer(self, message: protocol.Message) -> protocol.Message:
         verb = message.get("verb")
         if verb == "hello":
-            return {"ok": {"pid": os.getpid(), "ranks": {str(c.state): pid for pid, c in self._children.items()}}}
+            ranks = {str(child.state): pid for pid, child in self._children.items()}
+            return {"ok": {"pid": os.getpid(), "ranks": ranks, "ended": self._unwritten.all()}}
         if verb == "spawn":
             try:
                 return {"ok": self._spawn(message)}
@@ -183,6 +188,7 @@ class Spawner:
                 "spawner": {"pid": os.getpid(), "start_time": own_start_time()},
             }
             state = Path(request["state"])
+            self._unwritten.drop(state)
             self._children[pid] = _Child(state, record, request["kind"], Path(request["stop_marker"]))
             write_json(state, record)
             os.write(gate_write, b"!")
@@ -229,11 +235,7 @@ class Spawner:
             ),
             "at_s": time.time(),
         }
-        try:
-            write_json(ended.state, record)
-        except OSError as error:
-            # A full disk, or an attempt forgotten meanwhile. An agent that listens hears of the end all the same.
-            print(f"spawner: cannot write {ended.state}: {error}", file=sys.stderr, flush=True)
+        self._unwritten.write(ended.state, record)
         for peer in list(self._peers.values()):
             try:
                 self._send(peer, {"event": "exited", "state": str(ended.state), "record": record})
@@ -266,7 +268,7 @@ def main(arguments: list[str]) -> int:
         gc.collect()
         gc.freeze()  # what is loaded now stays shared with every child
         if threading.active_count() > 1:
-            print("spawner: the preloaded modules started threads; forks may hang", file=sys.stderr, flush=True)
+            say("spawner: the preloaded modules started threads; forks may hang")
         Spawner(listener).run()
     finally:
         forget_socket(options.socket)
@@ -328,7 +330,7 @@ def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
         connection.sendall(protocol.encode({"id": messages[0].get("id"), "error": failure}))
         connection.close()
     except (OSError, protocol.ProtocolError) as error:
-        print(f"spawner: {failure['message']} (and nobody asked: {error})", file=sys.stderr, flush=True)
+        say(f"spawner: {failure['message']} (and nobody asked: {error})")
 
 
 def _adopt_orphans() -> None:
@@ -338,4 +340,4 @@ def _adopt_orphans() -> None:
 
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (ImportError, OSError, AttributeError) as error:
-        print(f"spawner: orphans of ranks will go to pid 1: {error}", file=sys.stderr, flush=True)
+        say(f"spawner: orphans of ranks will go to pid 1: {error}")

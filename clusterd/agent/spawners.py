@@ -206,6 +206,8 @@ class _Server:
             await server.close()
             raise
         server.pid = answer["pid"]
+        for state, record in answer.get("ended", ()):  # a fork server of an earlier version knows of none
+            on_exited(state, record)
         return server
 
     async def request(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:

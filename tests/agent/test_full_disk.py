@@ -1,0 +1,72 @@
+"""A job that fills the disk of its host takes no other job's exit code with it, and can be stopped."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+
+from clusterd.agent import attach, processes
+from clusterd.agent.home import Home
+from tests.agent.client import AgentClient, wait_until
+
+Connect = Callable[..., AgentClient]
+
+UNTIL_GO = ["sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; exit $CODE"]
+
+
+def fill_disk(pid: int, full: bool = True) -> None:
+    """Whatever this process writes to a file, its own log too, fails; what it started before is not concerned."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+
+def fork_server(pid: int) -> int:
+    found = processes.stat(pid)
+    assert found is not None
+    return found.parent
+
+
+def test_ends_that_cannot_be_written_are_told_to_this_agent_and_the_next_and_written_later(connect: Connect) -> None:
+    agent = connect()
+    pids = {
+        job: agent.launch(UNTIL_GO, job=job, env={"CODE": code})["ranks"][0]["pid"]
+        for job, code in (("first", "3"), ("second", "5"), ("third", "7"))
+    }
+    home, server = Home(agent.root), fork_server(pids["first"])
+    fill_disk(server)
+    for job, code in (("first", 3), ("second", 5)):
+        (home.attempt(job, 1) / "work" / "go").touch()
+        end = agent.event("rank_exited", job=job)
+        assert (end["exit_code"], end["reason"]) == (code, "exit")
+    agent.kill_agent()
+    (home.attempt("third", 1) / "work" / "go").touch()
+    wait_until(lambda: processes.stat(pids["third"]) is None, "the third to be waited for")
+
+    agent = connect()
+
+    def told() -> dict[str, int]:
+        ranks = {report["job"]: report["ranks"][0] for report in agent.hello()["attempts"]}
+        return {job: rank["exit_code"] for job, rank in ranks.items() if rank["state"] == "exited"}
+
+    wait_until(lambda: told() == {"first": 3, "second": 5, "third": 7}, "all ends to be known")
+    fill_disk(server, full=False)
+    for job in pids:
+        record = home.attempt(job, 1) / "rank-0.state.json"
+        wait_until(lambda file=record: '"exited"' in file.read_text(), "the end to be written down")
+
+
+def test_an_end_that_cannot_be_written_keeps_its_fork_server(connect: Connect) -> None:
+    """Until there is room; and not for an attempt that was forgotten."""
+    agent = connect()
+    pid = agent.launch(UNTIL_GO, env={"CODE": "3"})["ranks"][0]["pid"]
+    server = fork_server(pid)
+    fill_disk(server)
+    (Home(agent.root).attempt("j", 1) / "work" / "go").touch()
+    agent.event("rank_exited")
+    agent.ok("shutdown", force=False)
+    wait_until(lambda: not attach.held(Home(agent.root)), "the agent to end")
+    again = connect()
+    wait_until(lambda: again.hello()["attempts"][0]["ranks"][0]["exit_code"] == 3, "the end to be known")
+    again.ok("forget", job="j", attempt=1)
+    again.ok("shutdown", force=False)
+    wait_until(lambda: (s := processes.stat(server)) is None or s.state in "ZX", "the fork server to end")
