@@ -175,7 +175,7 @@ class Attempts:
         for rank in attempt.ranks.values():
             if rank.end is None:
                 continue
-            rank.take(rank.end)
+            rank.take(attempt.judged(rank.end))
             rank.end = None
             self._emit(
                 {
@@ -241,13 +241,26 @@ class Attempts:
     async def _abandon(self, attempt: Attempt) -> None:
         """End what a launch that failed half-way had started."""
         reason = "the launch failed"
-        try:
-            write_json(attempt.stop_marker, {"generation": attempt.generation, "reason": reason, "at_s": time.time()})
-        except OSError as error:  # the very disk that made the launch fail
-            say(f"agent: cannot write {attempt.stop_marker}: {error}")
+        self._mark_stopped(attempt, reason)
         await self._stop(attempt, 0.0, reason)
 
     # ---- stop ----------------------------------------------------------------------------------------------------
+
+    def _mark_stopped(self, attempt: Attempt, reason: str) -> None:
+        """Before the first signal: a rank's end is judged by it, and a launch that is under way heeds it.
+
+        On disk for its fork server and the next agent. Where the disk is full, this agent's memory has to do: the job
+        that filled it is to be stopped, too.
+        """
+        now_s = time.time()
+        marker = read_json(attempt.stop_marker) or {}
+        if int(marker.get("generation", 0)) < attempt.generation:
+            try:
+                write_json(attempt.stop_marker, {"generation": attempt.generation, "reason": reason, "at_s": now_s})
+            except OSError as error:
+                say(f"agent: cannot write {attempt.stop_marker}: {error}")
+                attempt.unmarked_stop_s = attempt.unmarked_stop_s or now_s
+        attempt.stop_asked.set()
 
     async def stop(
         self, job: str, attempt: int, generation: int, grace_s: float, reason: str, wishes: Mapping[str, bool]
@@ -268,11 +281,7 @@ class Attempts:
                 "ranks": [],
                 "swept": await stopping.sweep(self.tag(directory.name), min(grace_s, STRAGGLER_GRACE_S)),
             }
-        # On disk before the first signal: a rank's end is judged by it, and a launch that is under way heeds it.
-        marker = read_json(known.stop_marker) or {}
-        if int(marker.get("generation", 0)) < generation or not marker:
-            write_json(known.stop_marker, {"generation": generation, "reason": reason, "at_s": time.time()})
-        known.stop_asked.set()
+        self._mark_stopped(known, reason)
         if known.stopping is None or known.stopping.done():
             known.stopping = asyncio.create_task(self._stop(known, grace_s, reason, wishes))
         # A caller whose connection breaks does not call the stop off.
@@ -330,7 +339,11 @@ class Attempts:
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
         """Keep what a rank says about its failure, for the report of its end."""
         attempt.ranks[rank].message = message
-        write_json(attempt.directory / f"rank-{rank}.failed.json", {"reason": reason, "message": message})
+        file = attempt.directory / f"rank-{rank}.failed.json"
+        try:
+            write_json(file, {"reason": reason, "message": message})
+        except OSError as error:
+            say(f"agent: cannot write {file}: {error}")
 
     async def settle(self) -> None:
         """Wait for sweeps that are under way, before this agent ends."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from clusterd.agent.home import read_json, write_json
 from clusterd.agent.records import Refused
+from clusterd.agent.saying import say
 
 FIRST, LAST = 20000, 32767
 """Below the range from which the kernel takes ports for outgoing connections: those would take a leased one."""
@@ -67,7 +68,10 @@ class Ports:
             del self._leases[port]
             self._claims.pop(port).close()
         if ended:
-            self._write()
+            try:
+                self._write()
+            except OSError as error:  # the next agent will find them ended
+                say(f"agent: cannot write {self._file}: {error}")
 
     def close(self) -> None:
         """Give the claims up; the leases stay on disk for the next agent."""

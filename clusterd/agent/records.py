@@ -93,6 +93,7 @@ class Attempt:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # a launch under way heeds it
+    unmarked_stop_s: float | None = None  # wall time of a stop whose marker the disk did not take
     step: dict[str, Any] | None = None  # the newest line of steps.jsonl
 
     @property
@@ -128,8 +129,16 @@ class Attempt:
     @property
     def stopped(self) -> bool:
         """Whether a stop of this generation, or a later one, was asked for."""
+        if self.stop_asked.is_set():
+            return True
         marker = read_json(self.stop_marker)
         return marker is not None and int(marker.get("generation", 0)) >= self.generation
+
+    def judged(self, end: dict[str, Any]) -> dict[str, Any]:
+        """The record of an end, as it would be if the disk had taken the stop's marker."""
+        if self.unmarked_stop_s is None or end["state"] != "exited" or end["at_s"] < self.unmarked_stop_s:
+            return end
+        return {**end, "reason": "stopped"}
 
     def log(self, rank: int) -> Path:
         """Output of `rank`."""

@@ -59,7 +59,8 @@ class _Peer:
 class Spawner:
     """Forks ranks on request, reaps them, and records their ends.
 
-    Verbs: ``hello`` -> who is alive, and ends that no disk knows of; ``spawn`` -> pid and start time; ``shutdown`` -> ends once the last child has.
+    Verbs: ``hello`` -> who is alive, and ends that no disk knows of; ``spawn`` -> pid and start time; ``shutdown`` ->
+    ends once the last child has.
     Events: ``exited`` with the record and its path; it is on disk by then, unless that is full.
     """
 

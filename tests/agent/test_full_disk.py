@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import resource
+import signal
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from clusterd.agent import attach, processes
 from clusterd.agent.home import Home
-from tests.agent.client import AgentClient, wait_until
+from clusterd.agent.ports import Ports
+from tests.agent.client import AgentClient, rank, wait_until
 
 Connect = Callable[..., AgentClient]
 
@@ -70,3 +74,40 @@ def test_an_end_that_cannot_be_written_keeps_its_fork_server(connect: Connect) -
     again.ok("forget", job="j", attempt=1)
     again.ok("shutdown", force=False)
     wait_until(lambda: (s := processes.stat(server)) is None or s.state in "ZX", "the fork server to end")
+
+
+def test_a_job_is_stopped_though_its_stop_cannot_be_written(agent: AgentClient) -> None:
+    """And its end is told as that of a stop, not as a signal that came from nowhere."""
+    agent.launch(["sleep", "100"])
+    fill_disk(agent.agent_pid)
+    [report] = agent.stop()["ranks"]
+    assert (report["state"], report["signal"], report["reason"]) == ("exited", signal.SIGTERM, "stopped")
+    assert agent.event("rank_exited")["reason"] == "stopped"
+
+
+def test_what_ended_before_a_stop_that_cannot_be_written_keeps_its_reason(agent: AgentClient) -> None:
+    """One of two ranks failed: that is why the other one is stopped."""
+    agent.launch(["sh", "-c", "[ $RANK = 1 ] && exit 3; exec sleep 100"], ranks=[rank(0, 2), rank(1, 2)])
+    agent.event("rank_exited", rank=1)
+    fill_disk(agent.agent_pid)
+    assert [r["reason"] for r in agent.stop()["ranks"]] == ["stopped", "exit"]
+
+
+def test_any_request_that_fails_for_it_is_answered(agent: AgentClient) -> None:
+    """The log in which the agent says more is on the same disk."""
+    fill_disk(agent.agent_pid)
+    assert agent.refused("port", job="j", attempt=1, generation=1)["kind"] == "host"
+    agent.ok("facts")
+
+
+def test_a_port_is_given_back_though_that_cannot_be_written(tmp_path: Path) -> None:
+    """The agent looks after ports once a second; it would end."""
+    (tmp_path / "home").mkdir()
+    ports = Ports(tmp_path / "home" / "ports.json")
+    port = ports.lease("j.1", 1)
+    (tmp_path / "home" / "ports.json").unlink()
+    (tmp_path / "home").rmdir()
+    ports.release(lambda *_: True)
+    with socket.socket(socket.AF_UNIX) as claim:
+        claim.bind(f"\0clusterd-port-{port}")
+    ports.close()
