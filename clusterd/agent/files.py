@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,10 @@ def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
         for name in names:
             path = Path(folder, name)
             try:
-                known = path.stat(follow_symlinks=False)
+                known = path.lstat()
             except OSError:
                 continue  # gone meanwhile
-            if path.is_symlink() or known.st_mtime < since_s:
+            if not stat.S_ISREG(known.st_mode) or known.st_mtime < since_s:
                 continue
             yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": known.st_mtime}
 
@@ -55,16 +56,23 @@ def read(attempt: Attempt, path: str, offset: int, limit: int) -> dict[str, Any]
     """Bytes of a file below the working directory, and its size now.
 
     Raises:
-        Refused: (``path``) it is not there, or leads out of the working directory.
+        Refused: (``path``) it is not there, is no regular file, or leads out of the working directory.
     """
     work = environment.work_of(attempt).resolve()
     target = (work / path).resolve()
     if not target.is_relative_to(work):
         raise Refused("path", f"{path} is outside the working directory of {attempt.name}")
     try:
-        with open(target, "rb") as file:
+        with open(target, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Refused("path", f"{path} is no regular file")
             size = file.seek(0, 2)
             file.seek(min(max(offset, 0), size))
             return {"data": file.read(max(0, min(limit, CHUNK_BYTES_MAX))), "size": size}
     except OSError as error:
         raise Refused("path", f"{path}: {error.strerror}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens what is there; of a pipe no writer is waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -10,6 +10,8 @@ WRITES = (
     "echo mine > own; mkdir -p __pycache__ d; echo > __pycache__/x.pyc; ln -s /etc d/away; ln -s /etc/hostname leak"
 )
 
+LISTENS = "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"socket\")'"
+
 
 def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
     agent.launch(["sh", "-c", WRITES])
@@ -20,6 +22,18 @@ def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
     pieces = [agent.ok("file", job="j", attempt=1, path="own", offset=at, limit=3) for at in (0, 3, 5, 99)]
     assert [piece["data"] for piece in pieces] == [b"min", b"e\n", b"", b""]
     assert {piece["size"] for piece in pieces} == {5}
+
+
+@pytest.mark.parametrize(("path", "make"), [("pipe", "mkfifo pipe"), ("socket", LISTENS)])
+def test_what_is_no_regular_file_is_neither_listed_nor_read(agent: AgentClient, path: str, make: str) -> None:
+    """Nor waited for: the agent answers whatever else is asked."""
+    agent.launch(["sh", "-c", make])
+    assert agent.event("rank_exited")["exit_code"] == 0
+    assert agent.ok("files", job="j", attempt=1)["files"] == []
+    asked = [agent.send("file", job="j", attempt=1, path=path, offset=0, limit=100) for _ in range(40)]
+    agent.ok("facts")  # from the same threads
+    for number in asked:
+        assert agent.reply(number)["error"]["kind"] == "path"
 
 
 @pytest.mark.parametrize("path", ["leak", "d/away/hostname", "../launch.msgpack", "/etc/hostname", "none", "d"])
