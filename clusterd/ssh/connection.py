@@ -227,7 +227,11 @@ class Credentials:
 
 
 async def load_credentials(route: Route) -> Credentials:
-    """Keys of the agent, then of files, as the route names them. Never raises: what cannot be used is in `skipped`."""
+    """Keys of the agent, then of files, as the route names them. Never raises: what cannot be used is in `skipped`.
+
+    A server hears out six keys by default, and an agent may hold more: the ones that the route names come first, as in
+    OpenSSH, and none comes twice.
+    """
     found = Credentials([], [], [])
     files = [
         path for path in dict.fromkeys(route.identity_files) if os.path.exists(path) or os.path.exists(f"{path}.pub")
@@ -235,16 +239,22 @@ async def load_credentials(route: Route) -> Credentials:
     if route.identity_agent:
         try:
             found.agent = await asyncssh.connect_agent(route.identity_agent)
-            pairs = list(await found.agent.get_keys(_public_blobs(files) if route.identities_only else None))
-            found.pairs += pairs
+            named = _public_blobs(files)
+            pairs = await found.agent.get_keys(named if route.identities_only else None)
+            places = {blob: place for place, blob in enumerate(named)}
+            found.pairs += sorted(pairs, key=lambda pair: places.get(pair.public_data, len(places)))
             found.tried.append(f"{len(pairs)} keys of the SSH agent")
         except (OSError, ValueError, asyncssh.Error) as error:
             found.skipped.append(f"the SSH agent at {route.identity_agent}: {error}")
     for path in files:
+        offered = {pair.public_data for pair in found.pairs}
         try:
-            found.pairs += asyncssh.load_keypairs([path])
-            found.tried.append(path)
+            if pairs := [pair for pair in asyncssh.load_keypairs([path]) if pair.public_data not in offered]:
+                found.pairs += pairs
+                found.tried.append(path)
         except (OSError, ValueError, asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+            if offered.intersection(_public_blobs([path])):
+                continue  # the agent has it
             locked = "assphrase" in str(error)  # asyncssh has no error of its own for it
             found.skipped.append(f"{path} (needs a passphrase: ssh-add {path})" if locked else f"{path} ({error})")
     return found

@@ -36,12 +36,13 @@ def run(*command: str | Path, **env: str) -> str:
 
 
 @contextlib.contextmanager
-def ssh_agent(path: Path, key: Path) -> Iterator[None]:
-    """An agent that listens on `path` and holds `key`."""
+def ssh_agent(path: Path, *keys: Path) -> Iterator[None]:
+    """An agent that listens on `path` and holds `keys`."""
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
     try:
         wait_until(path.exists, "ssh-agent to listen")
-        run("ssh-add", "-q", key, SSH_AUTH_SOCK=str(path))
+        for key in keys:
+            run("ssh-add", "-q", key, SSH_AUTH_SOCK=str(path))
         yield
     finally:
         agent.terminate()

@@ -11,7 +11,7 @@ import pytest
 
 from clusterd.errors import HostKeyChanged, HostKeyUnknown
 from clusterd.ssh.address import parse
-from clusterd.ssh.connection import Dialer
+from clusterd.ssh.connection import Dialer, load_credentials
 from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys, Known, Unknown
 from clusterd.ssh.resolve import Route, resolve
@@ -107,6 +107,35 @@ async def test_the_ssh_agent_lends_its_keys(lab: Lab, dialer: Dialer, keys: Host
         lab.key.rename(tmp_path / "put-away")  # only its public half is left to say which key is meant
         async with dialer.connect(await lab.route("gpu01")) as connection:
             assert (await connection.run("echo hello")).stdout == "hello\n"
+
+
+async def test_the_named_key_of_an_agent_that_holds_many_is_offered_first(
+    lab: Lab, dialer: Dialer, keys: HostKeys, tmp_path: Path
+) -> None:
+    """The server hears out six: `ssh` gets in, and so do we."""
+    await introduce(lab, dialer, keys)
+    socket = tmp_path / "agent.sock"
+    lab.ssh_config.write_text(lab.bastion.config(lab.known_hosts, IdentitiesOnly="no", IdentityAgent=str(socket)))
+    strangers = [make_key(tmp_path / f"stranger{number}") for number in range(7)]
+    with ssh_agent(socket, *strangers, lab.key):
+        shown = run("ssh", "-F", lab.ssh_config, "-o", "StrictHostKeyChecking=no", "bastion", "echo hello")
+        assert shown == "hello\n"
+        async with dialer.connect(await lab.route("bastion")) as connection:
+            assert (await connection.run("echo hello")).stdout == "hello\n"
+
+
+async def test_a_key_that_the_agent_offered_is_not_offered_again(lab: Lab, tmp_path: Path) -> None:
+    """It would use up one of the server's tries; nor is its passphrase missed."""
+    socket = tmp_path / "agent.sock"
+    config = lab.bastion.config(lab.known_hosts, IdentitiesOnly="no", IdentityAgent=str(socket))
+    lab.ssh_config.write_text(config)
+    with ssh_agent(socket, make_key(tmp_path / "stranger"), lab.key):
+        for passphrase in ("", "hush"):
+            run("ssh-keygen", "-q", "-p", "-P", "", "-N", passphrase, "-f", lab.key)
+            credentials = await load_credentials(await lab.route("bastion"))
+            credentials.close()
+            assert (credentials.tried, credentials.skipped) == (["2 keys of the SSH agent"], [])
+            assert len({pair.public_data for pair in credentials.pairs}) == len(credentials.pairs) == 2
 
 
 async def test_a_job_runs_on_both_hosts_and_through_a_restart_of_sshd(lab: Lab, dialer: Dialer, keys: HostKeys) -> None:
