@@ -166,12 +166,7 @@ class Archive:
 
     async def last_step(self, job: str, attempt: int, generation: int) -> dict[str, Any] | None:
         """The newest training step of a generation that was fetched; None if it trained none."""
-        file = self.steps_file(job, attempt, generation)
-        if not file.exists():
-            return None
-        lines = [json.loads(line) for line in (await anyio.Path(file).read_text(encoding="utf-8")).splitlines()]
-        steps = [line for line in lines if "step" in line]
-        return {**steps[-1], "first_loss": steps[0]["loss"] if steps[0]["step"] == 1 else None} if steps else None
+        return await anyio.to_thread.run_sync(_last_step, self.steps_file(job, attempt, generation))
 
     def remove_job(self, job: str) -> int:
         """Logs and steps of all its attempts; how many bytes that were."""
@@ -187,6 +182,27 @@ class Archive:
         freed = file.stat().st_size if file.exists() else 0
         file.unlink(missing_ok=True)
         return freed
+
+
+def _last_step(file: Path) -> dict[str, Any] | None:
+    """With the loss of step 1 as ``first_loss``, if that is the first that was kept."""
+    if not file.exists():
+        return None
+    lines = file.read_bytes().splitlines()
+    last = next(filter(None, map(_step, reversed(lines))), None)
+    first = next(filter(None, map(_step, lines)), None)
+    if last is None or first is None:
+        return None
+    return {**last, "first_loss": first["loss"] if first["step"] == 1 else None}
+
+
+def _step(line: bytes) -> dict[str, Any] | None:
+    """A line of steps.jsonl; None for what is none: words about a restart, or a line that a crash or we cut off."""
+    try:
+        step = json.loads(line)
+    except ValueError:
+        return None
+    return step if isinstance(step, dict) and {"step", "loss", "time_s"} <= step.keys() else None
 
 
 def _begin(log: Path) -> Path:

@@ -287,9 +287,27 @@ class Executor:
             return
         if answer.get("swept"):
             log.info("%s: swept %d stragglers of %s", decision.host, len(answer["swept"]), decision.job)
+        try:
+            await self._collect(decision, answer["ranks"])
+        except Exception:
+            # Its devices are free all the same: nothing of it is left there but files.
+            log.exception("logs and steps of attempt %s.%d stay on %s", decision.job, decision.attempt, decision.host)
+        await self._engine.report(
+            e.AttemptStopped(
+                at_s=time.time(),
+                job=decision.job,
+                attempt=decision.attempt,
+                generation=decision.generation,
+                host=decision.host,
+                ranks=tuple(facts.rank_report(r) for r in answer["ranks"]),
+            )
+        )
+
+    async def _collect(self, decision: d.StopAttempt, ranks: list[dict[str, Any]]) -> None:
+        """Bring its logs and steps here, and tell the newest step."""
         which = (decision.job, decision.attempt, decision.generation)
-        await self._archive.fetch_attempt(self._hosts, decision.host, *which, answer["ranks"])
-        last = await self._archive.last_step(*which) if _has_first(answer["ranks"]) else None
+        await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks)
+        last = await self._archive.last_step(*which) if _has_first(ranks) else None
         if last is not None:
             await self._engine.report(
                 e.AttemptProgressed(
@@ -302,16 +320,6 @@ class Executor:
                     first_loss=last["first_loss"],
                 )
             )
-        await self._engine.report(
-            e.AttemptStopped(
-                at_s=time.time(),
-                job=decision.job,
-                attempt=decision.attempt,
-                generation=decision.generation,
-                host=decision.host,
-                ranks=tuple(facts.rank_report(r) for r in answer["ranks"]),
-            )
-        )
 
 
 def _has_first(ranks: list[dict[str, Any]]) -> bool:

@@ -300,7 +300,7 @@ class Hosts:
         except (ClusterError, ValueError) as error:
             log.info("the first step of %s is not known: %s", job, error)
             return None
-        return float(first["loss"]) if "loss" in first else None
+        return first.get("loss")  # None where it was not finite
 
     # --- talking to agents --------------------------------------------------------------------------------------------
 
