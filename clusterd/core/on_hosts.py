@@ -7,7 +7,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_attempts import OnAttempts
 from clusterd.core.reconcile import reconcile
-from clusterd.core.state import Description, Host, Outcome
+from clusterd.core.state import Attempt, Description, Host, Outcome, Retired
 from clusterd.types import AttemptState, HostId, HostState, JobId
 
 HOST_LOST_AFTER_S = 120.0
@@ -39,6 +39,8 @@ class OnHosts(OnAttempts):
             if attempt.migration is not None:
                 self._give_up_migration(attempt, "the daemon ended in the middle of it")
         busy = {host for job in self.state.active for host in attempts.running(self.state, job).all_hosts}
+        for host_id in sorted(busy - set(self.state.hosts)):
+            self._take_back(host_id)
         self.state.recovering = {h for h in busy if self.state.hosts[h].state is HostState.CONNECTING}
         if self.state.recovering:
             self._set_timer("recovery", event.at_s + RECOVERY_S, "hosts in use are heard first")
@@ -73,18 +75,36 @@ class OnHosts(OnAttempts):
         self.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
 
     def _on_host_removed(self, event: e.HostRemoved) -> None:
-        del self.state.hosts[event.host]
+        if any(self.state.attempts_on(event.host)):
+            return  # it was given work after it was looked at: it stays, as whoever asked will see
+        self.state.hosts.pop(event.host, None)
         self.state.recovering.discard(event.host)
+        self._describe_elsewhere(event.host)
         self._pass_due = True
 
+    def _take_back(self, host_id: HostId) -> None:
+        """Have a host that earlier versions removed under its ranks, until they are over."""
+        host = Host(host_id, since_s=self._now_s, why="it was removed while ranks of ours were there")
+        for attempt in self.state.attempts_on(host_id):
+            booked: list[Attempt | Retired] = [r for r in attempt.retired.values() if host_id in r.pending]
+            if host_id in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host_id in attempt.pending):
+                booked.append(attempt)
+            host.cores_used += sum(b.cores.get(host_id, 0) for b in booked)
+            host.memory_used_bytes += sum(b.memory_bytes.get(host_id, 0) for b in booked)
+        self.state.hosts[host_id] = host
+
     def _on_host_drained(self, event: e.HostDrained) -> None:
-        self.state.hosts[event.host].drained = (
-            ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
-        )
+        host = self.state.hosts.get(event.host)
+        if host is None:
+            return
+        host.drained = ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
         self._pass_due = True
 
     def _on_host_undrained(self, event: e.HostUndrained) -> None:
-        self.state.hosts[event.host].drained = None
+        host = self.state.hosts.get(event.host)
+        if host is None:
+            return
+        host.drained = None
         self._is_fit_again(event.host)
         self._pass_due = True
 
@@ -138,10 +158,7 @@ class OnHosts(OnAttempts):
             host.why = event.why
             return
         host.go(HostState.UNREACHABLE, event.at_s, event.why)
-        for job_id in self.state.queue:
-            job = self.state.jobs[job_id]
-            if job.described_on == host.id and job.description is Description.ASKED:
-                job.description, job.described_on = Description.NEEDED, None
+        self._describe_elsewhere(host.id)
         if any(self.state.attempts_on(host.id)):
             until_s = event.at_s + self.host_lost_after_s
             self._set_timer(f"host-lost:{host.id}", until_s, f"{host.id} is unreachable: {event.why}")
@@ -149,6 +166,13 @@ class OnHosts(OnAttempts):
             if attempt.orphaned:
                 self._recover(attempt)
         self._pass_due = True
+
+    def _describe_elsewhere(self, host: HostId) -> None:
+        """Models that were to be told there are asked of another host."""
+        for job_id in self.state.queue:
+            job = self.state.jobs[job_id]
+            if job.described_on == host and job.description is Description.ASKED:
+                job.description, job.described_on = Description.NEEDED, None
 
     def _on_host_changed(self, event: e.HostChanged) -> None:
         if event.host in self.state.hosts:

@@ -108,6 +108,9 @@ class Hosts:
     async def restore(self) -> None:
         """Dial every host of the cluster again."""
         for name, address, options in await self._journal.query("SELECT name, address, options FROM hosts"):
+            if HostId(name) not in self._engine.scheduler.state.hosts:
+                await self._drop_row(HostId(name))  # the daemon died between the event and its row
+                continue
             self._manage(HostId(name), address, msgspec.msgpack.decode(options, type=HostOptions))
 
     async def add(self, host: HostId, address: str, options: HostOptions) -> None:
@@ -118,9 +121,11 @@ class Hosts:
         self._manage(host, address, options)
 
     async def remove(self, host: HostId) -> None:
-        """Take it out of the cluster; its agent ends, for nothing runs there."""
-        statement = ("DELETE FROM hosts WHERE name = ?", (host,))
-        await self._engine.post(e.HostRemoved(at_s=time.time(), host=host), [statement])
+        """Take it out of the cluster; its agent ends, for nothing runs there. Where something does, nothing happens."""
+        await self._engine.post(e.HostRemoved(at_s=time.time(), host=host))
+        if host in self._engine.scheduler.state.hosts:
+            return
+        await self._drop_row(host)
         managed = self._managed.pop(host, None)
         if managed is None:
             return
@@ -130,6 +135,12 @@ class Hosts:
             except ClusterError as error:
                 log.info("the agent of %s was not told: %s", host, error)
         managed.stop.cancel()
+
+    async def _drop_row(self, host: HostId) -> None:
+        try:
+            await self._journal.execute([("DELETE FROM hosts WHERE name = ?", (host,))])
+        except ClusterError as error:
+            log.error("the address of %s, which is gone, is dropped at the next start: %s", host, error)
 
     def _manage(self, host: HostId, address: str, options: HostOptions) -> None:
         options = self._config.hosts.get(host, options)

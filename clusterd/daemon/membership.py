@@ -95,21 +95,22 @@ class Membership:
         need_operator(peer, "drain hosts")
         known = admission.find_host(self._state, host)
         await self._engine.post(e.HostDrained(at_s=time.time(), host=known.id, by=peer.user, why=why))
-        return projection.host_row(self._state, known)
+        return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
         """Use the host again."""
         need_operator(peer, "undrain hosts")
         known = admission.find_host(self._state, host)
         await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
-        return projection.host_row(self._state, known)
+        return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
         """Take the host out of the cluster."""
         need_operator(peer, "remove hosts")
         known = admission.find_host(self._state, host)
-        admission.may_remove(self._state, known)
-        await self._hosts.remove(known.id)
+        while self._state.hosts.get(known.id) is known:  # still there: it was given work while we asked
+            admission.may_remove(self._state, known)
+            await self._hosts.remove(known.id)
         return {"name": known.id}
 
 

@@ -1,0 +1,146 @@
+"""Hosts come and go while everything else happens too."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+from clusterd.config import Config, HostOptions
+from clusterd.core import events as e
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.engine import Engine
+from clusterd.daemon.hosts import Hosts
+from clusterd.daemon.journal import Journal
+from clusterd.daemon.membership import Membership
+from clusterd.daemon.server import Peer
+from clusterd.errors import ClusterError
+from clusterd.types import HostId, JobId, JobSpec
+from tests.core.conftest import facts
+
+HOST = HostId("a")
+PEER = Peer("ann", 1000, is_operator=True)
+
+
+class Link:
+    """To an agent that does as it is told."""
+
+    name = HOST
+
+    async def run(self) -> None:
+        await anyio.sleep_forever()
+
+    async def request(self, verb: str, **what: Any) -> dict[str, Any]:
+        return {}
+
+
+class Lab:
+    """A journal, its engine, and the hosts that are part of the cluster."""
+
+    def __init__(self, journal: Journal, tasks: anyio.abc.TaskGroup) -> None:
+        link: Any = Link()
+        invite: Any = None
+        self.engine = Engine(journal, Scheduler(), lambda *_: None)
+        self.engine.restore()
+        config = Config(state_dir=journal.path.parent, socket=journal.path.with_name("sock"))
+        self.hosts = Hosts(self.engine, journal, config, tasks, lambda *_: link)
+        self.membership = Membership(self.engine, self.hosts, invite)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.engine.scheduler.state.hosts)
+
+    async def known(self) -> list[str]:
+        """Whom the next daemon will dial."""
+        return [name for name, _ in await self.hosts.addresses()]
+
+
+@pytest.fixture(name="journal")
+def journal_(tmp_path: Path) -> Any:
+    made = Journal(tmp_path / "journal.db")
+    yield made
+    made.close()
+
+
+@asynccontextmanager
+async def lab(journal: Journal) -> AsyncIterator[Lab]:
+    async with anyio.create_task_group() as tasks:
+        made = Lab(journal, tasks)
+        tasks.start_soon(made.engine.run)
+        yield made
+        tasks.cancel_scope.cancel()
+
+
+async def with_one_host(made: Lab) -> None:
+    await made.hosts.add(HOST, "a", HostOptions())
+    await made.engine.post(e.HostConnected(at_s=1.0, host=HOST, facts=facts("a", gpus=1), attempts=()))
+
+
+def test_a_host_that_is_given_work_while_it_is_removed_stays(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The submit is being written when the removal is asked for; whoever asked is told, and the next daemon starts."""
+    real = journal.append
+
+    async def run() -> None:
+        async with lab(journal) as made:
+            await with_one_host(made)
+            writing, go_on = anyio.Event(), anyio.Event()
+
+            async def slowly(*batch: Any) -> None:
+                writing.set()
+                await go_on.wait()
+                await real(*batch)
+
+            async def remove() -> None:
+                with pytest.raises(ClusterError, match="a runs job: drain it first"):
+                    await made.membership.host_remove(PEER, "a")
+
+            monkeypatch.setattr(journal, "append", slowly)
+            async with anyio.create_task_group() as asked:
+                spec = JobSpec(name="job", command=("true",))
+                asked.start_soon(made.engine.post, e.JobSubmitted(at_s=2.0, job=JobId("1"), spec=spec))
+                await writing.wait()
+                asked.start_soon(remove)
+                await anyio.wait_all_tasks_blocked()
+                go_on.set()
+            assert (made.names, await made.known()) == (["a"], ["a"])
+        async with lab(journal) as again:
+            await again.engine.post(e.DaemonStarted(at_s=3.0, epoch=2))
+            await again.hosts.restore()
+            assert (again.names, await again.known()) == (["a"], ["a"])
+
+    anyio.run(run)
+
+
+def test_two_remove_a_host_at_once(journal: Journal) -> None:
+    """Both are told that it is gone."""
+
+    async def run() -> None:
+        async with lab(journal) as made:
+            await with_one_host(made)
+            async with anyio.create_task_group() as asked:
+                for _ in range(2):
+                    asked.start_soon(made.membership.host_remove, PEER, "a")
+            assert (made.names, await made.known()) == ([], [])
+
+    anyio.run(run)
+
+
+def test_the_address_of_a_host_that_is_gone_is_not_dialed(journal: Journal) -> None:
+    """The daemon died between the removal and the address."""
+
+    async def run() -> None:
+        async with lab(journal) as made:
+            await with_one_host(made)
+            await made.engine.post(e.HostRemoved(at_s=2.0, host=HOST))
+            assert await made.known() == ["a"]
+        async with lab(journal) as again:
+            await again.hosts.restore()
+            assert await again.known() == []
+            assert again.hosts.link_row(HOST) == {}
+
+    anyio.run(run)
