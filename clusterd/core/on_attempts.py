@@ -90,14 +90,15 @@ class OnAttempts(OnTrials):
 
     def _on_rank_exited(self, event: e.RankExited) -> None:
         attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        if attempt is None or attempt.ranks[event.rank].end is not None:
+        rank = attempt.ranks.get(event.rank) if attempt is not None else None
+        if attempt is None or rank is None or rank.end is not None:
             return
         attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)])
         self._after_end(attempt)
 
     def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:
         attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        if attempt is None or attempt.state is not AttemptState.RUNNING:
+        if attempt is None or attempt.state is not AttemptState.RUNNING or event.rank not in attempt.ranks:
             return
         attempt.orphaned[event.rank] = event.step
         if event.may_finish:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,12 @@ class Archive:
     async def forget_secrets(self, job: str) -> None:
         """The job is over."""
         await self._journal.execute([("DELETE FROM secrets WHERE job = ?", (job,))])
+
+    async def keep_secrets_of(self, jobs: Container[str]) -> None:
+        """Forget all others: the last daemon ended before it could, or before they were jobs."""
+        for (job,) in await self._journal.query("SELECT DISTINCT job FROM secrets"):
+            if job not in jobs:
+                await self.forget_secrets(job)
 
     # --- logs and steps -----------------------------------------------------------------------------------------------
 

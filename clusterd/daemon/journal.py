@@ -133,7 +133,7 @@ class Journal:
         await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
 
     async def retract(self, first: int) -> None:
-        """Take back the events from `first` on, which nobody was told of."""
+        """Take back the events from `first` on, which nobody was told of; rows beside them go at the next start."""
         await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
 
     async def record(self, at_s: float, decisions: Sequence[Any], extra: Iterable[Statement] = ()) -> None:

@@ -100,6 +100,7 @@ class Daemon:
 
             hosts = Hosts(engine, journal, config, tasks, make_link)
             archive = Archive(config.state_dir, journal)
+            await archive.keep_secrets_of({job.id for job in scheduler.state.jobs.values() if not job.state.is_final})
             key = journal.fact("data_key", secrets.token_hex(16))
             datasets = DataSets(engine, hosts, key)
             keeper = Keeper(engine, hosts, key)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from clusterd.core import events as e
 from clusterd.core.reconcile import reconcile
 from clusterd.core.state import Attempt, Rank
 from clusterd.types import AttemptReport, AttemptState, DeviceId, HostId, RankPlace, RankReport
@@ -36,3 +39,15 @@ def test_records_of_old_generations_are_no_orphans(generation: int, ended: bool,
         ),
     ]
     assert len(reconcile(state, host, reports).orphans) == orphans
+
+
+def test_a_rank_that_nobody_has(lab_with_two_hosts: Lab) -> None:
+    """What an agent says must not end the daemon."""
+    lab = lab_with_two_hosts
+    job, _ = lab.submit()
+    lab.run(job)
+    which: dict[str, Any] = {"job": job, "attempt": 1, "generation": 1, "rank": 7}
+    lab.tell(e.RankExited(**lab.at(), **which, host=HostId("a"), end=OK))
+    lab.tell(e.RankOrphaned(**lab.at(), **which, step=3))
+    lab.finish(job)
+    assert lab.state(job) == "finished"

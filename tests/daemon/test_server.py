@@ -13,10 +13,11 @@ import pytest
 from clusterd import protocol
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.journal import Journal
 from clusterd.errors import UsageError
-from clusterd.types import HostId
+from clusterd.types import HostId, JobId, JobSpec
 from tests.conftest import RunningCluster, until
 
 SPEC = {"name": "x", "command": ["true"]}
@@ -112,15 +113,18 @@ def test_a_log_that_is_kept_in_part_is_read_whole(
 
 
 def test_an_event_that_ends_the_scheduler_is_not_kept(tmp_path: Any) -> None:
-    """It was acknowledged to nobody; the next daemon starts without it."""
+    """It was acknowledged to nobody; the next daemon starts without it, and without what came with it."""
     journal = Journal(tmp_path / "journal.db")
     engine = Engine(journal, Scheduler(), lambda *_: None)
+    submitted = e.JobSubmitted(at_s=2.0, job=JobId("1"), spec=JobSpec(name="job", command=("true",)))
+    secret = [("INSERT INTO secrets VALUES (?, ?, ?)", ("1", "KEY", "hush"))]
 
     async def run() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             await engine.post(e.HostAdded(at_s=1.0, host=HostId("a")))
-            await engine.post(e.HostDrained(at_s=2.0, host=HostId("never added")))
+            group.start_soon(engine.post, submitted, secret)
+            await engine.post(e.JobReprioritised(at_s=2.0, job=JobId("never submitted"), priority=1))
 
     with pytest.raises(BaseExceptionGroup) as ended:
         anyio.run(run)
@@ -128,4 +132,8 @@ def test_an_event_that_ends_the_scheduler_is_not_kept(tmp_path: Any) -> None:
     again = Engine(journal, Scheduler(), lambda *_: None)
     assert again.restore() == 1
     assert list(again.scheduler.state.hosts) == ["a"]
+    archive = Archive(tmp_path, journal)
+    assert anyio.run(archive.secrets, "1"), "both were one batch"
+    anyio.run(archive.keep_secrets_of, again.scheduler.state.jobs)
+    assert anyio.run(archive.secrets, "1") == {}
     journal.close()
