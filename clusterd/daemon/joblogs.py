@@ -60,10 +60,11 @@ class JobLogs:
                 await self._feed.wait(self._feed.number)
                 continue
             current = self._attempt(known, number)
-            async for piece in self._attempt_logs(known, current, rank, follow, dict(offsets or {})):
+            is_last = not follow or attempt is not None
+            async for piece in self._attempt_logs(known, current, rank, follow, dict(offsets or {}), is_last):
                 yield piece
             offsets = None
-            if not follow or attempt is not None:
+            if is_last:
                 return
             while known.attempts[-1].number == current.number:  # over, and the next one not begun
                 if _is_over(known):
@@ -72,20 +73,31 @@ class JobLogs:
             number = current.number + 1
 
     async def _attempt_logs(
-        self, job: Job, attempt: Attempt, rank: int | None, follow: bool, offsets: dict[str, int]
+        self, job: Job, attempt: Attempt, rank: int | None, follow: bool, offsets: dict[str, int], is_last: bool
     ) -> AsyncIterator[dict[str, Any]]:
-        """One generation after the other: a move goes on in another log, on another host."""
+        """One generation after the other: a move goes on in another log, on another host.
+
+        Raises:
+            ClusterError: there is nothing, and it `is_last`: no later attempt will be looked at.
+        """
         done = 0
         while True:
             generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
             if generation is None:
                 return
-            async for piece in self._generation_logs(job, attempt, generation, rank, follow, offsets):
+            async for piece in self._generation_logs(job, attempt, generation, rank, follow, offsets, is_last):
                 yield piece
             done, offsets = generation, {}
 
     async def _generation_logs(
-        self, job: Job, attempt: Attempt, generation: int, rank: int | None, follow: bool, offsets: dict[str, int]
+        self,
+        job: Job,
+        attempt: Attempt,
+        generation: int,
+        rank: int | None,
+        follow: bool,
+        offsets: dict[str, int],
+        is_last: bool,
     ) -> AsyncIterator[dict[str, Any]]:
         hosts = _hosts_of(attempt, generation)
         if rank is not None and rank not in hosts:
@@ -110,7 +122,8 @@ class JobLogs:
                     at[number] = answer["offset"]
                     yield {"attempt": attempt.number, "generation": generation, "rank": number, **answer}
             if not grew:
-                if unknown == len(at) and attempt.state is AttemptState.ENDED and generation == attempt.generation:
+                nothing = unknown == len(at) and generation == attempt.generation
+                if nothing and is_last and attempt.state is AttemptState.ENDED:
                     said = "it never started, or was forgotten"
                     raise ClusterError(f"attempt {attempt.number} of job {job.id} ({job.spec.name}) has no log: {said}")
                 if is_over or not follow:

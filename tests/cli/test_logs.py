@@ -1,0 +1,42 @@
+"""A job's log from whichever host it is on, over attempts that never started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import RunningCluster, until
+
+
+def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster: RunningCluster) -> None:
+    """Its Python is on one of two hosts only; the job is on its way to that one when somebody follows it."""
+    (local_cluster.directory / "local/1/home/env").symlink_to(sys.prefix)
+    spec = {"name": "picky", "command": ["python", "-c", "print('said')"], "python": "~/env"}
+    with local_cluster.client() as client:
+        job = client.call("submit", spec=spec)["id"]
+        pieces = b"".join(piece["data"] for piece in client.stream("logs", job=job, follow=True))
+    assert pieces == b"said\n"
+    row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    assert len(row["attempts"]) == 2, "local0 was tried first"
+    assert local_cluster.run("logs", "-f", job).stdout == "said\n"
+    refused = local_cluster.run("logs", "-f", "--attempt", "1", job, check=False)
+    assert "attempt 1 of job 1 (picky) has no log: it never started" in refused.stderr
+
+
+def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Its working directory is on no host any more when it is its turn."""
+    here = tmp_path / "here"
+    here.mkdir()
+    local_cluster.run("host", "drain", "local0", "local1")
+    command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--", "true"]
+    with subprocess.Popen(command, cwd=here, env=local_cluster.environment, stderr=subprocess.PIPE, text=True) as run:
+        until(lambda: bool(local_cluster.call("jobs")))
+        shutil.rmtree(here)
+        local_cluster.run("host", "undrain", "local0", "local1")
+        _, said = run.communicate(timeout=30)
+    assert run.returncode == 1
+    assert "true (1) failed: local" in said
+    assert f"the working directory {here} does not exist on this host" in said
+    assert "has no log" not in said
