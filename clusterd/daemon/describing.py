@@ -14,6 +14,7 @@ from clusterd.daemon import facts
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
+from clusterd.daemon.facts import DESCRIPTION
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.launching import CHUNK_BYTES, Launches
 from clusterd.errors import AgentLost, ClusterError
@@ -23,8 +24,6 @@ from plans.model_shape import ModelShape
 log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 300.0
-DESCRIPTION = 0
-"""The number of the attempt that only tells a job's model."""
 
 
 class Describer:
@@ -36,18 +35,41 @@ class Describer:
         self._archive = archive
         self._datasets = datasets
         self._launches = launches
+        self._asked: dict[JobId, anyio.CancelScope] = {}
+        self._locks: dict[tuple[HostId, str], anyio.Lock] = {}
 
     async def describe(self, decision: d.DescribeModel) -> None:
         """Of a queued job; the outcome becomes an event."""
-        try:
-            event = await self._described(decision)
-        except AgentLost:
-            return  # HostDisconnected puts the question to another host
-        except ClusterError as error:
-            event = e.ModelNotDescribed(
-                at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, lasts=error.lasts
-            )
-        await self._engine.report(event)
+        event: e.Event | None = None
+        with anyio.CancelScope() as scope:
+            self._asked[decision.job] = scope
+            try:
+                event = await self._described(decision)
+            except AgentLost:
+                pass  # HostDisconnected puts the question to another host
+            except ClusterError as error:
+                event = e.ModelNotDescribed(
+                    at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, lasts=error.lasts
+                )
+            finally:
+                if self._asked.get(decision.job) is scope:  # it may have been put to another host already
+                    del self._asked[decision.job]
+        if event is not None:
+            await self._engine.report(event)
+
+    def job_is_over(self, job: JobId) -> None:
+        """Nobody wants to know its model any more."""
+        if job in self._asked:
+            self._asked[job].cancel()
+
+    async def end_left(self, host: HostId, job: str) -> None:
+        """End a description that nobody waits for: its daemon ended, or lost the host in the middle of it."""
+        async with self._lock(host, job):
+            await self._tidy_description(host, {"job": job, "attempt": DESCRIPTION, "generation": 1})
+
+    def _lock(self, host: HostId, job: str) -> anyio.Lock:
+        """The end of one description must not hit the next one there."""
+        return self._locks.setdefault((host, job), anyio.Lock())
 
     async def _described(self, decision: d.DescribeModel) -> e.Event:
         spec = self._engine.scheduler.state.jobs[decision.job].spec
@@ -72,6 +94,10 @@ class Describer:
         raise ClusterError(event.why if isinstance(event, e.ModelNotDescribed) else f"{host} said nothing")
 
     async def _told(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
+        async with self._lock(decision.host, decision.job):
+            return await self._told_alone(decision, spec)
+
+    async def _told_alone(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
         secrets = await self._archive.secrets(decision.job)
         await self._launches.send_snapshot(decision.host, spec)
         base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)

@@ -92,6 +92,7 @@ class Executor:
             log.exception("%s was not carried out: %s", type(decision).__name__, decision.reason)
 
     async def _forget(self, decision: d.EndJob) -> None:
+        self._describer.job_is_over(decision.job)
         await self._keeper.forget(decision.job)
         await self._archive.forget_secrets(decision.job)
 

@@ -18,6 +18,9 @@ from clusterd.types import (
     Reason,
 )
 
+DESCRIPTION = 0
+"""The number of the attempt that only tells a job's model; the core knows nothing of it."""
+
 FOREIGN_BYTES_MIN = 256 << 20
 """Less than this, used by somebody else, is a display or a monitor: the GPU is offered all the same."""
 

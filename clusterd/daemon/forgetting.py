@@ -7,13 +7,14 @@ from typing import Any
 import anyio.to_thread
 
 from clusterd.core import admission
-from clusterd.core.state import Attempt, Job
+from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
+from clusterd.daemon.facts import DESCRIPTION
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Verb
 from clusterd.errors import ClusterError, said_by
-from clusterd.types import HostId, HostState
+from clusterd.types import HostId, HostState, JobKind
 
 
 class Forgetting:
@@ -35,24 +36,31 @@ class Forgetting:
             raise ClusterError(f"{known.spec.name} is {known.state.value}: it is forgotten when it is over")
         freed = 0
         left: dict[str, str] = {}
-        for attempt in known.attempts:
-            for host in hosts_of(known, attempt):
-                if host not in state.hosts:
-                    continue
-                if state.hosts[host].state is not HostState.UP:
-                    left[host] = state.hosts[host].why or state.hosts[host].state.value
-                    continue
-                try:
-                    answer = await self._hosts.request(host, "forget", job=known.id, attempt=attempt.number)
-                except ClusterError as error:
-                    left[host] = said_by(host, error)
-                else:
-                    freed += int(answer.get("bytes", 0))
+        for number, host in _places(known, state):
+            if host not in state.hosts:
+                continue
+            if state.hosts[host].state is not HostState.UP:
+                left[host] = state.hosts[host].why or state.hosts[host].state.value
+                continue
+            try:
+                answer = await self._hosts.request(host, "forget", job=known.id, attempt=number)
+            except ClusterError as error:
+                left[host] = said_by(host, error)
+            else:
+                freed += int(answer.get("bytes", 0))
         freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)
         needed = any(j.spec.snapshot == known.spec.snapshot and not j.state.is_final for j in state.jobs.values())
         if known.spec.snapshot and not needed:
             freed += await anyio.to_thread.run_sync(self._archive.remove_snapshot, known.spec.snapshot)
         return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
+
+
+def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
+    """Attempts by number, and hosts that may have something of them."""
+    places = [(attempt.number, host) for attempt in job.attempts for host in hosts_of(job, attempt)]
+    if job.spec.kind is JobKind.ELASTIC:  # whoever told its model is not written down; who is away tidies up by itself
+        places += [(DESCRIPTION, host.id) for host in state.hosts.values() if host.state is HostState.UP]
+    return places
 
 
 def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:

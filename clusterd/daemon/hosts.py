@@ -96,6 +96,8 @@ class Hosts:
         """Called with what ranks tell the daemon, such as how a migration goes."""
         self.on_snapshot: Callable[[HostId, dict[str, Any]], object] = lambda host, message: None
         self.on_snapshots: Callable[[HostId, list[dict[str, Any]]], None] = lambda host, snapshots: None
+        self.on_description_left: Callable[[HostId, str], object] = lambda host, job: None
+        """Called for each job whose model the host still tells, while nobody waits for it."""
         self.on_probe: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_steps: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
@@ -172,7 +174,10 @@ class Hosts:
         address = facts.address(hello["facts"], reached_at)
         known = facts.host_facts(host, hello["facts"], managed.options, address)
         self.on_snapshots(host, hello.get("snapshots", []))
-        reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] > 0)
+        for job in {r["job"] for r in hello["attempts"] if r["attempt"] == facts.DESCRIPTION}:
+            if (host, job, facts.DESCRIPTION) not in self.expected:
+                self.on_description_left(host, job)
+        reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
         await self._engine.report(e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports))
 
     async def _on_down(self, host: HostId, why: str) -> None:
@@ -215,7 +220,7 @@ class Hosts:
         expected = self.expected.get((host, message["job"], message["attempt"]))
         if expected is not None:
             expected.arrive({**message, "state": "exited"})
-        if message["attempt"] == 0:
+        if message["attempt"] == facts.DESCRIPTION:
             return
         end = facts.rank_end({**message, "state": "exited"})
         self.on_rank_gone(message["job"], message["attempt"], message["generation"], message["rank"], str(end))

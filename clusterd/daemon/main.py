@@ -108,6 +108,7 @@ class Daemon:
             hosts.on_snapshots = keeper.reported
             launches = Launches(engine, hosts, archive, datasets)
             describer = Describer(engine, hosts, archive, datasets, launches)
+            hosts.on_description_left = lambda host, job: tasks.start_soon(_guarded, describer.end_left, host, job)
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
             learned = Learned(engine, config.state_dir / "measurements.db")
