@@ -12,7 +12,6 @@ import anyio.abc
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon import facts
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
@@ -20,6 +19,7 @@ from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
 from clusterd.daemon.mover import Mover
+from clusterd.daemon.stops import Stops
 from clusterd.daemon.timers import Timers
 from clusterd.errors import AgentLost, ClusterError, NotStarted, said_by
 from clusterd.types import AttemptState, HostId, JobKind
@@ -50,6 +50,7 @@ class Executor:
         self._timers = timers
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
+        self._stops = Stops(engine, hosts, archive)
         self._mover = Mover(engine, hosts, self._launch_standby)
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
@@ -268,61 +269,4 @@ class Executor:
             scope, done = launching
             scope.cancel()
             await done.wait()
-        try:
-            answer = await self._hosts.request(
-                decision.host,
-                "stop",
-                timeout_s=decision.grace_s + 60.0,
-                job=decision.job,
-                attempt=decision.attempt,
-                generation=decision.generation,
-                grace_s=decision.grace_s,
-                reason=decision.reason,
-                keep=decision.keep,
-                done=decision.done,
-            )
-        except AgentLost:
-            return  # asked again when the host is back
-        except ClusterError as error:
-            log.error("%s could not stop attempt %s.%d: %s", decision.host, decision.job, decision.attempt, error)
-            return
-        if answer.get("swept"):
-            log.info("%s: swept %d stragglers of %s", decision.host, len(answer["swept"]), decision.job)
-        try:
-            await self._collect(decision, answer["ranks"])
-        except Exception:
-            # Its devices are free all the same: nothing of it is left there but files.
-            log.exception("logs and steps of attempt %s.%d stay on %s", decision.job, decision.attempt, decision.host)
-        await self._engine.report(
-            e.AttemptStopped(
-                at_s=time.time(),
-                job=decision.job,
-                attempt=decision.attempt,
-                generation=decision.generation,
-                host=decision.host,
-                ranks=tuple(facts.rank_report(r) for r in answer["ranks"]),
-            )
-        )
-
-    async def _collect(self, decision: d.StopAttempt, ranks: list[dict[str, Any]]) -> None:
-        """Bring its logs and steps here, and tell the newest step."""
-        which = (decision.job, decision.attempt, decision.generation)
-        await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks)
-        last = await self._archive.last_step(*which) if _has_first(ranks) else None
-        if last is not None:
-            await self._engine.report(
-                e.AttemptProgressed(
-                    at_s=time.time(),
-                    job=decision.job,
-                    attempt=decision.attempt,
-                    step=last["step"],
-                    loss=last["loss"],
-                    step_time_s=last["time_s"],
-                    first_loss=last["first_loss"],
-                )
-            )
-
-
-def _has_first(ranks: list[dict[str, Any]]) -> bool:
-    """Rank 0, which writes the steps, was on this host."""
-    return any(report["rank"] == 0 for report in ranks)
+        await self._stops.stop(decision)

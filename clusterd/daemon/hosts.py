@@ -316,13 +316,16 @@ class Hosts:
         except (ClusterError, ValueError) as error:
             log.info("the first step of %s is not known: %s", job, error)
             return None
-        return first.get("loss")  # None where it was not finite
+        loss: float | None = first.get("loss")  # None where it was not finite
+        return loss
 
     # --- talking to agents --------------------------------------------------------------------------------------------
 
-    async def request(self, host: HostId, verb: str, timeout_s: float = 60.0, **args: Any) -> dict[str, Any]:
+    async def request(self, host: HostId, verb: str, timeout_s: float | None = 60.0, **args: Any) -> dict[str, Any]:
         """Ask the host's agent.
 
+        Args:
+            timeout_s: None waits for as long as the link holds.
         Raises:
             AgentLost: not connected, or the link broke before the answer.
             HostError: the agent refused; its words.
