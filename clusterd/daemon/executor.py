@@ -94,8 +94,10 @@ class Executor:
 
     async def _forget(self, decision: d.EndJob) -> None:
         self._describer.job_is_over(decision.job)
-        await self._keeper.forget(decision.job)
-        await self._archive.forget_secrets(decision.job)
+        try:
+            await self._archive.forget_secrets(decision.job)  # first: hosts that are silent take their time
+        finally:
+            await self._keeper.forget(decision.job)
 
     # --- launch -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,60 @@
+"""A secret is kept for as long as its job, and no longer."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.daemon.archive import Archive
+from clusterd.daemon.executor import Executor
+from clusterd.daemon.journal import Journal
+from clusterd.types import JobId
+from tests.conftest import RunningCluster
+
+INSERT = "INSERT INTO secrets VALUES (?, ?, ?)"
+
+
+def test_a_secret_goes_before_hosts_are_asked(tmp_path: Path) -> None:
+    """They may be silent for a minute each, and the daemon may die meanwhile."""
+    journal = Journal(tmp_path / "journal.db")
+    archive = Archive(tmp_path, journal)
+    asked: list[dict[str, str]] = []
+
+    async def forget(job: str) -> None:
+        asked.append(await archive.secrets(job))
+
+    async def run() -> None:
+        nobody: Any = SimpleNamespace(job_is_over=lambda job: None)
+        keeper: Any = SimpleNamespace(forget=forget)
+        await journal.execute([(INSERT, ("1", "KEY", "hush"))])
+        async with anyio.create_task_group() as tasks:
+            executor = Executor(nobody, nobody, archive, nobody, tasks, nobody, nobody, keeper)
+            end = d.EndJob(cause=e.EventId(1), reason="finished", job=JobId("1"), state="finished", exit_code=0)
+            executor.carry_out([end])
+
+    anyio.run(run)
+    journal.close()
+    assert asked == [{}]
+
+
+def test_secrets_of_jobs_that_are_over_go_at_the_start(local_cluster: RunningCluster) -> None:
+    """The daemon died between a job's end and the end of its secret; those of jobs that wait stay."""
+    ended = local_cluster.run("run", "-d", "--", "true").stdout.strip()
+    local_cluster.run("wait", ended)
+    local_cluster.run("host", "drain", "local0", "local1")
+    waits = local_cluster.run("run", "-d", "--", "true").stdout.strip()
+    local_cluster.run("stop")
+    path = local_cluster.directory / "journal.db"
+    with sqlite3.connect(path) as db:
+        db.executemany(INSERT, [(job, "KEY", "hush") for job in (ended, waits, "99")])
+    db.close()
+    local_cluster.start()
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT job FROM secrets").fetchall() == [(waits,)]
+    db.close()
