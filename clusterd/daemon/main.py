@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -275,6 +276,8 @@ def main(argv: list[str]) -> int:
     try:
         config = configuration.load(options.config, system=options.system)
         file = options.config or configuration.usual_file(options.system)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each `run` and `wait` of somebody's is an open file
         with only_instance(config.state_dir):
             logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

@@ -99,13 +99,21 @@ class Server:
             while True:
                 made = self._inode()
                 async with anyio.create_task_group() as accepting:
-                    accepting.start_soon(listener.serve, self._connection, connections)
+                    accepting.start_soon(self._accept, listener, connections)
                     while made is not None and self._inode() == made:  # noqa: ASYNC110 - the file system rings no bell
                         await anyio.sleep(LOOK_EVERY_S)
                     accepting.cancel_scope.cancel()
                 log.warning("the socket %s was removed: listening there again", self._path)
                 await listener.aclose()
                 listener = await self._listen_again()
+
+    async def _accept(self, listener: anyio.abc.SocketListener, connections: anyio.abc.TaskGroup) -> None:
+        while True:
+            try:
+                await listener.serve(self._connection, connections)
+            except anyio.BrokenResourceError as error:  # too many open files: who waits is let in when others are gone
+                log.error("no client can be let in now: %s", error.__cause__ or error)
+                await anyio.sleep(LOOK_EVERY_S)
 
     async def _listen_again(self) -> anyio.abc.SocketListener:
         while True:

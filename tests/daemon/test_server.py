@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
+from contextlib import ExitStack
 from typing import Any
 
 import anyio
@@ -84,6 +86,21 @@ def test_a_client_that_never_reads(cluster: RunningCluster) -> None:
         except BlockingIOError:
             pass
         assert cluster.call("status")["jobs"] == {}
+
+
+@pytest.mark.parametrize(("soft", "hard", "clients"), [(64, 2048, 300), (64, 64, 100)])
+def test_many_clients_stay_connected(cluster: RunningCluster, soft: int, hard: int, clients: int) -> None:
+    """As many as the system allows are served; one more waits, and ends neither the daemon nor the others."""
+    cluster.run("start", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)))
+    with cluster.client() as first, ExitStack() as others:
+        pid = first.call("status")["pid"]
+        connected = [others.enter_context(cluster.client()) for _ in range(clients)]
+        if hard > clients:
+            assert connected[-1].call("status")["pid"] == pid
+        else:
+            until(lambda: "no client can be let in now: [Errno 24] Too many open files" in cluster.log())
+        assert first.call("status")["pid"] == pid
+    assert cluster.call("status")["pid"] == pid
 
 
 def test_the_socket_is_removed_under_the_daemon(cluster: RunningCluster) -> None:
