@@ -14,6 +14,7 @@ import logging
 import os
 import pwd
 import socket
+import stat
 import struct
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -78,20 +79,48 @@ class Server:
 
         Raises:
             ClusterError: the socket cannot be made there.
+            UsageError: there is no such group, or it could not get there.
         """
+        group = self._group_id()
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_directory(group)
             self._path.unlink(missing_ok=True)
-            listener = await anyio.create_unix_listener(self._path, mode=0o660 if self._group else 0o600)
-            if self._group:
-                os.chown(self._path, -1, grp.getgrnam(self._group).gr_gid)
+            listener = await anyio.create_unix_listener(self._path, mode=0o660 if group is not None else 0o600)
+            if group is not None:
+                os.chown(self._path, -1, group)
         except OSError as error:
             raise ClusterError(
                 f"{self._path}: {error.strerror}: set CLUSTERD_SOCKET to a path that can be written"
             ) from None
+        return listener
+
+    def _group_id(self) -> int | None:
+        if not self._group:
+            return None
+        try:
+            return grp.getgrnam(self._group).gr_gid
         except KeyError:
             raise UsageError(f"socket_group: there is no group {self._group!r} on this machine") from None
-        return listener
+
+    def _make_directory(self, group: int | None) -> None:
+        """Where the socket is to be, passable for the group if it is ours to say."""
+        directory = self._path.parent
+        try:
+            directory.mkdir(parents=True, mode=0o700)
+        except FileExistsError:
+            pass
+        else:
+            if group is not None:
+                os.chown(directory, -1, group)
+                directory.chmod(0o750)
+        if group is None:
+            return
+        for place in (directory.resolve(), *directory.resolve().parents):
+            if not _may_pass(place, group):
+                raise UsageError(
+                    f"socket_group: {place} does not let group {self._group} pass to {self._path}: "
+                    f"chgrp {self._group} {place} && chmod g+x {place}, or set socket to another place"
+                )
 
     async def serve(self, listener: anyio.abc.SocketListener) -> None:
         """Serve for ever; where the socket is removed, as a runtime directory is at logout, at another one there."""
@@ -199,6 +228,13 @@ class Server:
         except KeyError:
             user = str(uid)
         return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators, next(self._connections))
+
+
+def _may_pass(directory: Path, group: int) -> bool:
+    """Whether members of a group get through a directory; one with an access list of its own is believed to know."""
+    known = directory.stat()
+    bit = stat.S_IXGRP if known.st_gid == group else stat.S_IXOTH
+    return bool(known.st_mode & bit) or "system.posix_acl_access" in os.listxattr(directory)
 
 
 def _arguments(verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: str) -> dict[str, Any]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import grp
+import os
 import resource
+import shutil
 import socket
+import stat
 import struct
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -18,6 +25,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.journal import Journal
+from clusterd.daemon.server import Server
 from clusterd.errors import UsageError
 from clusterd.types import HostId, JobId, JobSpec
 from tests.conftest import RunningCluster, until
@@ -101,6 +109,46 @@ def test_many_clients_stay_connected(cluster: RunningCluster, soft: int, hard: i
             until(lambda: "no client can be let in now: [Errno 24] Too many open files" in cluster.log())
         assert first.call("status")["pid"] == pid
     assert cluster.call("status")["pid"] == pid
+
+
+@pytest.fixture(name="common")
+def common_() -> Iterator[Path]:
+    """A directory that everybody may pass; pytest's own are for one user."""
+    made = Path(tempfile.mkdtemp(prefix="cl-", dir="/tmp"))
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def listen(path: Path) -> None:
+    """As a daemon with the group of whoever runs the tests."""
+
+    async def run() -> None:
+        group = grp.getgrgid(os.getgid()).gr_name
+        async with await Server(path, group, (), {}, {}).listen():
+            pass
+
+    anyio.run(run)
+
+
+def test_the_group_of_the_socket_gets_to_it(common: Path) -> None:
+    """Also the second time, when its directory is there."""
+    path = common / "run" / "clusterd.sock"
+    for _ in range(2):
+        listen(path)
+        assert [stat.S_IMODE(place.stat().st_mode) for place in (path.parent, path)] == [0o750, 0o660]
+        assert path.parent.stat().st_gid == path.stat().st_gid == os.getgid()
+
+
+@pytest.mark.parametrize("closed", [".", "run"])
+def test_a_group_that_would_not_get_to_the_socket_is_refused(common: Path, closed: str) -> None:
+    """A runtime directory is its user's alone."""
+    path = common / "run" / "clusterd.sock"
+    path.parent.mkdir()
+    (common / closed).chmod(0o700)
+    with pytest.raises(UsageError, match=rf"socket_group: {(common / closed).resolve()} does not let group .* pass"):
+        listen(path)
+    assert not path.exists()
 
 
 def test_the_socket_is_removed_under_the_daemon(cluster: RunningCluster) -> None:
