@@ -37,6 +37,7 @@ class _Posted:
     event: Event
     extra: tuple[Statement, ...]
     done: anyio.Event
+    has_happened: bool = False  # it cannot be refused
     error: ClusterError | None = None
 
 
@@ -88,45 +89,51 @@ class Engine:
         Raises:
             ClusterError: the journal could not be written; the event did not happen.
         """
-        posted = _Posted(event, tuple(extra), anyio.Event())
+        await self._hand_over(_Posted(event, tuple(extra), anyio.Event()))
+
+    async def report(self, event: Event) -> None:
+        """Hand over what has happened and cannot be refused: it waits until the journal has room, in its order.
+
+        What was only logged here would be forgotten for ever: a rank whose end nobody heard of holds its devices.
+        """
+        await self._hand_over(_Posted(event, (), anyio.Event(), has_happened=True))
+
+    async def _hand_over(self, posted: _Posted) -> None:
         self._posted.append(posted)
         self._wake.set()
         await posted.done.wait()
         if posted.error is not None:
             raise posted.error
 
-    async def report(self, event: Event) -> None:
-        """Hand over what has happened and cannot be refused: until the journal has room for it, again and again.
-
-        What was only logged here would be forgotten for ever: a rank whose end nobody heard of holds its devices.
-        """
-        while True:
-            try:
-                await self.post(event)
-            except ClusterError:
-                await anyio.sleep(REPORT_AGAIN_S)
-            else:
-                return
-
     async def run(self) -> None:
         """Serve for ever."""
         while True:
-            await self._wake.wait()
+            with anyio.move_on_after(REPORT_AGAIN_S if self._posted else None):
+                await self._wake.wait()
             self._wake = anyio.Event()
-            while self._posted:
+            is_written = True
+            while self._posted and is_written:
                 batch, self._posted = self._posted[:BATCH_MAX], self._posted[BATCH_MAX:]
-                await self._handle(batch)
+                is_written = await self._handle(batch)
 
-    async def _handle(self, batch: list[_Posted]) -> None:
+    def _put_off(self, batch: list[_Posted], error: ClusterError) -> None:
+        """Refuse what can be refused of all that waits; the rest stays, before whatever happens next."""
+        waiting = [*batch, *self._posted]
+        self._posted = [posted for posted in waiting if posted.has_happened]
+        for posted in waiting:
+            if not posted.has_happened:
+                posted.error = error
+                posted.done.set()
+
+    async def _handle(self, batch: list[_Posted]) -> bool:
+        """Whether it could be written down; if not, nothing of it happened."""
         events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
         try:
             await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._unwritten])
         except ClusterError as error:
             log.error("%s", error)
-            for posted in batch:
-                posted.error = error
-                posted.done.set()
-            return
+            self._put_off(batch, error)
+            return False
         self._last_id = events[-1].id
         self._unwritten.clear()
         started_s = time.process_time()
@@ -145,6 +152,7 @@ class Engine:
             self._unwritten.clear()
         if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
             await self.snapshot()
+        return True
 
     async def snapshot(self) -> None:
         """Keep the state as of now, so that a restart replays only what follows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -16,7 +17,8 @@ from clusterd.daemon.feed import Feed
 from clusterd.daemon.journal import Journal
 from clusterd.daemon.timers import Timers
 from clusterd.errors import ClusterError
-from clusterd.types import HostId
+from clusterd.types import HostId, HostState
+from tests.core.conftest import facts
 
 
 def test_what_happened_is_told_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +68,36 @@ def test_a_number_of_another_journal_gets_a_snapshot() -> None:
     feed.number = 5
     assert feed.after(5) == []
     assert feed.after(6) is None
+
+
+def test_what_happened_is_told_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host went while nothing could be written, and came back just when there was room: it is up."""
+    monkeypatch.setattr(module, "REPORT_AGAIN_S", 0.2)
+    journal = Journal(tmp_path / "journal.db")
+    engine = Engine(journal, Scheduler(), lambda *_: None)
+    host, real = HostId("a"), journal.append
+    connected = e.HostConnected(at_s=2.0, host=host, facts=facts("a", gpus=1), attempts=())
+
+    async def run() -> None:
+        refused = anyio.Event()
+
+        async def full(*_: object) -> None:
+            refused.set()
+            raise ClusterError("the journal cannot be written: disk full")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            await engine.post(e.HostAdded(at_s=1.0, host=host))
+            await engine.report(connected)
+            monkeypatch.setattr(journal, "append", full)
+            async with anyio.create_task_group() as reports:
+                reports.start_soon(engine.report, e.HostDisconnected(at_s=3.0, host=host, why="pulled"))
+                await refused.wait()
+                await anyio.wait_all_tasks_blocked()
+                monkeypatch.setattr(journal, "append", real)
+                reports.start_soon(engine.report, replace(connected, at_s=4.0))
+            group.cancel_scope.cancel()
+
+    anyio.run(run)
+    journal.close()
+    assert engine.scheduler.state.hosts[host].state is HostState.UP
