@@ -5,7 +5,8 @@ Nothing is remembered between situations but what curves were computed from; a s
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Annotated, Any
 
 import msgspec
 
@@ -48,15 +49,19 @@ class HostIn(msgspec.Struct, forbid_unknown_fields=True):
     memory_bytes: int = 1 << 60
 
 
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
 class ConfigurationIn(msgspec.Struct, forbid_unknown_fields=True):
     """A way to run a job, and how fast it is."""
 
     plan: str
     type: str
-    shape: list[int]  # devices on each host
-    step_time_s: float
-    lower_s: float | None = None
-    upper_s: float | None = None
+    shape: Annotated[list[Count], msgspec.Meta(min_length=1)]  # devices on each host
+    step_time_s: Seconds
+    lower_s: Seconds | None = None
+    upper_s: Seconds | None = None
 
 
 class CurrentIn(msgspec.Struct, forbid_unknown_fields=True):
@@ -87,7 +92,7 @@ class Situation(msgspec.Struct, forbid_unknown_fields=True):
     """All there is to know."""
 
     version: int
-    time_s: float
+    time_s: Annotated[float, msgspec.Meta(ge=0)]
     hosts: list[HostIn]
     jobs: list[JobIn]
     move_cost_s: float | None = None
@@ -108,6 +113,9 @@ def read(line: str | bytes) -> Situation:
         raise UsageError(f"no situation: {error} (docs/advise.md has the schema)") from None
     if situation.version != VERSION:
         raise UsageError(f"version {situation.version} is not known: this is version {VERSION}")
+    for what, names in (("host", [h.name for h in situation.hosts]), ("job", [j.id for j in situation.jobs])):
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise UsageError(f"{what} {twice[0]} is there twice: give each its own name")
     return situation
 
 

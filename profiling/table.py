@@ -94,7 +94,7 @@ def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
     step_time_s = number("step_time_s", _LEAST_S, _MOST_S, "give seconds per step")
     counts = []
     for part in (values["gpus_per_node"] or "").split("+"):
-        if not part.strip().isdigit() or int(part) < 1:
+        if not part.strip().isdecimal() or int(part) < 1:
             raise wrong("gpus_per_node", f"{values['gpus_per_node']!r}; write devices of each host as in 4+4")
         counts.append(int(part))
     degrees = {name: whole(name, 1, 100_000, "give a degree of parallelism") for name in ("dp", "tp", "pp")}

@@ -72,7 +72,8 @@ class OnHosts(OnAttempts):
         self._pass_due = True
 
     def _on_host_added(self, event: e.HostAdded) -> None:
-        self.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
+        if event.host not in self.state.hosts:  # two may have asked at once; the first one's may have work by now
+            self.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
 
     def _on_host_removed(self, event: e.HostRemoved) -> None:
         if any(self.state.attempts_on(event.host)):

@@ -6,14 +6,14 @@ then. Jobs in the middle of a launch, a move, a stop or a trial are left alone w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from clusterd.core.outlook import Estimate
 from clusterd.core.room import Room, by_type, of_ranks, seat, shape_of
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Preempt, Proposal, Refusal, Start, View
-from clusterd.types import AttemptState, Device, HostId
+from clusterd.types import AttemptState, Device, HostId, JobId
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,19 @@ def current(job: Job, view: View) -> tuple[str, tuple[int, ...]]:
     return (devices[0].name if devices else "", shape_of(devices))
 
 
-def realise(view: View, wants: Sequence[Want], *, others: str) -> Proposal:
-    """What is to be done so that these jobs run so, the first named first, and no other job of the same kind does.
+def realise(view: View, wants: Sequence[Want], *, among: Iterable[Job], others: str) -> Proposal:
+    """What is to be done so that these jobs run so, the first named first, and no other one among some does.
 
     Args:
-        others: why running jobs that are not wanted are stopped.
+        among: all jobs that were weighed against each other; the rest are left as they are.
+        others: why those of them that run and are not wanted are stopped.
     """
-    return _Pass(view, wants, others).run()
+    return _Pass(view, wants, {job.id for job in among}, others).run()
 
 
 class _Pass:
-    def __init__(self, view: View, wants: Sequence[Want], others: str) -> None:
-        self.view, self.wants, self.others = view, wants, others
+    def __init__(self, view: View, wants: Sequence[Want], among: set[JobId], others: str) -> None:
+        self.view, self.wants, self.among, self.others = view, wants, among, others
         self.proposal = Proposal()
         self.room = Room(view.free)
         self.now_free = {device for types in self.room.devices.values() for some in types.values() for device in some}
@@ -89,7 +90,7 @@ class _Pass:
         ]
         for job in self.view.running:
             attempt = job.attempt
-            if attempt is None or not is_settled(job) or attempt.plan is None or job.pinned:
+            if attempt is None or not is_settled(job) or attempt.plan is None or job.pinned or job.id not in self.among:
                 continue
             devices = of_ranks(self.view.hosts, attempt)
             found = wanted.get(job.id)

@@ -12,6 +12,9 @@ POINTS_MOST = 400
 JUDGED_EVERY = 1.5
 """Times as many points as at the last judgement."""
 
+STEPS_MOST = 1e12
+"""Beyond, a curve that has become flat says never."""
+
 NEWS = 0.1
 """Relative change of the foreseen end that is worth telling."""
 
@@ -49,7 +52,7 @@ class Ending:
         self.predictability = self.predictability.observe(held_out_error(steps, losses))
         curve: LossCurve | None = fit_loss(steps, losses) if target is not None else None
         at = curve.step_of(target) if curve is not None and target is not None else None
-        found = (self.predictability.predictable, math.ceil(at) if at is not None and math.isfinite(at) else None)
+        found = (self.predictability.predictable, math.ceil(at) if at is not None and at <= STEPS_MOST else None)
         self.why = self.predictability.reason
         if found[1] is not None:
             self.why += f"; the loss curve reaches {target:g} at step {found[1]}"

@@ -99,6 +99,7 @@ class Engine:
         await self._hand_over(_Posted(event, (), anyio.Event(), has_happened=True))
 
     async def _hand_over(self, posted: _Posted) -> None:
+        codec.encode(posted.event)  # what cannot be written down fails its sender, and not all that waits with it
         self._posted.append(posted)
         self._wake.set()
         await posted.done.wait()

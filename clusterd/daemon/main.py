@@ -60,6 +60,7 @@ from clusterd.types import HostId
 log = logging.getLogger(__name__)
 
 WATCHDOG_S = 10.0
+OPEN_FILES = 65536
 
 
 class Daemon:
@@ -264,6 +265,14 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+def _raise_open_files() -> None:
+    """Each `run` and `wait` of somebody's is an open file; hosts inside this machine inherit the limit."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
 def main(argv: list[str]) -> int:
     """Parse what `clusterd start` passed on, and serve."""
     parser = argparse.ArgumentParser(prog="clusterd.daemon")
@@ -276,8 +285,7 @@ def main(argv: list[str]) -> int:
     try:
         config = configuration.load(options.config, system=options.system)
         file = options.config or configuration.usual_file(options.system)
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each `run` and `wait` of somebody's is an open file
+        _raise_open_files()
         with only_instance(config.state_dir):
             logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

@@ -74,7 +74,7 @@ class Profiler:
         """Events that may change what is to be learned."""
         for event in events:
             match event:
-                case e.AttemptStopped() if self._state.jobs[event.job].state.is_final:
+                case e.AttemptStopped() if (job := self._state.jobs.get(event.job)) and job.state.is_final:
                     self._endings.pop(event.job, None)
                     self._runs.pop(event.job, None)
                     self._trying.forget(event.job)

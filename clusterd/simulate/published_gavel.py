@@ -54,7 +54,7 @@ class GavelFifo:
         wants = [
             Want(job, menus[name][self._types[name]], self.name) for name, job in jobs.items() if name in self._round
         ]
-        return realise(view, wants, others=f"{self.name}: others have had less of this type")
+        return realise(view, wants, among=jobs.values(), others=f"{self.name}: others have had less of this type")
 
     def _menu(self, job: Job, view: View) -> dict[str, Sequence[Estimate]]:
         menu = self._menus.of(job, view.outlooks, Choice.ASKED)

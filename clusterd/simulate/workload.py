@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,10 @@ class Arrival:
     tenant: str = "default"
     cpus: int = 0
     predictable: bool = True  # its number of steps is known to the scheduler
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.at_s < math.inf:
+            raise ValueError(f"it arrives at {self.at_s:g} s; that must be a number of seconds from 0 on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,13 @@ def load_of(workload: Workload, truth: Truth, cluster: Cluster) -> float:
 
 
 def at_load(workload: Workload, truth: Truth, cluster: Cluster, load: float) -> Workload:
-    """The same jobs, arriving so much faster or slower that they ask for `load` times what the cluster offers."""
+    """The same jobs, arriving so much faster or slower that they ask for `load` times what the cluster offers.
+
+    Raises:
+        InputError: they arrive all at once.
+    """
+    if workload.arrivals[-1].at_s == workload.arrivals[0].at_s:
+        raise InputError("--load moves arrivals apart, and all jobs of this workload arrive at one time; leave it out")
     factor = load_of(workload, truth, cluster) / load
     first = workload.arrivals[0].at_s
     arrivals = tuple(replace(a, at_s=first + (a.at_s - first) * factor) for a in workload.arrivals)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from clusterd.cli.advise import advise
@@ -65,3 +67,22 @@ def test_what_is_wrong_is_told_with_its_line() -> None:
     given["jobs"][1]["current"] = {"plan": "dp=1", "devices": ["h0"], "since_s": 0.0}
     answer = ask(json.dumps(given))
     assert "h0 is used by job a and by job b" in str(answer.exception)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda s: s["jobs"][0]["configurations"][0].update(step_time_s=0), "> 0.0 - at `$.jobs[0].configurations[0]"),
+        (lambda s: s["jobs"][0]["configurations"][0].update(shape=[]), "length >= 1 - at `$.jobs[0].configurations[0]"),
+        (lambda s: s["jobs"][0]["configurations"][0].update(shape=[0]), ">= 1 - at `$.jobs[0].configurations[0].shape"),
+        (lambda s: s.update(time_s=-1.0), ">= 0.0 - at `$.time_s`"),
+        (lambda s: s["hosts"].append(s["hosts"][0]), "host h is there twice"),
+        (lambda s: s["jobs"].append(s["jobs"][0]), "job a is there twice"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(change: Callable[[dict[str, Any]], None], said: str) -> None:
+    given = situation()
+    change(given)
+    answer = ask(json.dumps(given))
+    assert isinstance(answer.exception, UsageError)
+    assert said in str(answer.exception)

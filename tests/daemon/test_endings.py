@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from clusterd.daemon.endings import POINTS_MOST, Ending
 from profiling.progress import Predictability
 
@@ -45,3 +47,15 @@ def test_a_long_run_is_thinned_and_what_is_no_loss_is_left_out() -> None:
     ending.saw(3, 1.0)  # a step that is done again
     assert len(ending.points) <= POINTS_MOST
     assert [step for step, _ in ending.points] == sorted({step for step, _ in ending.points})
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_curve_that_has_become_flat_says_never_and_not_after_the_end_of_time(seed: int) -> None:
+    """The number goes into the journal, which has 64 bits for it."""
+    chance = random.Random(seed)
+    level = chance.choice([0.5, 0.69, 2.3, 10.8])
+    ending = Ending(Predictability(True, "by features"))
+    for point in range(1, 20):
+        ending.saw(50 * point, level * (1 + 0.01 * chance.gauss(0, 1)))
+        if ending.is_due and (found := ending.judge(0.95 * level)) is not None:
+            assert found[1] is None or found[1] < 1e12

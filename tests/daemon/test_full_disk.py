@@ -17,7 +17,7 @@ from clusterd.daemon.feed import Feed
 from clusterd.daemon.journal import Journal
 from clusterd.daemon.timers import Timers
 from clusterd.errors import ClusterError
-from clusterd.types import HostId, HostState
+from clusterd.types import HostId, HostState, JobId
 from tests.core.conftest import facts
 
 
@@ -101,3 +101,21 @@ def test_what_happened_is_told_in_its_order(tmp_path: Path, monkeypatch: pytest.
     anyio.run(run)
     journal.close()
     assert engine.scheduler.state.hosts[host].state is HostState.UP
+
+
+def test_what_cannot_be_written_at_all_fails_its_sender_alone(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.db")
+    engine = Engine(journal, Scheduler(), lambda *_: None)
+    host = HostId("a")
+
+    async def run() -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(engine.run)
+            with pytest.raises(OverflowError):
+                await engine.post(e.EndForeseen(at_s=1.0, job=JobId("1"), predictable=True, steps=2**70, why=""))
+            await engine.post(e.HostAdded(at_s=1.0, host=host))
+            group.cancel_scope.cancel()
+
+    anyio.run(run)
+    assert host in engine.scheduler.state.hosts
+    journal.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,22 @@ def test_every_policy_finishes_every_job_and_breaks_no_invariant(files: tuple[Pa
     assert (found["finished"], found["jobs"]) == (3, 3)
     work_s = sum(r.arrival.steps * min(n * t for n, t in TIMES.items()) for r in result.runs)
     assert result.device_s >= work_s * (1 - 1e-9), "nobody is faster than the truth"
+
+
+def test_jobs_that_arrive_at_one_time_have_no_load(files: tuple[Path, Path]) -> None:
+    given = setting(files)
+    at_once = replace(given.workload, arrivals=tuple(replace(a, at_s=5.0) for a in given.workload.arrivals))
+    with pytest.raises(InputError, match="arrive at one time"):
+        workload.at_load(at_once, given.truth, given.cluster, 1.0)
+
+
+@pytest.mark.parametrize("field", ["submission_time", "steps"])
+def test_a_trace_with_no_end_is_told_in_one_line(files: tuple[Path, Path], field: str) -> None:
+    header, first, *rest = files[1].read_text().splitlines()
+    cells = dict(zip(header.split(","), first.split(","), strict=True)) | {field: "inf"}
+    files[1].write_text("\n".join([header, ",".join(cells.values()), *rest]) + "\n")
+    with pytest.raises(InputError, match="line 2: "):
+        setting(files)
 
 
 def test_a_move_costs_what_it_is_said_to_cost(files: tuple[Path, Path]) -> None:

@@ -78,7 +78,7 @@ class Baseline(ABC):
         """Everybody in order, as far as devices go."""
         jobs = self.managed(view)
         wants = self.wants(view, jobs)
-        proposal = realise(view, wants, others=f"{self.name}: others come first")
+        proposal = realise(view, wants, among=jobs, others=f"{self.name}: others come first")
         named = {w.job.id for w in wants}
         proposal.refusals += [
             Refusal(job.id, f"{self.name}: others come first")

@@ -39,9 +39,9 @@ def read(path: Path, truth: Truth) -> Workload:
                 guaranteed=row["is_sla"].strip() in ("1", "True", "true"),
                 cpus=int(row.get("num_cpus") or 0),
             )
-            if arrival.steps < 1 or arrival.devices < 1 or not arrival.at_s >= 0:
-                raise ValueError("steps and devices must be at least 1, and the time not negative")
-        except ValueError as error:
+            if arrival.steps < 1 or arrival.devices < 1:
+                raise ValueError("steps and devices must be at least 1")
+        except (ValueError, OverflowError) as error:
             raise InputError(f"{path}, line {line}: {error}; correct the line or take it out") from None
         arrivals.append(arrival)
         wishes.append(plan or wish or None)

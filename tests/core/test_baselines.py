@@ -1,0 +1,38 @@
+"""A published policy in a daemon: jobs of which it knows nothing are none of its business once they run."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterd.core import events as e
+from clusterd.core.policies import POLICIES
+from clusterd.core.scheduler import Scheduler
+from clusterd.types import JobId, JobKind, JobSpec, Resources
+from plans.plan import Plan
+from tests.core.conftest import Lab
+from tests.core.test_trials import running
+
+ROUNDS = 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_whose_speed_nobody_knows_is_left_to_run(policy: str) -> None:
+    for elastic in (True, False):
+        lab = Lab()
+        lab.scheduler = Scheduler(POLICIES[policy]())
+        lab.host("a", gpus=4)
+        job = running(lab, devices=2) if elastic else _checkpointable(lab)
+        for _ in range(ROUNDS):
+            lab.now_s += 61.0
+            lab.tell(e.TimerFired(**lab.at(), timer="round"))
+        assert lab.state(job) == "running"
+        assert len(lab.scheduler.state.jobs[job].attempts) == 1
+
+
+def _checkpointable(lab: Lab) -> JobId:
+    job = JobId("1")
+    resources = Resources(devices=2, kind="cuda", plans=(Plan(dp=2),))
+    spec = JobSpec(name="saves", kind=JobKind.CHECKPOINTABLE, command=("train",), resources=resources)
+    lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
+    lab.run(job)
+    return job
