@@ -87,6 +87,12 @@ def socket_path(system: bool = False) -> Path:
     return state_dir() / "clusterd.sock"
 
 
+def _path(value: object, file: Path | None) -> Path:
+    """A relative one begins where its file lies: the daemon is started in another directory than its clients."""
+    path = Path(str(value)).expanduser()
+    return path if file is None else file.absolute().parent / path
+
+
 def load(file: Path | None = None, *, system: bool = False) -> Config:
     """The daemon's settings from `file`, or from the usual place if there is one.
 
@@ -118,8 +124,8 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     }
     try:
         made = Config(
-            state_dir=Path(str(daemon.get("state_dir", state_dir(system)))).expanduser(),
-            socket=Path(str(daemon.get("socket", socket_path(system)))).expanduser(),
+            state_dir=_path(daemon.get("state_dir", state_dir(system)), chosen),
+            socket=_path(daemon.get("socket", socket_path(system)), chosen),
             socket_group=daemon.get("socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
             policy=str(daemon.get("policy", "default")),

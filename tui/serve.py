@@ -1,20 +1,56 @@
-"""The same interface in a browser: one process per page, on this machine alone."""
+"""The same interface in a browser: one process per page, on this machine alone, for whoever has the address."""
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+
+from aiohttp import web
+from textual_serve.server import Server
 
 HOST = "127.0.0.1"
-"""Whoever reaches the port acts as the user who started it, so nobody else may."""
+"""Whoever is let in acts as the user who started it, so nobody else may come near."""
+
+KEY = "key"
+"""In the printed address; other users of this machine can reach the port, and any page in the browser too."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def serve(arguments: Sequence[str], port: int) -> int:
     """Serve until interrupted; `arguments` are those of ``clusterd top`` for each page."""
-    from textual_serve.server import Server
-
     command = shlex.join([sys.executable, "-m", "clusterd", *arguments])
-    print(f"clusterd top: http://{HOST}:{port}/ until ctrl+c", file=sys.stderr)
-    Server(command, host=HOST, port=port, title="clusterd").serve()
+    key = secrets.token_urlsafe(24)
+    print(f"clusterd top: http://{HOST}:{port}/?{KEY}={key} until ctrl+c", file=sys.stderr, flush=True)
+    _Guarded(command, port, key).serve()
     return 0
+
+
+class _Guarded(Server):  # type: ignore[misc]  # textual-serve is not typed
+    def __init__(self, command: str, port: int, key: str) -> None:
+        super().__init__(command, host=HOST, port=port, title="clusterd")
+        self._key = key
+        self._cookie = f"clusterd-{port}"  # cookies do not tell ports apart
+
+    async def _make_app(self) -> web.Application:
+        app: web.Application = await super()._make_app()
+        app.middlewares.append(self._let_in)
+        return app
+
+    @web.middleware
+    async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The address' key once, and the cookie that it becomes from then on; no page of another site."""
+        if self._is_key(request.query.get(KEY, "")):
+            answer = web.HTTPFound("/")
+            answer.set_cookie(self._cookie, self._key, httponly=True, samesite="Strict")
+            return answer
+        origin = request.headers.get("Origin", self.public_url)
+        if not self._is_key(request.cookies.get(self._cookie, "")) or origin != self.public_url:
+            raise web.HTTPForbidden(text="clusterd: open the address that `clusterd top --serve` printed\n")
+        return await handler(request)
+
+    def _is_key(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._key.encode())

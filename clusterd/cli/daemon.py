@@ -51,9 +51,14 @@ def start(local: int | None, devices: int, file: Path | None, system: bool, fore
             stderr=errors,
             start_new_session=True,
             cwd=config.state_dir,
-            env={**os.environ, "PYTHONPATH": python_path()},
+            env={**os.environ, **_absolute("CLUSTERD_STATE_DIR", "CLUSTERD_SOCKET"), "PYTHONPATH": python_path()},
         )
     return _wait_until_it_answers(config, started, said, local)
+
+
+def _absolute(*names: str) -> dict[str, str]:
+    """Paths in the environment, for a process that starts in another directory."""
+    return {name: str(Path(os.environ[name]).absolute()) for name in names if os.environ.get(name)}
 
 
 def python_path() -> str:

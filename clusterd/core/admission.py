@@ -15,6 +15,8 @@ def find_job(state: State, text: str) -> Job:
     Raises:
         UsageError: there is none, or several.
     """
+    if not text:  # what a script's unset variable gives; every name begins with it
+        raise UsageError("no job is named: give its id or its name")
     if JobId(text) in state.jobs:
         return state.jobs[JobId(text)]
     named = [j for j in state.jobs.values() if j.spec.name == text]

@@ -71,6 +71,30 @@ def test_a_second_daemon(cluster: RunningCluster) -> None:
     assert f"a daemon (pid {cluster.pid}) already serves {cluster.directory}" in said
 
 
+def test_relative_directories_are_the_same_for_daemon_and_clients(cluster: RunningCluster) -> None:
+    """The daemon runs in its state directory, where a relative path would mean another place."""
+    cluster.environment["CLUSTERD_STATE_DIR"] = "state"
+    cluster.socket = cluster.directory / "state" / "clusterd.sock"
+    cluster.start()
+    cluster.run("ls")
+    cluster.run("stop")
+    file = cluster.directory / "clusterd.toml"
+    file.write_text('[daemon]\nstate_dir = "there"\nsocket = "there/sock"\n')
+    del cluster.environment["CLUSTERD_STATE_DIR"]
+    cluster.environment["CLUSTERD_SOCKET"] = str(cluster.directory / "there" / "sock")
+    cluster.socket = cluster.directory / "there" / "sock"
+    cluster.run("start", "--config", "clusterd.toml")
+    assert {entry.name for entry in (cluster.directory / "there").iterdir()} >= {"journal.db", "sock"}
+
+
+def test_no_name_is_no_job(cluster: RunningCluster) -> None:
+    """What a script's unset variable gives must not end the only job."""
+    cluster.start(hosts=1)
+    cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000")
+    assert "no job is named" in refused(cluster, "cancel", "", code=2)
+    assert cluster.call("jobs")[0]["state"] in ("queued", "starting", "running")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +27,14 @@ def served(tmp_path: Path) -> Iterator[str]:
         port = probe.getsockname()[1]
     argv = [sys.executable, "-m", "clusterd", "top", "--serve", "--port", str(port)]
     argv += ["--socket", str(tmp_path / "absent.sock")]
-    process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        argv, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stderr is not None
+    address = process.stderr.readline().split()[2]
+    assert address.startswith(f"http://{HOST}:{port}/?key=")
+    rest = threading.Thread(target=process.stderr.read)
+    rest.start()
     deadline_s = time.monotonic() + 30
     while True:
         try:
@@ -36,25 +43,25 @@ def served(tmp_path: Path) -> Iterator[str]:
         except OSError:
             assert process.poll() is None and time.monotonic() < deadline_s, "nothing is served"
             time.sleep(0.05)
-    yield f"{HOST}:{port}"
+    yield address
     process.terminate()
     process.wait(20)
+    rest.join(20)
+    process.stderr.close()
 
 
 def test_the_page_is_served_and_its_socket_speaks(served: str) -> None:
     import aiohttp
 
-    with urllib.request.urlopen(f"http://{served}/", timeout=20) as answer:
-        page = answer.read().decode()
-    assert "clusterd" in page
+    socket = served.partition("?")[0].replace("http:", "ws:") + "ws?width=100&height=30"
 
     async def talk() -> bytes:
         drawn = b""
-        async with (
-            aiohttp.ClientSession() as session,
-            session.ws_connect(f"ws://{served}/ws?width=100&height=30") as speaks,
-        ):
-            async with asyncio.timeout(30):
+        jar = aiohttp.CookieJar(unsafe=True)  # an address of numbers
+        async with aiohttp.ClientSession(cookie_jar=jar) as session:
+            async with session.get(served) as answer:
+                assert "clusterd" in await answer.text()
+            async with session.ws_connect(socket) as speaks, asyncio.timeout(30):
                 async for message in speaks:
                     if message.type is aiohttp.WSMsgType.BINARY:
                         drawn += message.data
@@ -65,6 +72,31 @@ def test_the_page_is_served_and_its_socket_speaks(served: str) -> None:
     assert b"no daemon" in asyncio.run(talk())
 
 
+def test_nobody_else_is_let_in(served: str) -> None:
+    """Another user, who does not know the address; another page in the same browser, which has the cookie."""
+    import aiohttp
+
+    plain = served.partition("?")[0]
+    socket = plain.replace("http:", "ws:") + "ws?width=80&height=24"
+
+    async def try_all() -> list[int]:
+        refused = []
+        jar = aiohttp.CookieJar(unsafe=True)
+        async with aiohttp.ClientSession(cookie_jar=jar) as session:
+            for address in (plain, f"{plain}?key=guessed", f"{plain}static/js/textual.js"):
+                async with session.get(address) as answer:
+                    refused.append(answer.status)
+            with pytest.raises(aiohttp.WSServerHandshakeError) as stranger:
+                await session.ws_connect(socket)
+            async with session.get(served) as answer:
+                assert answer.status == 200
+            with pytest.raises(aiohttp.WSServerHandshakeError) as page:
+                await session.ws_connect(socket, headers={"Origin": "http://evil.example"})
+        return [*refused, stranger.value.status, page.value.status]
+
+    assert asyncio.run(try_all()) == [403] * 5
+
+
 @pytest.mark.skipif(chromium() is None, reason="no Chromium on PATH")
 def test_a_browser_draws_it_and_its_keys_arrive(served: str, tmp_path: Path) -> None:
     """The terminal in the page shows our screen, in pixels too, and a key that is pressed there opens the help."""
@@ -72,7 +104,7 @@ def test_a_browser_draws_it_and_its_keys_arrive(served: str, tmp_path: Path) -> 
     async def look() -> None:
         browser = chromium()
         assert browser is not None
-        async with opened(browser, f"http://{served}/", tmp_path / "profile") as page:
+        async with opened(browser, served, tmp_path / "profile") as page:
             text = await page.text_with("no daemon", "Queue", "Decisions", "quit")
             assert "keys on queue" not in text
             before = await page.drawn(0.005)
