@@ -96,7 +96,7 @@ def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: Running
         "verify",
         "resume",
     }
-    assert local_cluster.call("status")["leased"] == 2
+    local_cluster.wait_for(job, lambda _: local_cluster.call("status")["leased"] == 2)  # the old ranks have ended
     refused = local_cluster.run("migrate", "gpt", "--plan", "dp=3", check=False)
     assert refused.returncode == 1
     assert "16 cannot be cut into 3 equal shares" in refused.stderr

@@ -52,7 +52,7 @@ class Terminal:
         self.whole += data
         return data
 
-    def expect(self, wanted: bytes, timeout_s: float = 20.0, forget: bool = True) -> float:
+    def expect(self, wanted: bytes, timeout_s: float = 60.0, forget: bool = True) -> float:
         """Wait for these bytes; seconds since the start. `forget`: what came before is not looked at again."""
         deadline_s = time.monotonic() + timeout_s
         while wanted not in self.output:
