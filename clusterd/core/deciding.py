@@ -8,6 +8,7 @@ from typing import Any
 from clusterd.core import attempts
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.service import time_left_s
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import CoreGrant, Start
 from clusterd.types import Device, HostId, HostState, JobId, JobKind, JobState
@@ -45,8 +46,8 @@ class Deciding:
         if stale:
             return stale
         attempt = attempts.begin(self.state, job, start, self._now_s)
-        if job.spec.time_limit_s is not None:
-            left_s = job.spec.time_limit_s
+        left_s = time_left_s(job)
+        if left_s is not None:
             self._set_timer(f"limit:{job.id}", self._now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
         self._launch(attempt, start.reason)
         return None

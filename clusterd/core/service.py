@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from clusterd.core.classify import steps_in_all
-from clusterd.core.state import Attempt, Job
+from clusterd.core.state import Attempt, Job, Outcome
+from clusterd.types import JobKind
 
 
 def attained_s(job: Job, now_s: float) -> float:
@@ -26,6 +27,19 @@ def _of_attempt(job: Job, attempt: Attempt, now_s: float) -> float:
 def executed_s(job: Job, now_s: float) -> float:
     """Seconds for which it held devices."""
     return sum((a.ended_s if a.ended_s is not None else now_s) - a.started_s for a in job.attempts)
+
+
+def time_left_s(job: Job) -> float | None:
+    """How long its next attempt may run; None: no limit.
+
+    What a job had until it was moved through host memory, or made way, counts where it keeps its state. After a fault
+    the clock starts anew: what was done may have to be done again.
+    """
+    limit_s = job.spec.time_limit_s
+    if limit_s is None or job.spec.kind is JobKind.COMMAND:
+        return limit_s
+    had_s = sum(a.ended_s - a.started_s for a in job.attempts if a.ended_s and a.outcome is Outcome.PREEMPTED)
+    return max(limit_s - had_s, 0.0)
 
 
 def steps_left(job: Job) -> float | None:

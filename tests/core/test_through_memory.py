@@ -158,3 +158,17 @@ def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]
     assert not d.StopAttempt.match(decided, job=job)
     (trial,) = lab.scheduler.state.jobs[job].trials
     assert "trains on the same device" in trial.failure and not trial.is_refused
+
+
+def test_its_time_limit_goes_on(lab: Lab) -> None:
+    """A move that loses no step gives no time either; a fault, after which steps are done again, does."""
+    lab.host("a", gpus=6)
+    job = running(lab, devices=4, time_limit_s=3600.0)
+    each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
+    lab.tell(e.HostChanged(**lab.at(), host=HostId("a"), facts=facts("a", gpus=6, gpu_bytes=int(each * 1.8))))
+    began_s = lab.attempt(job).started_s
+    lab.now_s = began_s + 3000.0
+    ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
+    lab.stopped(job)
+    assert lab.attempt(job).number == 2
+    assert lab.scheduler.state.timers[f"limit:{job}"] == pytest.approx(lab.now_s + 600.0, abs=5.0)
