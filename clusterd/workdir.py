@@ -134,7 +134,9 @@ def _walk(directory: Path) -> Iterator[str]:
     for parent, directories, files in os.walk(directory, onerror=_refuse_unreadable):
         relative = Path(parent).relative_to(directory)
         directories[:] = [d for d in directories if not _is_ignored((relative / d).as_posix(), ignored)]
-        for file in files:
+        # A link to a directory is listed as one, and not walked into: it goes as the link it is, as under git.
+        linked = [d for d in directories if os.path.islink(os.path.join(parent, d))]
+        for file in (*linked, *files):
             name = (relative / file).as_posix()
             path = directory / name
             if not _is_ignored(name, ignored) and (path.is_file() or path.is_symlink()):

@@ -35,6 +35,19 @@ def test_what_is_no_file_stays_behind(tmp_path: Path) -> None:
         assert not {"fifo", "sock"} & set(names(tmp_path))
 
 
+def test_a_link_to_a_directory_goes_as_a_link(tmp_path: Path) -> None:
+    """Without git as with it; what it points to goes once, and an excluded link stays."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").touch()
+    (tmp_path / "current").symlink_to("data")
+    (tmp_path / "scratch").symlink_to("data")
+    (tmp_path / ".clusterdignore").write_text("scratch\n")
+    with pack(tmp_path, LIMIT).archive as packed, tarfile.open(fileobj=packed) as archive:
+        assert sorted(archive.getnames()) == [".clusterdignore", "current", "data/a.txt"]
+        assert archive.getmember("current").issym()
+        assert archive.getmember("current").linkname == "data"
+
+
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
     """Binary, a folder, a FIFO that nobody writes into, a link to itself."""
     file = tmp_path / ".clusterdignore"
