@@ -124,9 +124,29 @@ def _from_git(directory: Path) -> list[str] | None:
         return None
     names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
     ignored = _patterns(directory)
-    # A file deleted but not yet committed is listed and not there; a submodule is listed as a directory.
-    here = [n for n in names if (directory / n).is_symlink() or (directory / n).is_file()]
-    return [n for n in here if not _is_ignored(n, ignored)]
+    found: list[str] = []
+    for name in (n.rstrip("/") for n in names):
+        path = directory / name
+        if name == "." or _is_ignored(name, ignored):  # "./" is all that git lists within a submodule without .git
+            continue
+        # A file deleted but not yet committed is listed and not there.
+        if path.is_symlink() or path.is_file():
+            found.append(name)
+        elif path.is_dir():
+            found += (n for n in _from_repository_within(directory, name) if not _is_ignored(n, ignored))
+    return found
+
+
+def _from_repository_within(directory: Path, name: str) -> list[str]:
+    """Files of a submodule, or of a clone that is no submodule: git lists either as a mere directory."""
+    path = directory / name
+    if os.path.lexists(path / ".git"):
+        files = _from_git(path) or []
+    elif not (files := list(_walk(path))):
+        raise UsageError(
+            f"workdir: the submodule {path} is empty: git submodule update --init, or exclude it in {IGNORE_FILE}"
+        )
+    return [f"{name}/{file}" for file in files]
 
 
 def _walk(directory: Path) -> Iterator[str]:

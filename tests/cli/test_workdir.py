@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -16,6 +17,24 @@ from clusterd.workdir import pack
 from tests.conftest import RunningCluster
 
 LIMIT = 1 << 20
+
+
+def git(directory: Path, *arguments: str) -> None:
+    """As by somebody whose settings allow submodules from a local path."""
+    settings = ("user.name=a", "user.email=a@example.org", "protocol.file.allow=always")
+    options = [word for setting in settings for word in ("-c", setting)]
+    subprocess.run(["git", *options, "-C", str(directory), *arguments], check=True, capture_output=True)
+
+
+def repository(directory: Path, *files: str) -> Path:
+    """A git repository that tracks these files."""
+    directory.mkdir()
+    git(directory, "init")
+    for file in files:
+        (directory / file).touch()
+        git(directory, "add", file)
+    git(directory, "commit", "--allow-empty", "-m", "begin")
+    return directory
 
 
 def names(directory: Path) -> list[str]:
@@ -46,6 +65,41 @@ def test_a_link_to_a_directory_goes_as_a_link(tmp_path: Path) -> None:
         assert sorted(archive.getnames()) == [".clusterdignore", "current", "data/a.txt"]
         assert archive.getmember("current").issym()
         assert archive.getmember("current").linkname == "data"
+
+
+def test_repositories_within_a_repository_go_with_it(tmp_path: Path) -> None:
+    """A submodule, one within it, and a clone that is none; each leaves out what its own .gitignore names."""
+    deepest = repository(tmp_path / "deepest", "deep.py")
+    library = repository(tmp_path / "library", "lib.py")
+    git(library, "submodule", "add", str(deepest), "deepest")
+    git(library, "commit", "-m", "with a submodule")
+    work = repository(tmp_path / "work", "train.py")
+    git(work, "submodule", "add", str(library), "third/library")
+    git(work, "submodule", "update", "--init", "--recursive")
+    (work / "third" / "library" / "edited.py").touch()
+    clone = repository(work / "clone", "cloned.py", ".gitignore")
+    (clone / ".gitignore").write_text("*.pt\n")
+    (clone / "weights.pt").touch()
+    ours = {".gitmodules", "train.py", "clone/.gitignore", "clone/cloned.py"}
+    third = {".gitmodules", "edited.py", "lib.py", "deepest/deep.py"}
+    assert set(names(work)) == ours | {f"third/library/{name}" for name in third}
+    (work / ".clusterdignore").write_text("library\ncloned.py\n")
+    assert set(names(work)) == (ours | {".clusterdignore"}) - {"clone/cloned.py"}
+
+
+def test_a_submodule_that_is_not_there_is_missed_here_and_not_on_the_host(tmp_path: Path) -> None:
+    """After a clone without --recurse-submodules."""
+    library = repository(tmp_path / "library", "lib.py")
+    work = repository(tmp_path / "work", "train.py")
+    git(work, "submodule", "add", str(library), "library")
+    git(work, "submodule", "deinit", "--force", "library")
+    with pytest.raises(UsageError, match=r"the submodule .*/work/library is empty: git submodule update --init, or"):
+        pack(work, LIMIT)
+    (work / ".clusterdignore").write_text("library/\n")
+    assert names(work) == [".clusterdignore", ".gitmodules", "train.py"]
+    (work / "library" / "lib.py").touch()  # copied here without its .git
+    (work / ".clusterdignore").unlink()
+    assert names(work) == [".gitmodules", "library/lib.py", "train.py"]
 
 
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
