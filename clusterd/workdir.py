@@ -30,6 +30,8 @@ _ALWAYS_IGNORED = (
     "*.egg-info",
 )
 
+GIT_TIMEOUT_S = 60.0
+
 OUR_PACKAGES = ("clusterd", "plans")
 """Importable on every rank: a module of the same name in the workdir would hide ours."""
 
@@ -106,7 +108,11 @@ def _size(path: Path) -> int:
 
 
 def _from_git(directory: Path) -> list[str] | None:
-    """Tracked and untracked but not ignored files, if the directory is in a git tree with git at hand."""
+    """Tracked and untracked but not ignored files, if the directory is in a git tree with git at hand.
+
+    Raises:
+        UsageError: git does not list them: without its .gitignore, data and secrets would go to the hosts.
+    """
     command = [
         "git",
         "-C",
@@ -119,10 +125,19 @@ def _from_git(directory: Path) -> list[str] | None:
         "--deduplicate",
     ]
     try:
-        listed = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False, timeout=GIT_TIMEOUT_S
+        )
+    except (FileNotFoundError, PermissionError):  # no git: the latter where a folder of PATH is closed to us
         return None
-    names = [os.fsdecode(name) for name in listed.split(b"\0") if name]
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"workdir {directory}: git has not listed it after {GIT_TIMEOUT_S:.0f} s: try again") from None
+    if done.returncode:
+        said = " ".join(os.fsdecode(done.stderr).split())
+        if "not a git repository (or any" in said:  # with a path instead, .git is there and leads nowhere
+            return None
+        raise UsageError(f"workdir {directory}: git does not list its files: {said.removeprefix('fatal: ')}")
+    names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     ignored = _patterns(directory)
     found: list[str] = []
     for name in (n.rstrip("/") for n in names):

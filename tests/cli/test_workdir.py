@@ -102,6 +102,44 @@ def test_a_submodule_that_is_not_there_is_missed_here_and_not_on_the_host(tmp_pa
     assert names(work) == [".gitmodules", "library/lib.py", "train.py"]
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("owner", "detected dubious ownership in repository .* git config --global --add safe.directory"),
+        ("settings", "bad config line .* in file"),
+        ("link", "not a git repository: /gone/worktree"),
+    ],
+)
+def test_where_git_refuses_a_repository_nothing_it_ignores_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, said: str
+) -> None:
+    """Its sentence says what to do; packed without its .gitignore, the secrets would be on the hosts."""
+    work = repository(tmp_path / "work", "train.py", ".gitignore")
+    (work / ".gitignore").write_text(".env\n")
+    (work / ".env").touch()
+    assert names(work) == [".gitignore", "train.py"]
+    if broken == "owner":
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+        monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+        monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
+    elif broken == "settings":
+        (work / ".git" / "config").write_text("[")
+    else:
+        (work / ".git").rename(tmp_path / "elsewhere")
+        (work / ".git").write_text("gitdir: /gone/worktree\n")
+    with pytest.raises(UsageError, match=f"git does not list its files: .*{said}"):
+        pack(work, LIMIT)
+
+
+def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No repository, or a repository and no program: everything goes."""
+    (tmp_path / "train.py").touch()
+    assert names(tmp_path) == ["train.py"]
+    git(tmp_path, "init")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert names(tmp_path) == ["train.py"]
+
+
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
     """Binary, a folder, a FIFO that nobody writes into, a link to itself."""
     file = tmp_path / ".clusterdignore"
