@@ -41,7 +41,9 @@ def prepare(
     spec = request.spec
     if snapshot and spec.workdir is not None:
         limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
-        packed = pack(Path(spec.workdir), limit)
+        # In a home directory it is below: each workdir sent would hold those before it.
+        state = Path(cluster.call("status")["state_dir"])
+        packed = pack(Path(spec.workdir), limit, leave_out=(state,))
         with packed.archive:
             if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
                 say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")

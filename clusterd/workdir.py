@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import hashlib
 import io
 import os
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -46,8 +47,8 @@ class Snapshot:
     archive: IO[bytes]
 
 
-def pack(directory: Path, bytes_max: int) -> Snapshot:
-    """Pack what git would track, or what `.clusterdignore` does not exclude.
+def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = ()) -> Snapshot:
+    """Pack what git would track, or what `.clusterdignore` does not exclude; nothing of `leave_out` below it.
 
     Raises:
         UsageError: not a directory, too large (naming the largest files), or it would hide our own modules.
@@ -61,7 +62,8 @@ def pack(directory: Path, bytes_max: int) -> Snapshot:
                     f"workdir {directory} has a module {name!r} ({found.name}), which would hide clusterd's own on the "
                     "ranks: rename it, or set workdir to a directory below"
                 )
-    files = sorted(_from_git(directory) or _walk(directory))
+    left_out = _patterns_of(directory, leave_out)
+    files = sorted(_from_git(directory, left_out) or _walk(directory, left_out))
     sizes = {file: _size(directory / file) for file in files}
     total = sum(sizes.values())
     if total > bytes_max:
@@ -107,7 +109,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _from_git(directory: Path) -> list[str] | None:
+def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | None:
     """Tracked and untracked but not ignored files, if the directory is in a git tree with git at hand.
 
     Raises:
@@ -138,7 +140,7 @@ def _from_git(directory: Path) -> list[str] | None:
             return None
         raise UsageError(f"workdir {directory}: git does not list its files: {said.removeprefix('fatal: ')}")
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
-    ignored = _patterns(directory)
+    ignored = (*_patterns(directory), *left_out)
     found: list[str] = []
     for name in (n.rstrip("/") for n in names):
         path = directory / name
@@ -164,8 +166,8 @@ def _from_repository_within(directory: Path, name: str) -> list[str]:
     return [f"{name}/{file}" for file in files]
 
 
-def _walk(directory: Path) -> Iterator[str]:
-    ignored = (*_ALWAYS_IGNORED, *_patterns(directory))
+def _walk(directory: Path, left_out: tuple[str, ...] = ()) -> Iterator[str]:
+    ignored = (*_ALWAYS_IGNORED, *_patterns(directory), *left_out)
     for parent, directories, files in os.walk(directory, onerror=_refuse_unreadable):
         relative = Path(parent).relative_to(directory)
         directories[:] = [d for d in directories if not _is_ignored((relative / d).as_posix(), ignored)]
@@ -197,6 +199,14 @@ def _patterns(directory: Path) -> tuple[str, ...]:
         said = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise UsageError(f"{file} cannot be read: {said}: make it a text file of patterns, or remove it") from None
     return tuple(line.rstrip("/") for line in lines if line and not line.startswith("#"))
+
+
+def _patterns_of(directory: Path, paths: Iterable[Path]) -> tuple[str, ...]:
+    """What excludes those paths that lie below the directory: one that is it, or holds it, is its user's choice."""
+    here = directory.resolve()
+    below = [path.relative_to(here).as_posix() for path in (p.resolve() for p in paths) if here in path.parents]
+    # The slash in front keeps a pattern of one word from matching folders of that name further down.
+    return tuple(f"/{glob.escape(name)}{end}" for name in below for end in ("", "/*"))
 
 
 def _is_ignored(name: str, patterns: tuple[str, ...]) -> bool:

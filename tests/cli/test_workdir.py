@@ -140,6 +140,35 @@ def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names(tmp_path) == ["train.py"]
 
 
+@pytest.mark.parametrize("in_git", [False, True])
+def test_the_daemons_own_state_is_left_out(tmp_path: Path, in_git: bool) -> None:
+    """Below the workdir only: in it, or being it, it was asked for by name."""
+    if in_git:
+        git(tmp_path, "init")
+    state = tmp_path / "state [1]"
+    for folder in (state, state / "snapshots", tmp_path / "src" / state.name):
+        folder.mkdir(parents=True)
+        (folder / "a").touch()
+
+    def packed(workdir: Path) -> list[str]:
+        with pack(workdir, LIMIT, leave_out=(state,)).archive as file, tarfile.open(fileobj=file) as archive:
+            return sorted(archive.getnames())
+
+    assert packed(tmp_path) == ["src/state [1]/a"]
+    assert packed(state) == ["a", "snapshots/a"]
+    assert packed(state / "snapshots") == ["a"]
+
+
+def test_running_from_a_home_directory(cluster: RunningCluster) -> None:
+    """Where a daemon without settings keeps its state below it."""
+    cluster.environment["CLUSTERD_SOCKET"] = str(cluster.socket)
+    cluster.environment["CLUSTERD_STATE_DIR"] = str(cluster.directory / "home" / ".local" / "state")
+    cluster.start()
+    (cluster.directory / "home" / "train.py").touch()
+    said = cluster.run("run", "--detach", "--", "true", cwd=cluster.directory / "home").stderr
+    assert "sending 1 files" in said
+
+
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:
     """Binary, a folder, a FIFO that nobody writes into, a link to itself."""
     file = tmp_path / ".clusterdignore"
