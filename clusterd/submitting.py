@@ -10,7 +10,7 @@ from typing import Any
 from clusterd.client import Client
 from clusterd.jobfile import Request
 from clusterd.units import size
-from clusterd.workdir import pack
+from clusterd.workdir import Snapshot, pack
 
 CHUNK_BYTES = 1 << 20
 
@@ -40,10 +40,7 @@ def prepare(
 
     spec = request.spec
     if snapshot and spec.workdir is not None:
-        limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
-        # In a home directory it is below: each workdir sent would hold those before it.
-        state = Path(cluster.call("status")["state_dir"])
-        packed = pack(Path(spec.workdir), limit, leave_out=(state,))
+        packed = pack_workdir(cluster, spec.workdir)
         with packed.archive:
             if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
                 say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
@@ -58,3 +55,15 @@ def prepare(
         spec = replace(spec, snapshot=packed.digest)
     plain: dict[str, Any] = msgspec.to_builtins(spec)
     return plain
+
+
+def pack_workdir(cluster: Client, workdir: str) -> Snapshot:
+    """The working directory as it would be sent to this daemon.
+
+    Raises:
+        ClusterError: it cannot be packed, or is too large.
+    """
+    limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
+    # In a home directory it is below: each workdir sent would hold those before it.
+    state = Path(cluster.call("status")["state_dir"])
+    return pack(Path(workdir), limit, leave_out=(state,))

@@ -14,7 +14,8 @@ from clusterd.cli.output import note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.jobfile import Request, command_line_job, read_job_file
-from clusterd.submitting import send
+from clusterd.submitting import pack_workdir, send
+from clusterd.types import JobSpec
 
 
 @click.command()
@@ -34,7 +35,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
         spec = replace(spec, priority=priority)
     with Client() as cluster:
         if dry_run:
-            return _dry_run(cluster, spec, output)
+            return _dry_run(cluster, spec, output, snapshot=True)
         answer = send(cluster, Request(spec, request.secrets), say=note)
         if output == "table":
             print(answer["id"])
@@ -74,7 +75,7 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
     )
     with Client() as cluster:
         if options["dry_run"]:
-            return _dry_run(cluster, request.spec, "table")
+            return _dry_run(cluster, request.spec, "table", snapshot=not options["no_snapshot"])
         answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
         if options["detach"]:
             print(answer["id"])
@@ -104,9 +105,11 @@ def _attend(cluster: Client, answer: dict[str, Any]) -> int:
     return exit_code(row)
 
 
-def _dry_run(cluster: Client, spec: Any, output: str) -> int:
+def _dry_run(cluster: Client, spec: JobSpec, output: str, *, snapshot: bool) -> int:
     import msgspec
 
+    if snapshot and spec.workdir is not None:
+        pack_workdir(cluster, spec.workdir).archive.close()  # what a submit would be refused for is refused here too
     answer = cluster.call("dry_run", spec=msgspec.to_builtins(spec))
     if output != "table":
         show_json(answer, output)

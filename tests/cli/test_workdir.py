@@ -203,6 +203,35 @@ def test_a_folder_that_cannot_be_read_is_not_left_out_in_silence(
     assert names(tmp_path) == [".clusterdignore", "train.py"]
 
 
+def test_a_dry_run_refuses_what_a_submit_refuses(cluster: RunningCluster) -> None:
+    """A workdir that is not there, one with our module, one that is too large; unless it is not sent at all."""
+    cluster.environment["CLUSTERD_CONFIG"] = str(cluster.directory / "clusterd.toml")
+    (cluster.directory / "clusterd.toml").write_text('[daemon]\nworkdir_max = "1KB"\n')
+    cluster.start()
+    work = cluster.directory / "work"
+    file = cluster.directory / "job.toml"
+    file.write_text('workdir = "work"\ncommand = ["true"]\n')
+
+    def refused() -> str:
+        dry, real = (cluster.run("submit", *given, str(file), check=False) for given in (["--dry-run"], []))
+        assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
+        assert (dry.returncode, dry.stdout) == (2, "")
+        return dry.stderr
+
+    assert "is no directory" in refused()
+    work.mkdir()
+    (work / "plans.py").touch()
+    assert "has a module 'plans'" in refused()
+    (work / "plans.py").rename(work / "planning.py")
+    assert "job would be queued" in cluster.run("submit", "--dry-run", str(file)).stdout
+    (work / "planning.py").write_bytes(bytes(2000))
+    assert "the limit is" in refused()
+    over = cluster.run("run", "--dry-run", "--", "true", cwd=work, check=False)
+    assert (over.returncode, "the limit is" in over.stderr) == (2, True)
+    assert "would be queued" in cluster.run("run", "--dry-run", "--no-snapshot", "--", "true", cwd=work).stdout
+    assert not list((cluster.directory / "snapshots").glob("*"))
+
+
 def test_two_send_the_same_directory_at_once(cluster: RunningCluster) -> None:
     """Chunk by chunk in turn; a third one hangs up half-way and leaves nothing behind."""
     cluster.start()
