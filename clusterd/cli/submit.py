@@ -47,7 +47,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
     return 0
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--gpus", type=click.IntRange(0), help="GPUs it needs, on one host.")
 @click.option("--devices", type=click.IntRange(0), help="Devices of any kind it needs, on one host.")
 @click.option("--name", help="What to call it; default: after the script.")

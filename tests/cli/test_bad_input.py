@@ -217,6 +217,24 @@ def test_arguments_that_nothing_can_be_made_of(cluster: RunningCluster, argument
     assert cluster.call("jobs", all=True) == []
 
 
+@pytest.mark.parametrize("verb", ["run", "shell"])
+def test_an_option_that_there_is_not(cluster: RunningCluster, verb: str) -> None:
+    """It became the command: `run --gpu 1 -- python ...` queued a job called 1."""
+    cluster.start()
+    done = cluster.run(verb, "--gpu", "1", "--", "python", "-c", "print(1)", check=False)
+    assert done.returncode == 2
+    assert "No such option" in done.stderr and "Did you mean" in done.stderr and "--gpus" in done.stderr
+    assert cluster.call("jobs", all=True) == []
+
+
+def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
+    """Whether ours have the same names or not, and with or without --."""
+    cluster.start()
+    for words in (("python", "-u", "train.py", "--gpus", "many"), ("--", "./train", "--name", "-d", "--", "x")):
+        job = cluster.run("run", "-d", "--no-snapshot", *words).stdout.strip()
+        assert cluster.job(job)["spec"]["command"] == list(words[words[0] == "--" :])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
