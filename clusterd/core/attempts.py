@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from clusterd.core import migrations
 from clusterd.core.choose import below
-from clusterd.core.state import Attempt, Job, Lease, Outcome, Rank, State
+from clusterd.core.state import Attempt, Job, Outcome, Rank, State
 from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState, RankEnd, RankReport, Reason
@@ -73,10 +73,11 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         cores=dict(start.cores),
         memory_bytes=dict(start.memory_bytes),
     )
-    until_s = now_s + job.spec.time_limit_s if job.spec.time_limit_s is not None else None
     for place in start.ranks:
         if place.device is not None:
-            state.leases[place.device] = Lease(place.device, place.host, job.id, number, attempt.generation, until_s)
+            state.leases[place.device] = migrations.lease_of(
+                state, attempt, place.device, place.host, attempt.generation
+            )
     for host, cores in start.cores.items():
         state.hosts[host].cores_used += cores
         state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Mapping
 
 from clusterd.core.choose import crowding
 from clusterd.core.room import of_ranks
+from clusterd.core.service import time_left_s
 from clusterd.core.state import Attempt, Host, Job, Lease, Migration, Rank, Retired, State
 from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Move
@@ -91,9 +92,13 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
 
 
 def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: float) -> Migration:
-    """Book what the job lacks of the devices that it will start again on; its ranks are being stopped for that."""
+    """Keep the devices that the job will start again on, those that it lacks too; its ranks are being stopped for that.
+
+    Its own would come free host by host, as each says that its ranks are gone, and others would be given them.
+    """
     assert attempt.plan is not None, "only what runs under a plan is moved"
-    attempt.kept |= _lease_lacking(state, attempt, move, attempt.generation)
+    _lease_lacking(state, attempt, move, attempt.generation)
+    attempt.kept |= {place.device: place.host for place in move.ranks if place.device is not None}
     migration = _noted(job, attempt.plan, move, 1, now_s)  # the first generation of the next attempt
     migration.local_bytes = ModelShape.from_dict(job.shape or {}).state_bytes
     migration.restarts = True
@@ -119,12 +124,11 @@ def _noted(job: Job, old_plan: Plan, move: Move, generation: int, now_s: float) 
     )
 
 
-def _lease_lacking(state: State, attempt: Attempt, move: Move, generation: int) -> dict[DeviceId, HostId]:
-    """Lease the devices of a move that are free; which these were."""
-    lacking = {p.device: p for p in move.ranks if p.device is not None and p.device not in state.leases}
-    for device, place in lacking.items():
-        state.leases[device] = _lease(state, attempt, place, generation)
-    return {device: place.host for device, place in lacking.items()}
+def _lease_lacking(state: State, attempt: Attempt, move: Move, generation: int) -> None:
+    """Lease the devices of a move that are free."""
+    for place in move.ranks:
+        if place.device is not None and place.device not in state.leases:
+            state.leases[place.device] = lease_of(state, attempt, place.device, place.host, generation)
 
 
 def switch(state: State, job: Job, attempt: Attempt) -> Retired:
@@ -147,7 +151,7 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
     for rank in attempt.ranks.values():
         device = rank.place.device
         if device is not None:
-            state.leases[device] = _lease(state, attempt, rank.place, attempt.generation)
+            state.leases[device] = lease_of(state, attempt, device, rank.place.host, attempt.generation)
     attempt.migration, attempt.resuming = None, True
     attempt.orphaned.clear()
     attempt.may_finish.clear()
@@ -209,12 +213,11 @@ def held_on(attempt: Attempt, host: HostId, without: int | None = None) -> set[D
     return held | {device for device, where in attempt.kept.items() if where == host}
 
 
-def _lease(state: State, attempt: Attempt, place: RankPlace, generation: int) -> Lease:
-    job = state.jobs[attempt.job]
-    limit_s = job.spec.time_limit_s
-    until_s = attempt.started_s + limit_s if limit_s is not None else None
-    assert place.device is not None
-    return Lease(place.device, place.host, attempt.job, attempt.number, generation, until_s)
+def lease_of(state: State, attempt: Attempt, device: DeviceId, host: HostId, generation: int) -> Lease:
+    """A claim that ends with the job's time."""
+    left_s = time_left_s(state.jobs[attempt.job])
+    until_s = attempt.started_s + left_s if left_s is not None else None
+    return Lease(device, host, attempt.job, attempt.number, generation, until_s)
 
 
 def _more(these: Mapping[HostId, int], those: Mapping[HostId, int]) -> dict[HostId, int]:

@@ -65,6 +65,26 @@ def test_nobody_takes_the_devices_that_it_will_start_on(full: tuple[Lab, JobId])
     assert {p.device for p in lab.attempt(other).ranks.values() for p in [p.place]} == {"a:gpu0", "a:gpu4"}
 
 
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_nobody_takes_what_comes_free_host_by_host(lab: Lab, is_trial: bool) -> None:
+    """One host is clean before the other: its devices went to who waited, and the job that trained to the queue."""
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=2)
+    job = running(lab, devices=4)
+    each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
+    for host in ("a", "b"):
+        small = facts(host, gpus=2, gpu_bytes=int(each * 1.8))
+        lab.tell(e.HostChanged(**lab.at(), host=HostId(host), facts=small))
+    other, _ = lab.submit(devices=2)
+    if is_trial:
+        propose(lab, job, WISH)
+    else:
+        lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=WISH, by="ann"))
+    lab.stopped(job)
+    assert (lab.state(job), lab.attempt(job).plan, len(lab.attempt(job).devices)) == ("starting", WISH, 4)
+    assert lab.state(other) == "queued"
+
+
 def test_a_host_that_is_drained_meanwhile_leaves_the_job_in_the_queue(full: tuple[Lab, JobId]) -> None:
     lab, job = full
     ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
