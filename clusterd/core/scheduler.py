@@ -8,7 +8,8 @@ Handlers are found by name, ``RankExited`` goes to ``_on_rank_exited``, and stan
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clusterd.core import decisions as d
@@ -17,7 +18,7 @@ from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Description, Host, Job, Outcome
 from clusterd.core.view import Policy, Proposal, Refusal, View
-from clusterd.types import AttemptState, JobKind, JobState
+from clusterd.types import AttemptState, HostId, JobKind, JobState
 
 __all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
 
@@ -110,23 +111,25 @@ class Scheduler(OnHosts):
             self._set_timer("round", at_s, f"{self.policy.name} thinks again every {interval_s:g} s")
 
     def _describe_models(self) -> None:
-        for job_id in self.state.queue:
-            job = self.state.jobs[job_id]
-            if job.description is not Description.NEEDED or job.not_before_s > self._now_s:
-                continue
-            host = self._host_to_describe(job)
+        queued = [self.state.jobs[job] for job in self.state.queue]
+        new = [job for job in queued if job.description is Description.NEEDED and job.not_before_s <= self._now_s]
+        if not new:
+            return
+        asked = Counter(job.described_on for job in queued if job.described_on is not None)
+        for job in new:
+            host = self._host_to_describe(job, asked)
             if host is None:
                 self._hold(job, "waits for a host to tell its model on")
                 continue
             job.description, job.described_on = Description.ASKED, host.id
+            asked[host.id] += 1
             reason = f"{job.spec.name} is new here: its model is built without storage to learn its shape"
             self._decide(d.DescribeModel(cause=self._cause, reason=reason, job=job.id, host=host.id))
 
-    def _host_to_describe(self, job: Job) -> Host | None:
+    def _host_to_describe(self, job: Job, asked: Mapping[HostId, int]) -> Host | None:
+        """Descriptions asked of a host at once share its few spare cores: take the least busy."""
         usable = [h for h in self.state.hosts.values() if h.unusable is None and job.admits(h.id)]
-        # Descriptions asked of a host at once share its few spare cores: take the least busy.
-        asked = [j.described_on for j in map(self.state.jobs.__getitem__, self.state.queue) if j.described_on]
-        return min(usable, key=lambda h: (asked.count(h.id), h.cores_used, h.id), default=None)
+        return min(usable, key=lambda h: (asked.get(h.id, 0), h.cores_used, h.id), default=None)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
