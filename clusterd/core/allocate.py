@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from clusterd.core.choose import Choice, Impossible, choose
-from clusterd.core.place import Placement, candidates, place
+from clusterd.core.place import Placement, candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
-from clusterd.core.view import Free, Refusal, View
+from clusterd.core.view import Free, HostFree, Refusal, View
 from clusterd.types import Device, JobKind
+from clusterd.units import size
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -45,7 +46,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     if job.spec.kind is not JobKind.ELASTIC:
         placement = place(job, view.free, wanted.devices, group=1, single_host=True)
         if placement is None:
-            return Refusal(job.id, _short_of(job, view.free), devices=wanted.devices)
+            return _waits(job, view, wanted.devices)
         return Grant(None, placement, _started(job, placement, None))
     if job.description is not Description.DONE or job.shape is None:
         return Refusal(job.id, "its model is being learned, without devices")
@@ -55,7 +56,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
         return Refusal(job.id, choice.reason, forever=True)
     placement = place(job, view.free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
     if placement is None:
-        return Refusal(job.id, _short_of(job, view.free), devices=choice.plan.ranks)
+        return _waits(job, view, choice.plan.ranks)
     return Grant(choice.plan, placement, _started(job, placement, choice))
 
 
@@ -83,7 +84,7 @@ def _at_some_size(job: Job, view: View) -> Grant | Refusal:
         if placement is not None:
             hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
             return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
-    return Refusal(job.id, _short_of(job, view.free), devices=min(plan.ranks for plan in sizes(job)))
+    return _waits(job, view, _least(job))
 
 
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
@@ -110,21 +111,51 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         return Refusal(
             job.id, f"asks for host {missing[0]}, which is not in the cluster: clusterd host add {missing[0]}"
         )
-    count = sum(1 for d in known if wanted.kind is None or d.kind == wanted.kind)
-    if job.spec.kind is JobKind.CHECKPOINTABLE and any(plan.ranks <= count for plan in sizes(job)):
-        return None
-    if wanted.devices > count:
+    there = Counter(d.kind for d in known)
+    count = max(there[kind] for kind in kinds_for(job))
+    least = _least(job)
+    if least > count:
         what = _KINDS[wanted.kind]
-        other = sum(1 for d in known if d.kind == "cpu") if wanted.kind == "cuda" and count == 0 else 0
-        hint = f"; there are {other} CPU devices: submit with --devices {min(wanted.devices, other)}" if other else ""
-        return Refusal(job.id, f"asks for {wanted.devices} {what}, the cluster has {count}{hint}")
-    if job.spec.kind is JobKind.COMMAND and wanted.devices > 1:
-        per_host = Counter(d.host for d in known if wanted.kind is None or d.kind == wanted.kind)
-        most = max(per_host.values())
-        if wanted.devices > most:
-            said = f"asks for {wanted.devices} {_KINDS[wanted.kind]} on one host, as a command does"
+        has = " and ".join(f"{there[kind]} {_KINDS[kind]}" for kind in kinds_for(job)) if wanted.kind is None else count
+        hint = ""
+        if wanted.kind == "cuda" and count == 0 and there["cpu"]:
+            hint = f"; there are {there['cpu']} CPU devices: submit with --devices {min(least, there['cpu'])}"
+        return Refusal(job.id, f"asks for {least} {what}, the cluster has {has}{hint}")
+    if job.spec.kind is JobKind.COMMAND and least > 1:
+        per_host = Counter((d.host, d.kind) for d in known)
+        most = max(n for (_, kind), n in per_host.items() if kind in kinds_for(job))
+        if least > most:
+            said = f"asks for {least} {_KINDS[wanted.kind]} on one host, as a command does"
             return Refusal(job.id, f"{said}; no host has more than {most}")
     return None
+
+
+def _waits(job: Job, view: View, devices: int) -> Refusal:
+    """There is no room for it now; what it waits for is devices, unless no host would do if nothing else ran."""
+    beyond = _beyond_every_host(job, view)
+    return Refusal(job.id, beyond) if beyond else Refusal(job.id, _short_of(job, view.free), devices=devices)
+
+
+def _beyond_every_host(job: Job, view: View) -> str | None:
+    """What the hosts' cores and memory could not serve even if nothing else ran; None: they could."""
+    wanted = job.spec.resources
+    least = _least(job)
+    hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h.id)]
+    empty = [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
+    if least == 0:
+        fits = any(h.cores >= wanted.cpus and h.memory_bytes >= wanted.memory_bytes for h in empty)
+    else:
+        together = max if job.spec.kind is JobKind.COMMAND else sum
+        fits = any(together([len(fitting(job, h, kind)) for h in empty]) >= least for kind in kinds_for(job))
+    if fits or not empty:
+        return None
+    cores, memory_bytes = per_device(job)
+    needs = f"needs {max(cores, 1)} CPU core{'s' * (cores > 1)}"
+    needs += f" and {size(memory_bytes)} of memory" if memory_bytes else ""
+    needs += f" beside each of {least} {_KINDS[wanted.kind]}" if least else ""
+    has = "no host has" if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
+    largest = f"{max(h.cores for h in empty)} CPU cores and {size(max(h.memory_bytes for h in empty))} of memory"
+    return f"{needs}; {has} that much: at most {largest}"
 
 
 _KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}
@@ -135,10 +166,11 @@ def _short_of(job: Job, free: Free) -> str:
     wanted = job.spec.resources
     if not candidates(job, free):
         return "no host that it may use is up, undrained and clean"
-    if wanted.devices == 0 and job.spec.kind is not JobKind.ELASTIC:
-        return f"waits for {max(wanted.cpus, 1)} free CPU cores on one host"
-    where = "on one host " if job.spec.kind is not JobKind.ELASTIC else ""
-    count = max(wanted.devices, 1)
+    count = _least(job)
+    if count == 0:
+        memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
+        return f"waits for {max(wanted.cpus, 1)} free CPU cores{memory} on one host"
+    where = "on one host " if job.spec.kind is JobKind.COMMAND else ""
     what = _KINDS[wanted.kind] if count > 1 else _KINDS[wanted.kind].removesuffix("s")
     return f"waits for {count} free {what} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
 

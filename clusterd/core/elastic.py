@@ -1,18 +1,17 @@
-"""Changing what runs: who shrinks for whom, who grows back, who leaves a drained host. Simple rules.
+"""Changing what runs, by simple rules: who grows back, who leaves a drained host, where a job goes on after a loss.
 
-A queued job that is guaranteed, or has a higher priority, may take devices from running elastic jobs that are neither
-pinned nor guaranteed; each keeps at least one. What such a job lost it gets back when nobody else can use it. A move is
-made only while enough of the job is left to pay for it.
+A move is made only while enough of the job is left to pay for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 
 from clusterd.core import migrations
 from clusterd.core.blend import in_proportion
 from clusterd.core.choose import Choice, Impossible, choose
-from clusterd.core.place import Placement, place_on
+from clusterd.core.place import Placement, candidates, fitting, place_on
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Free, Move, Refusal, View
@@ -28,6 +27,8 @@ SETTLE_S = 2.0
 """Between two moves of one job: what a move brings has to be seen before the next is thought of."""
 
 SETTLE_AFTER_FAILURE_S = 30.0
+
+_PLENTY = 1 << 30
 
 
 def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, ...], by: str) -> Move | Refusal:
@@ -46,10 +47,8 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
             return Refusal(job.id, f"there is no device {missing[0]}: clusterd host ls")
         chosen = [known[d] for d in devices]
     else:
-        free = [d for h in view.free.hosts.values() for d in h.devices]
-        kind = own[0].kind if own else None
         here = [d for d in own if _may_stay(d, view)]
-        usable = [*here, *(d for d in free if d.kind == kind)]
+        usable = [*here, *(d for h in candidates(job, view.free) for d in h.devices if own and d.kind == own[0].kind)]
         chosen = _spread(usable, count, wish.tp, prefer=here)
         if len(chosen) < count:  # shards of a layer across hosts: slow, but it is what was asked for
             chosen = _spread(usable, count, 1, prefer=here)
@@ -66,7 +65,7 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
 
 def must_leave(job: Job, view: View) -> str:
     """Why a running elastic job is to be moved off drained hosts now; empty: it is not."""
-    attempt = _movable(job, view, forced=True)
+    attempt = movable(job, view, forced=True)
     if attempt is None:
         return ""
     leaving = sorted(h for h in attempt.hosts if h in view.hosts and view.hosts[h].drained is not None)
@@ -88,52 +87,25 @@ def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:
         assert attempt is not None and attempt.plan is not None
         own = of_ranks(view.hosts, attempt)
         here = [d for d in own if _may_stay(d, view)]
-        free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == own[0].kind]
-        move = _first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason, view.hosts)
+        free = _free_for(job, own, view.free)
+        move = first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason, view.hosts)
         least = job.spec.resources.devices if job.spec.guaranteed else 1
         if move is not None and len(move.ranks) >= min(least, len(own)):
-            _take(view.free, move, own)
+            _take(view.free, move, attempt)
             moves.append(move)
     return moves
 
 
 def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
-    """Where a job goes whose ranks died: as many devices as it had, of its own and of free ones, or fewer."""
+    """Where a job goes whose ranks died: as many devices as it had, of its own and of free ones, or fewer.
+
+    Cores are not asked for: others may have been lent them, who give them back in the next pass.
+    """
     own = of_ranks(view.hosts, attempt)
     here = [d for d in own if _may_stay(d, view)]
-    kind = own[0].kind if own else None
-    free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == kind]
-    return _first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why, None)
-
-
-def room_for(job: Job, view: View, count: int) -> list[Move]:
-    """Shrinks that free devices for a queued job; empty when they would not be enough.
-
-    Takes from the lowest priority first, and from the youngest among equals.
-    """
-    kind = job.spec.resources.kind
-    victims = [v for v in view.running if _yields(v, job) and _movable(v, view) is not None]
-    victims.sort(key=lambda v: (v.priority, -v.submitted_s))
-    missing = count - sum(1 for h in view.free.hosts.values() for d in h.devices if kind is None or d.kind == kind)
-    missing -= sum(leaving(v) for v in view.running)
-    if missing <= 0:
-        return []
-    moves: list[Move] = []
-    for victim in victims:
-        if missing <= 0:
-            break
-        attempt = victim.attempt
-        assert attempt is not None and attempt.plan is not None
-        own = of_ranks(view.hosts, attempt)
-        if kind is not None and own[0].kind != kind:
-            continue
-        keep = max(len(own) - missing, 1)
-        reason = f"makes room for {job.spec.name}, which {_claim(job)}"
-        move = _first_that_works(victim, own, own, keep, None, reason, view.hosts)
-        if move is not None:
-            moves.append(move)
-            missing -= len(own) - len(move.ranks)
-    return moves if missing <= 0 else []
+    kind = own[0].kind if own else ""
+    free = [d for h in candidates(job, view.free) for d in fitting(job, replace(h, cores=_PLENTY), kind)]
+    return first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why, None)
 
 
 def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> list[Move]:
@@ -150,28 +122,27 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
     for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
         if job.id in skip:
             continue
-        attempt = _movable(job, view)
+        attempt = movable(job, view)
         asked = max(job.spec.resources.devices, 1)
         if attempt is None or len(attempt.ranks) >= asked:
             continue
         own = of_ranks(view.hosts, attempt)
         if any(count <= total - len(own) for count in needs):
             continue
-        free = [d for h in view.free.hosts.values() for d in h.devices if d.kind == own[0].kind and job.admits(d.host)]
-        free = free[: view.quotas.left(job.spec.tenant)]
+        free = _free_for(job, own, view.free)[: view.quotas.left(job.spec.tenant)]
         if not free:
             continue
         wish = job.spec.resources.plan if len(own) + len(free) >= asked else None
         reason = f"{len(free)} devices are free, and it asked for {asked}"
-        move = _first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason, view.hosts)
+        move = first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason, view.hosts)
         if move is not None and len(move.ranks) > len(own):
-            _take(view.free, move, own)
+            _take(view.free, move, attempt)
             view.quotas.take(job.spec.tenant, len(move.ranks) - len(own))
             moves.append(move)
     return moves
 
 
-def _first_that_works(
+def first_that_works(
     job: Job,
     devices: list[Device],
     prefer: list[Device],
@@ -225,7 +196,7 @@ def _spread(devices: Iterable[Device], count: int, group: int, prefer: list[Devi
     return chosen
 
 
-def _movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
+def movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
     """The attempt, if the job may be moved now and a move would pay."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or job.spec.kind is not JobKind.ELASTIC:
@@ -252,30 +223,20 @@ def _movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
     return attempt if left * (job.step_time_s or 0.0) >= WORTH_MOVING_S else None
 
 
-def _yields(victim: Job, job: Job) -> bool:
-    return not victim.spec.guaranteed and (job.spec.guaranteed or job.priority > victim.priority)
-
-
-def leaving(job: Job) -> int:
-    """Devices that a move under way will free."""
-    attempt = job.attempt
-    if attempt is None:
-        return 0
-    kept = set(attempt.devices)
-    going = {r.place.device for retired in attempt.retired.values() for r in retired.ranks.values()} - kept
-    shrinks = len(attempt.ranks) - len(attempt.migration.ranks) if attempt.migration else 0
-    return len(going) + max(shrinks, 0)
-
-
-def _claim(job: Job) -> str:
-    return "is guaranteed" if job.spec.guaranteed else f"has priority {job.priority}"
-
-
 def _may_stay(device: Device, view: View) -> bool:
     return view.hosts[device.host].unusable is None
 
 
-def _take(free: Free, move: Move, own: list[Device]) -> None:
-    mine = {d.id for d in own}
-    new = [p for p in move.ranks if p.device not in mine and p.host in free.hosts]
-    free.take(new, {host: cores for host, cores in move.cores.items() if host in free.hosts}, {})
+def _free_for(job: Job, own: list[Device], free: Free) -> list[Device]:
+    """Devices of its kind that the job may have beside its own."""
+    kind = own[0].kind if own else ""
+    return [device for host in candidates(job, free) for device in fitting(job, host, kind)]
+
+
+def _take(free: Free, move: Move, attempt: Attempt) -> None:
+    """What the move books beside what the job has booked already."""
+    mine = set(attempt.devices)
+    new = [p for p in move.ranks if p.device not in mine]
+    cores = {p.host: max(move.cores.get(p.host, 0) - attempt.cores.get(p.host, 0), 0) for p in new}
+    memory = {p.host: max(move.memory_bytes.get(p.host, 0) - attempt.memory_bytes.get(p.host, 0), 0) for p in new}
+    free.take(new, cores, memory)

@@ -28,11 +28,16 @@ def candidates(job: Job, free: Free) -> list[HostFree]:
     return [f for name, f in sorted(free.hosts.items()) if job.admits(name)]
 
 
-def fitting(job: Job, host: HostFree) -> list[Device]:
-    """Free devices of the host that the job admits and that its cores and memory can serve."""
+def kinds_for(job: Job) -> tuple[str, ...]:
+    """Kinds of devices that the job may run on, the better first; never on two at once, where nobody chose shares."""
     kind = job.spec.resources.kind
-    devices = [d for d in host.devices if kind is None or d.kind == kind]
-    cores_each, memory_each = _per_device(job)
+    return ("cuda", "cpu") if kind is None else (kind,)
+
+
+def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
+    """Free devices of one kind that the host's free cores and memory can serve."""
+    devices = [d for d in host.devices if d.kind == kind]
+    cores_each, memory_each = per_device(job)
     usable: list[Device] = []
     cores, memory = host.cores, host.memory_bytes
     for device in devices:
@@ -51,8 +56,8 @@ def place(job: Job, free: Free, count: int, group: int, single_host: bool) -> Pl
     """
     if count == 0:
         return _cores_only(job, free)
-    for kind in ("cuda", "cpu"):
-        by_host = [(h, [d for d in fitting(job, h) if d.kind == kind]) for h in candidates(job, free)]
+    for kind in kinds_for(job):
+        by_host = [(h, fitting(job, h, kind)) for h in candidates(job, free)]
         chosen = _pack(by_host, count, group, single_host)
         if chosen:
             return place_on(job, [device for _, devices in chosen for device in devices])
@@ -61,7 +66,7 @@ def place(job: Job, free: Free, count: int, group: int, single_host: bool) -> Pl
 
 def place_on(job: Job, devices: Iterable[Device]) -> Placement:
     """Ranks on exactly these devices, in this order."""
-    cores_each, memory_each = _per_device(job)
+    cores_each, memory_each = per_device(job)
     ranks: list[RankPlace] = []
     cores: dict[HostId, int] = {}
     memory: dict[HostId, int] = {}
@@ -101,7 +106,8 @@ def _cores_only(job: Job, free: Free) -> Placement | None:
     return Placement((RankPlace(rank=0, host=host, device=None),), {host: cores}, {host: resources.memory_bytes})
 
 
-def _per_device(job: Job) -> tuple[int, int]:
+def per_device(job: Job) -> tuple[int, int]:
+    """Cores and bytes of host memory that a job asks for beside each device; of one without devices, in all."""
     resources = job.spec.resources
     count = max(resources.devices, 1)
     return -(-resources.cpus // count), -(-resources.memory_bytes // count)

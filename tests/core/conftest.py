@@ -83,9 +83,8 @@ class Lab:
         """Submit a command job with this many devices, and more fields of JobSpec."""
         self.jobs += 1
         job = JobId(str(self.jobs))
-        resources = Resources(
-            devices=what.pop("devices", 1), kind=what.pop("device_kind", None), hosts=what.pop("hosts", ())
-        )
+        wanted = {name: what.pop(name) for name in ("hosts", "cpus", "memory_bytes", "plans") if name in what}
+        resources = Resources(devices=what.pop("devices", 1), kind=what.pop("device_kind", None), **wanted)
         spec = JobSpec(
             name=name, command=("true",), resources=resources, kind=what.pop("kind", JobKind.COMMAND), **what
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core import elastic
+from clusterd.core import elastic, making_room
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.cores import Cores
 from clusterd.core.exchange import Exchange
@@ -45,11 +45,10 @@ class Default:
             curve = self._curves.of(job, view, there)
             if curve is not None:
                 known[job.id] = prospect(job, curve, view)
-        proposal = Proposal(moves=elastic.drained(view, skip=known))
-        leaving = {move.job for move in proposal.moves}
-        running = [known[j.id] for j in view.running if j.id in known and is_settled(j) and j.id not in leaving]
+        running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
         cores = Cores(view, running)
+        proposal = Proposal(moves=elastic.drained(view, skip=known))
         room = Room(view.free)
         total = room.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
@@ -64,7 +63,7 @@ class Default:
             habits=self.habits,
             total=max(total, 1),
             behind={p.job.id: rank for rank, p in enumerate(ordered)},
-            leaving=sum(elastic.leaving(job) for job in view.running),
+            leaving=sum(len(making_room.leaving(job)) for job in view.running),
             mixing=mixing if mixing.groups else None,
             spare=total - sum(sizes.values()),
         )
@@ -89,7 +88,7 @@ class Default:
         answer = allocate(job, view)
         if isinstance(answer, Refusal):
             if answer.devices and not proposal.moves:
-                proposal.moves += elastic.room_for(job, view, answer.devices)
+                proposal.moves += making_room.room_for(job, view, answer.devices)
             proposal.refusals.append(answer)
             return [answer.devices]
         assert isinstance(answer, Grant)
