@@ -1,4 +1,4 @@
-"""Data sets as folders of a host: which files are there, and what is in a range of one. For reading only.
+"""Data sets as folders of a host: what is at a path, and what is in a range of a file. For reading only.
 
 Runs on hosts: standard library only, Python 3.10.
 """
@@ -6,6 +6,7 @@ Runs on hosts: standard library only, Python 3.10.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,26 +25,33 @@ class File:
     version: str  # changes when the content does
 
 
-class Source(Protocol):
-    """Reads data sets by name."""
+Folder = Mapping[str, File | None]
+"""What lies directly in a folder, by name; None: a folder."""
 
-    def files(self, dataset: str) -> Mapping[str, File]:
-        """By path within the data set, ``train/part-0.bin``.
+Found = File | Folder | None
+"""What is at a path; None: nothing."""
+
+
+class Source(Protocol):
+    """Reads data sets by name. Data sets have millions of files: nobody is told all of them."""
+
+    def look(self, dataset: str, path: str) -> Found:
+        """At a path within the data set, ``train/part-0.bin``; the data set itself is ``""``.
 
         Raises:
             DataUnavailable: there is no such data set.
         """
 
-    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes.
+    def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
+        """Exactly these bytes of the file as it was found.
 
         Raises:
-            DataUnavailable: they cannot be had.
+            DataUnavailable: they cannot be had, or not any more.
         """
 
 
 class Folders:
-    """Data sets that lie on this host, each in a folder of its own."""
+    """Data sets that lie on this host, each in a folder of its own. Links are followed, out of the folder too."""
 
     def __init__(self, folders: Mapping[str, str | Path]) -> None:
         self._folders = {name: Path(folder) for name, folder in folders.items()}
@@ -51,29 +59,63 @@ class Folders:
     def __contains__(self, dataset: str) -> bool:
         return dataset in self._folders and self._folders[dataset].is_dir()
 
-    def files(self, dataset: str) -> dict[str, File]:
-        """Of the folder, subfolders included."""
+    def look(self, dataset: str, path: str) -> Found:
+        """As it is now."""
         if dataset not in self:
             raise DataUnavailable(f"no data set {dataset!r} on this host ({self._folders.get(dataset, 'no folder')})")
-        folder = self._folders[dataset]
-        found = {}
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                status = path.stat()
-                found[path.relative_to(folder).as_posix()] = File(status.st_size, f"{status.st_mtime_ns:x}")
-        return found
-
-    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
-        """From the file."""
-        folder = self._folders[dataset].resolve()
-        target = (folder / path).resolve()
-        if not target.is_relative_to(folder):
-            raise DataUnavailable(f"{path} is outside the data set {dataset!r}")
+        place = self._place(dataset, path)
         try:
-            with target.open("rb") as file:
-                data = os.pread(file.fileno(), length, offset)
+            status = os.stat(place)
+            return _listed(place) if stat.S_ISDIR(status.st_mode) else _file(status)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise DataUnavailable(f"{path or '.'} of data set {dataset!r} cannot be read: {error}") from error
+
+    def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
+        """From the file, unless it is another one by now."""
+        place, parts = self._place(dataset, path), []
+        try:
+            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                if _file(os.fstat(descriptor)) != file:
+                    raise DataUnavailable(f"{path} of data set {dataset!r} changed while it was read: open it again")
+                while length and (data := os.pread(descriptor, length, offset)):  # at most 2 GiB at a time
+                    parts.append(data)
+                    offset, length = offset + len(data), length - len(data)
+            finally:
+                os.close(descriptor)
+        except DataUnavailable:
+            raise
         except OSError as error:
             raise DataUnavailable(f"{path} of data set {dataset!r} cannot be read: {error}") from error
-        if len(data) != length:
+        if length:
             raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
-        return data
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _place(self, dataset: str, path: str) -> str:
+        if ".." in path.split("/") or "\0" in path:
+            raise DataUnavailable(f"{path!r} is outside the data set {dataset!r}")
+        return f"{self._folders[dataset]}/{path}"
+
+
+def _file(status: os.stat_result) -> File | None:
+    """None: a pipe, or another thing that has no size."""
+    return File(status.st_size, f"{status.st_mtime_ns:x}") if stat.S_ISREG(status.st_mode) else None
+
+
+def _listed(place: str) -> dict[str, File | None]:
+    """Without links that lead back up: whoever walks the folders would go round for ever."""
+    found: dict[str, File | None] = {}
+    real = os.path.realpath(place)
+    for entry in os.scandir(place):
+        try:
+            if not entry.is_dir():
+                file = _file(entry.stat())
+                if file is not None:
+                    found[entry.name] = file
+            elif not entry.is_symlink() or not f"{real}/".startswith(f"{os.path.realpath(entry.path)}/"):
+                found[entry.name] = None
+        except OSError:
+            continue  # a link to nothing
+    return dict(sorted(found.items()))

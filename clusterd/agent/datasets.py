@@ -13,11 +13,14 @@ from typing import Any
 
 from clusterd.agent.fabric import FetchFailed, ask
 from clusterd.agent.records import Attempt, Refused
-from clusterd.datasets import DataUnavailable, Folders
+from clusterd.datasets import DataUnavailable, File, Folders, Found
+from clusterd.protocol import FRAME_BYTES_MAX
 
 Message = dict[str, Any]
 
 RANGE_BYTES_MAX = 16 << 20
+ENTRY_BYTES = 48
+"""At most, of what is told of a file beside its name."""
 RETRY_S = 1.0
 PATIENCE_S = 30.0
 """A host that has the data may be restarting its agent: the daemon tells where it is then."""
@@ -53,12 +56,13 @@ class Datasets:
             return None
         dataset, folders = known
         try:
-            if request["data"] == "files":
-                return {"files": {path: [f.size, f.version] for path, f in folders.files(dataset).items()}}
+            path = str(request["path"])
+            if request["data"] == "look":
+                return _told(f"{path or '.'} of data set {dataset!r}", folders.look(dataset, path))
             offset, length = int(request["offset"]), int(request["length"])
             if not 0 <= length <= RANGE_BYTES_MAX or offset < 0:
                 return {"error": f"a range of {length} bytes at {offset} cannot be read at once"}
-            return {"data": folders.read(dataset, str(request["path"]), offset, length)}
+            return {"data": folders.read(dataset, path, File(*request["file"]), offset, length)}
         except DataUnavailable as error:
             return {"error": str(error)}
 
@@ -81,9 +85,8 @@ class Datasets:
             Refused: no host has it, or none that has it can be reached.
         """
         dataset = str(message["dataset"])
-        request: Message = {"data": "files"}
-        if verb == "data_read":
-            request = {"data": "read", **{k: message[k] for k in ("path", "offset", "length")}}
+        request = {"data": verb.removeprefix("data_")}
+        request |= {k: message[k] for k in ("path", "file", "offset", "length") if k in message}
         deadline_s = time.monotonic() + PATIENCE_S
         while True:
             known = self._where(attempt, dataset)
@@ -117,3 +120,17 @@ class Datasets:
             except FetchFailed as failed:
                 why = str(failed)
         return None, why
+
+
+def _told(what: str, found: Found) -> Message:
+    if found is None:
+        return {}
+    if isinstance(found, File):
+        return {"file": [found.size, found.version]}
+    try:
+        count = sum(len(name.encode()) + ENTRY_BYTES for name in found)
+    except UnicodeEncodeError as error:
+        return {"error": f"{what} has a name that is not UTF-8: {error.object!r}"}
+    if count > FRAME_BYTES_MAX:
+        return {"error": f"{what} has {len(found)} entries, more than can be told at once: divide it into folders"}
+    return {"folder": {name: [file.size, file.version] if file else None for name, file in found.items()}}

@@ -225,7 +225,7 @@ class Agent:
 
     async def _data(self, attempt: Attempt, verb: str, message: Message) -> Message:
         """A rank reads a data set of another host."""
-        if verb not in ("data_files", "data_read"):
+        if verb not in ("data_look", "data_read"):
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
         return await in_thread(lambda: self._datasets.ask(attempt, verb, message), "data")
 

@@ -18,7 +18,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
-from clusterd.datasets import DataUnavailable, File, Folders, Source
+from clusterd.datasets import DataUnavailable, File, Folder, Folders, Source
 from clusterd.train.dataset_sources import BLOCK_BYTES, AgentSource, Cached
 
 Entry = dict[str, Any]
@@ -80,65 +80,46 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Files and folders in a folder, or the file itself."""
         dataset, inner = self._parts(path)
-        files = self._surroundings.source(dataset).files(dataset)
-        if inner in files:
-            return self._listed([_entry(dataset, inner, files[inner])], detail)
-        prefix = f"{inner}/" if inner else ""
-        found: dict[str, Entry] = {}
-        for name, file in files.items():
-            if not name.startswith(prefix):
-                continue
-            first, deeper, _rest = name[len(prefix) :].partition("/")
-            if deeper:
-                found.setdefault(first, {"name": f"{dataset}/{prefix}{first}", "size": 0, "type": "directory"})
-            else:
-                found[first] = _entry(dataset, name, file)
-        if not found:
-            raise self._no_file(dataset, inner)
-        return self._listed([found[name] for name in sorted(found)], detail)
+        found = self._look(dataset, inner)
+        if isinstance(found, File):
+            entries = [_entry(dataset, inner, found)]
+        else:
+            entries = [_entry(dataset, f"{inner}/{name}".lstrip("/"), file) for name, file in found.items()]
+        return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> Entry:
         """Of a file or a folder."""
         dataset, inner = self._parts(path)
-        files = self._surroundings.source(dataset).files(dataset)
-        if inner in files:
-            return _entry(dataset, inner, files[inner])
-        if inner and not any(name.startswith(f"{inner}/") for name in files):
-            raise self._no_file(dataset, inner)
-        return {"name": f"{dataset}/{inner}".rstrip("/"), "size": 0, "type": "directory"}
+        found = self._look(dataset, inner)
+        return _entry(dataset, inner, found if isinstance(found, File) else None)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         """A range of a file."""
         dataset, inner = self._parts(path)
-        low, high, _step = slice(start, end).indices(self._file(dataset, inner).size)
+        file = self._look(dataset, inner)
+        if not isinstance(file, File):
+            raise IsADirectoryError(f"clusterd://{dataset}/{inner} is a folder")
+        low, high, _step = slice(start, end).indices(file.size)
         if high <= low:
             return b""
-        return self._surroundings.source(dataset).read(dataset, inner, low, high - low)
+        return self._surroundings.source(dataset).read(dataset, inner, file, low, high - low)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
         if mode != "rb":
             raise OSError(f"{path}: data sets are read only")
         return _OpenFile(self, path, mode, block_size or BLOCK_BYTES, **options)
 
-    def _file(self, dataset: str, inner: str) -> File:
-        file = self._surroundings.source(dataset).files(dataset).get(inner)
-        if file is None:
-            raise self._no_file(dataset, inner)
-        return file
-
-    @staticmethod
-    def _no_file(dataset: str, inner: str) -> FileNotFoundError:
-        return FileNotFoundError(f"clusterd://{dataset}/{inner}: the data set has no such file")
+    def _look(self, dataset: str, inner: str) -> File | Folder:
+        found = self._surroundings.source(dataset).look(dataset, inner)
+        if found is None:
+            raise FileNotFoundError(f"clusterd://{dataset}/{inner}: the data set has no such file")
+        return found
 
     def _parts(self, path: str) -> tuple[str, str]:
         dataset, _, inner = str(self._strip_protocol(path)).strip("/").partition("/")
         if not dataset:
             raise FileNotFoundError("clusterd:// needs the name of a data set: clusterd://NAME/path")
         return dataset, inner
-
-    @staticmethod
-    def _listed(entries: list[Entry], detail: bool) -> list[Any]:
-        return entries if detail else [entry["name"] for entry in entries]
 
 
 class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
@@ -147,5 +128,7 @@ class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
         return data
 
 
-def _entry(dataset: str, path: str, file: File) -> Entry:
+def _entry(dataset: str, path: str, file: File | None) -> Entry:
+    if file is None:
+        return {"name": f"{dataset}/{path}".rstrip("/"), "size": 0, "type": "directory"}
     return {"name": f"{dataset}/{path}", "size": file.size, "type": "file", "version": file.version}

@@ -1,6 +1,6 @@
 """Where the bytes of data sets come from: a folder of this host, the host's cache, or, through the agent, another host.
 
-A source is two questions: which files are there, and what is in this range of that file. All are for reading only.
+A source is two questions: what is at this path, and what is in this range of that file. All are for reading only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.datasets import DataUnavailable, File, Source
+from clusterd.datasets import DataUnavailable, File, Folder, Found, Source
 
 BLOCK_BYTES = 1 << 20
 """What is fetched and kept at a time."""
@@ -31,19 +31,23 @@ class Cached:
 
     def __init__(self, source: Source, directory: Path) -> None:
         self._source, self._directory = source, directory
-        self._known: dict[str, Mapping[str, File]] = {}
+        self._known: dict[tuple[str, str], File | Folder] = {}
 
-    def files(self, dataset: str) -> Mapping[str, File]:
-        """As the source has them; asked once."""
-        if dataset not in self._known:
-            self._known[dataset] = self._source.files(dataset)
-        return self._known[dataset]
+    def look(self, dataset: str, path: str) -> Found:
+        """As the source has it; asked once, where something is there."""
+        found = self._known.get((dataset, path))
+        if found is None:
+            folder, _, name = path.rpartition("/")
+            around = self._known.get((dataset, folder))
+            found = around.get(name) if path and isinstance(around, Mapping) else None
+        if found is None:
+            found = self._source.look(dataset, path)
+            if found is not None:
+                self._known[dataset, path] = found
+        return found
 
-    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+    def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
         """From the blocks that cover the range."""
-        file = self.files(dataset).get(path)
-        if file is None:
-            raise DataUnavailable(f"the data set {dataset!r} has no file {path}")
         if offset + length > file.size:
             raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
@@ -62,7 +66,11 @@ class Cached:
             data = b""
         if len(data) == length:
             return data
-        data = self._source.read(dataset, path, start, length)
+        try:
+            data = self._source.read(dataset, path, file, start, length)
+        except DataUnavailable:
+            self._known.clear()  # there may be another file by now, for who opens it again
+            raise
         part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -78,8 +86,9 @@ class AgentSource:
     """Data sets of other hosts, through the agent of this one.
 
     The agent is asked over a connection of its own, one per process, so that data-loader workers need not share the
-    rank's. Verbs: ``data_hello`` {job, attempt, generation, rank, token}, ``data_files`` {dataset} -> {files: {path:
-    [size, version]}}, ``data_read`` {dataset, path, offset, length} -> {data}.
+    rank's. Verbs: ``data_hello`` {job, attempt, generation, rank, token}; ``data_look`` {dataset, path} ->
+    {file: FILE}, {folder: {name: FILE or nil}} or {}, FILE being [size, version]; ``data_read`` {dataset, path, file:
+    FILE, offset, length} -> {data}.
     """
 
     def __init__(self, control_socket: str, identity: Mapping[str, Any]) -> None:
@@ -90,14 +99,19 @@ class AgentSource:
         self._number = 0
         self._decoder = protocol.Decoder()
 
-    def files(self, dataset: str) -> dict[str, File]:
-        """As the agent finds them."""
-        files = self._ask("data_files", dataset=dataset)["files"]
-        return {path: File(int(size), str(version)) for path, (size, version) in files.items()}
+    def look(self, dataset: str, path: str) -> Found:
+        """As the agent finds it."""
+        found = self._ask("data_look", dataset=dataset, path=path)
+        if "file" in found:
+            return File(*found["file"])
+        if "folder" in found:
+            return {name: File(*file) if file else None for name, file in found["folder"].items()}
+        return None
 
-    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+    def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
         """From whichever host has them."""
-        data: bytes = self._ask("data_read", dataset=dataset, path=path, offset=offset, length=length)["data"]
+        what = {"dataset": dataset, "path": path, "file": [file.size, file.version]}
+        data: bytes = self._ask("data_read", **what, offset=offset, length=length)["data"]
         if len(data) != length:
             raise DataUnavailable(f"{path} of data set {dataset!r}: got {len(data)} bytes of {length}")
         return data

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import clusterd.train  # noqa: F401  # registers clusterd://
 from clusterd import protocol
-from clusterd.datasets import DataUnavailable, Folders
+from clusterd.datasets import DataUnavailable, File, Folders, Found
 from clusterd.train import dataset_sources
 from clusterd.train.dataset_fs import DatasetFileSystem, Surroundings
 from clusterd.train.dataset_sources import Cached
@@ -41,14 +41,16 @@ class Counting:
 
     def __init__(self, folder: Path) -> None:
         self._folders = Folders({"corpus": folder})
+        self.looks: list[str] = []
         self.reads: list[tuple[str, int, int]] = []
 
-    def files(self, dataset: str) -> Any:
-        return self._folders.files(dataset)
+    def look(self, dataset: str, path: str) -> Found:
+        self.looks.append(path)
+        return self._folders.look(dataset, path)
 
-    def read(self, dataset: str, path: str, offset: int, length: int) -> bytes:
+    def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
         self.reads.append((path, offset, length))
-        return self._folders.read(dataset, path, offset, length)
+        return self._folders.read(dataset, path, file, offset, length)
 
 
 def test_a_folder_of_this_host_by_name(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +72,7 @@ def test_a_folder_of_this_host_by_name(corpus: Path, monkeypatch: pytest.MonkeyP
     [
         ("clusterd://other/x", "name its folder in CLUSTERD_DATASETS"),
         ("clusterd://corpus/none", "clusterd://corpus/none"),
-        ("clusterd://corpus/../secret", "clusterd://corpus/../secret"),
+        ("clusterd://corpus/../secret", "outside the data set 'corpus'"),
     ],
 )
 def test_what_is_not_there(path: str, says: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,22 +105,81 @@ def test_missing_ranges_are_fetched_once_and_only_they(
     ]
 
 
+def read_anew(there: Counting, cache: Path, start: int, end: int) -> bytes:
+    """As a process would that has just begun."""
+    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, cache)))
+    data: bytes = files.cat_file("corpus/readme.txt", start, end)
+    return data
+
+
 def test_a_torn_block_is_fetched_again_and_a_new_version_is_another_file(corpus: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     there = Counting(corpus)
-    assert Cached(there, cache).read("corpus", "readme.txt", 0, 9) == b"a corpus\n"
+    assert read_anew(there, cache, 0, 9) == b"a corpus\n"
     block = next(p for p in cache.rglob("*") if p.is_file())
     block.write_bytes(b"a co")
-    assert Cached(there, cache).read("corpus", "readme.txt", 0, 9) == b"a corpus\n"
+    assert read_anew(there, cache, 0, 9) == b"a corpus\n"
     (corpus / "readme.txt").write_text("a CORPUS\n")
     os.utime(corpus / "readme.txt", (1, 1))
-    assert Cached(there, cache).read("corpus", "readme.txt", 2, 6) == b"CORPUS"
+    assert read_anew(there, cache, 2, 8) == b"CORPUS"
     assert len(there.reads) == 3
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused_not_mixed(corpus: Path, tmp_path: Path) -> None:
+    """Blocks of the new content were kept under the name of the old, for every later reader."""
+    there = Counting(corpus)
+    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))
+    assert files.info("corpus/readme.txt")["size"] == 9
+    (corpus / "readme.txt").write_text("a CORPUS\n")
+    os.utime(corpus / "readme.txt", (1, 1))
+    with pytest.raises(DataUnavailable, match="changed while it was read"):
+        files.cat_file("corpus/readme.txt")
+    assert files.cat_file("corpus/readme.txt") == b"a CORPUS\n"
+
+
+def test_a_folder_of_many_files_is_not_listed_for_one_of_them(corpus: Path, tmp_path: Path) -> None:
+    there = Counting(corpus)
+    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))
+    assert files.cat_file("corpus/train/part-0.bin", 0, 1) == files.cat_file("corpus/train/part-0.bin", 0, 1)
+    assert there.looks == ["train/part-0.bin"]
+    there.looks.clear()
+    for name in files.find("corpus"):
+        files.cat_file(name)
+    assert sorted(there.looks) == ["", "train"]
+
+
+def test_links_are_followed_but_not_in_circles(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of models and data sets are often made of links to where the bytes are."""
+    (corpus.parent / "blob").write_text("a blob")
+    (corpus.parent / "more").mkdir()
+    (corpus.parent / "more/x").write_text("x")
+    (corpus / "linked").symlink_to("../blob")
+    (corpus / "more").symlink_to("../more")
+    (corpus / "train/latest").symlink_to(".")
+    (corpus / "train/top").symlink_to("..")
+    (corpus / "gone").symlink_to("nowhere")
+    monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}")
+    files = fsspec.filesystem("clusterd", skip_instance_cache=True)
+    assert sorted(files.find("corpus")) == [
+        "corpus/linked",
+        "corpus/more/x",
+        "corpus/readme.txt",
+        "corpus/train/part-0.bin",
+    ]
+    assert files.cat_file("corpus/linked") == b"a blob"
+
+
+def test_more_than_one_system_call_reads(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads 2 GiB at most at once; here seven bytes."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: pread(file, min(length, 7), offset))
+    monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}")
+    assert fsspec.filesystem("clusterd", skip_instance_cache=True).cat_file("corpus/readme.txt") == b"a corpus\n"
 
 
 def test_a_full_disk_costs_the_cache_not_the_data(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder can be made here")
-    assert Cached(Counting(corpus), tmp_path / "cache").read("corpus", "readme.txt", 0, 8) == b"a corpus"
+    assert read_anew(Counting(corpus), tmp_path / "cache", 0, 8) == b"a corpus"
 
 
 class Agent:
@@ -165,10 +226,12 @@ class Agent:
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
-            if message["verb"] == "data_files":
-                files = self._source.files(message["dataset"])
-                return {"ok": {"files": {path: [f.size, f.version] for path, f in files.items()}}}
-            read = self._source.read(message["dataset"], message["path"], message["offset"], message["length"])
+            dataset, path = message["dataset"], message["path"]
+            if message["verb"] == "data_look":
+                found = self._source.look(dataset, path)
+                return {"ok": {"file": [found.size, found.version]} if isinstance(found, File) else {}}
+            file = File(*message["file"])
+            read = self._source.read(dataset, path, file, message["offset"], message["length"])
             return {"ok": {"data": read}}
         except DataUnavailable as error:
             return {"error": {"kind": "unavailable", "message": str(error)}}
