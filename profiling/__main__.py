@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from profiling.evaluate import AIMS, evaluate, met
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"profiling: {given.table}: {error}", file=sys.stderr)
         return 2
     for name in result["skipped"]:
-        print(f"profiling: {given.table}: {name} has 1 row and was left out; it needs 2", file=sys.stderr)
+        print(f"profiling: {given.table}: {name} has 1 row and was left out; it needs 2 that differ", file=sys.stderr)
     if given.json:
         print(json.dumps(result, indent=2))
     else:
@@ -76,9 +77,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     keys = ("mean_error", "max_error", "multi_node_mean_error", "coverage_90", "regret_mean", "regret_max")
     table = Table("model", "family", *keys, title="held-out rows", title_justify="left")
     for model, values in result["models"].items():
-        table.add_row(model, "all", *(_percent(values[k]) for k in keys))
+        table.add_row(escape(model), "all", *(_percent(values[k]) for k in keys))
         for family, of_family in values["families"].items():
-            table.add_row("", family, *(_percent(of_family.get(k)) for k in keys))
+            table.add_row("", escape(family), *(_percent(of_family.get(k)) for k in keys))
     console.print(table)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from profiling.coefficients import Array, Prior
 from profiling.design import DesignOptions, next_trials
 from profiling.fit import DEFAULT_FIT, Fit, FitOptions, Prediction, fit, share_cards, share_hardware
-from profiling.model import Rows
+from profiling.model import Row, Rows
 from profiling.table import Measured
 
 AIMS: Mapping[str, tuple[float, float]] = {
@@ -149,9 +149,10 @@ def evaluate(
         ValueError: no model has two rows.
     """
     chosen = default_method() if method is None else method
-    usable = {name: rows for name, rows in models.items() if len(rows) > 1}
+    different = {name: _once(rows) for name, rows in models.items()}
+    usable = {name: rows for name, rows in different.items() if len(rows) > 1}
     if not usable:
-        raise ValueError("no model has 2 rows: one to measure and one to predict; add measurements")
+        raise ValueError("no model has 2 different rows: one to measure and one to predict; add measurements")
     methods = [_methods(usable, chosen, budget, seed, one_cluster) for seed in range(seeds)]
     by_model: dict[str, dict[str, Any]] = {}
     families: dict[str, _Tally] = {}
@@ -203,6 +204,14 @@ def evaluate(
         "budget": budget,
         "seeds": seeds,
     }
+
+
+def _once(rows: Sequence[Measured]) -> list[Measured]:
+    """Repeats as one row, their median: what was measured in a trial is not there to be predicted."""
+    repeats: dict[Row, list[Measured]] = {}
+    for one in rows:
+        repeats.setdefault(one.row, []).append(one)
+    return [replace(same[0], step_time_s=median(m.step_time_s for m in same)) for same in repeats.values()]
 
 
 def _methods(

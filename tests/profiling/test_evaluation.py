@@ -81,6 +81,16 @@ def test_one_row_is_not_enough_to_judge_by(tmp_path, capsys):
     assert "one to measure and one to predict" in capsys.readouterr().err
 
 
+def test_a_quote_left_open_is_named_and_markup_is_text(tmp_path, capsys):
+    odd = {**GOOD, "model": "[/b]x", "family": "[/i]"}
+    file = write(tmp_path / "t.csv", odd, {**odd, "dp": "1", "gpus": "1", "gpus_per_node": "1"})
+    assert main(["evaluate", str(file), "--fast", "--seeds", "1"]) == 0
+    assert "[/b]x" in capsys.readouterr().out
+    file.write_text(file.read_text() + '"' + "x" * 200_000)
+    assert main(["evaluate", str(file)]) == 2
+    assert "is a quote left open?" in capsys.readouterr().err
+
+
 def test_an_empty_or_absent_table_is_refused(tmp_path, capsys):
     assert main(["evaluate", str(write(tmp_path / "t.csv"))]) == 2
     assert "no rows" in capsys.readouterr().err
@@ -89,6 +99,16 @@ def test_an_empty_or_absent_table_is_refused(tmp_path, capsys):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(TableError):
         read_table(tmp_path / "binary.csv")
+
+
+def test_repeats_of_a_row_are_not_predicted_from_themselves(tmp_path, capsys):
+    assert main(["evaluate", str(write(tmp_path / "t.csv", *[GOOD] * 8))]) == 2
+    assert "2 different rows" in capsys.readouterr().err
+    alone = {**GOOD, "dp": "1", "gpus": "1", "gpus_per_node": "1"}
+    thrice = [{**GOOD, "step_time_s": seconds} for seconds in ("0.4", "0.5", "9")]
+    repeated = read_table(write(tmp_path / "t.csv", alone, *thrice))
+    once = read_table(write(tmp_path / "u.csv", alone, GOOD))
+    assert evaluate(repeated, seeds=1, leave_one_out=False) == evaluate(once, seeds=1, leave_one_out=False)
 
 
 def test_two_rows_give_a_prediction_that_admits_how_little_it_knows(tmp_path):
@@ -149,6 +169,7 @@ def test_the_figures_of_real_measurements(capsys):
 
 @needs_data
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_structure_is_not_shaped_to_one_model():
     figures = evaluate(read_table(A800), seeds=6)["figures"]
     assert figures["leave_one_model_out_error"] < 0.06
