@@ -27,7 +27,7 @@ class Allocation:
     hosts: tuple[HostShare, ...]
 
     def __post_init__(self) -> None:
-        if not self.hosts or any(h.devices < 1 or h.speed <= 0 for h in self.hosts):
+        if not self.hosts or any(h.devices < 1 or h.cores < 0 or not 0 < h.speed < math.inf for h in self.hosts):
             raise ValueError("an allocation needs at least one host, and each a device and a speed above 0")
 
     @classmethod

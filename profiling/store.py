@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
-import math
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import msgspec
+
 from plans.plan import Plan
 from profiling.model import Row
 from profiling.placement import Allocation, HostShare
-from profiling.table import TableError
+from profiling.table import LEAST_S, MOST_S, TableError, numbered
 from profiling.workload import Workload
 
 _VERSION = 1
 _COLUMNS = ("signature", "device_type", "environment", "link", "plan", "allocation", "workload", "kind",
             "step_time_s", "steps", "phases", "device_peak_bytes", "host_peak_bytes", "at_s")  # fmt: skip
 KINDS = ("measured", "out-of-memory")
+_ENDLESS = float(1 << 62)
+"""What SQLite cannot keep any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,17 @@ class Measurement:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
-        if self.kind == "measured" and not (math.isfinite(self.step_time_s) and self.step_time_s > 0):
-            raise ValueError(f"step_time_s is {self.step_time_s}; it must be above 0 seconds")
+        if self.kind == "measured" and not LEAST_S <= self.step_time_s <= MOST_S:
+            raise ValueError(f"step_time_s is {self.step_time_s}; it must be {LEAST_S:g} to {MOST_S:g} seconds")
+        for what, value in (
+            ("steps", self.steps),
+            ("device_peak_bytes", self.device_peak_bytes),
+            ("host_peak_bytes", self.host_peak_bytes),
+            ("at_s", self.at_s),
+            *self.phases,
+        ):
+            if not 0 <= value < _ENDLESS:
+                raise ValueError(f"{what} is {value}; it must be 0 or more, and have an end")
 
 
 class Store:
@@ -122,39 +135,35 @@ class Store:
         with closing(self._database.execute(query)) as rows:
             return [Key(*values) for values in rows]
 
-    def export_csv(self, path: Path) -> int:
-        """Everything, one measurement a row; returns how many."""
-        with (
-            closing(self._database.execute("SELECT * FROM measurements ORDER BY rowid")) as rows,
-            path.open("w", newline="") as file,
-        ):
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            count = 0
-            for values in rows:
-                writer.writerow(values)
-                count += 1
-        return count
+    def to_csv(self) -> tuple[str, int]:
+        """Everything, one measurement a row; and how many."""
+        with closing(self._database.execute("SELECT * FROM measurements ORDER BY rowid")) as rows:
+            found = rows.fetchall()
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([_COLUMNS, *found])
+        return text.getvalue(), len(found)
 
-    def import_csv(self, path: Path) -> int:
-        """What `export_csv` wrote, here or elsewhere; all of it or nothing. What is here already is not added again.
+    def add_csv(self, text: str, name: str) -> int:
+        """What `to_csv` gave, here or elsewhere; all of it or nothing. What is here already is not added again.
+
+        Args:
+            name: of the file that it is from.
+
+        Returns:
+            How many were new.
 
         Raises:
             TableError: file, line and what is wrong.
         """
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TableError(f"{path}: cannot be read ({error}); give a CSV file of measurements") from None
-        reader = csv.DictReader(text.splitlines())
-        if missing := [name for name in _COLUMNS if name not in (reader.fieldnames or [])]:
-            raise TableError(f"{path}, line 1: no column {', '.join(missing)}; give a file that was exported")
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        if missing := [column for column in _COLUMNS if column not in (reader.fieldnames or [])]:
+            raise TableError(f"{name}, line 1: no column {', '.join(missing)}; give a file that was exported")
         found: list[Measurement] = []
-        for values in reader:
+        for line, values in numbered(name, reader):
             try:
-                found.append(_unpack([values[name] for name in _COLUMNS]))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise TableError(f"{path}, line {reader.line_num}: {error}; correct or remove the line") from None
+                found.append(_unpack([values[column] for column in _COLUMNS]))
+            except (ValueError, TypeError) as error:
+                raise TableError(f"{name}, line {line}: {error}; correct or remove the line") from None
         with closing(self._database.execute("SELECT * FROM measurements")) as rows:
             known = {tuple(values) for values in rows}
         fresh = [m for m in found if _pack(m) not in known]
@@ -175,10 +184,11 @@ def _pack(m: Measurement) -> tuple[str | float | int, ...]:
 
 def _unpack(values: Iterable[object]) -> Measurement:
     v = dict(zip(_COLUMNS, values, strict=True))
+    hosts = msgspec.json.decode(str(v["allocation"]), type=list[tuple[int, int, str, float]])
     row = Row(
-        Workload(**json.loads(str(v["workload"]))),
+        msgspec.json.decode(str(v["workload"]), type=Workload),
         Plan.parse(str(v["plan"])),
-        Allocation(tuple(HostShare(*host) for host in json.loads(str(v["allocation"])))),
+        Allocation(tuple(HostShare(*host) for host in hosts)),
     )
     if row.plan.ranks != row.allocation.devices:
         raise ValueError(
@@ -190,7 +200,7 @@ def _unpack(values: Iterable[object]) -> Measurement:
         kind=str(v["kind"]),
         step_time_s=float(str(v["step_time_s"])),
         steps=int(str(v["steps"])),
-        phases=tuple((str(n), float(s)) for n, s in json.loads(str(v["phases"]))),
+        phases=tuple(msgspec.json.decode(str(v["phases"]), type=list[tuple[str, float]])),
         device_peak_bytes=int(str(v["device_peak_bytes"])),
         host_peak_bytes=int(str(v["host_peak_bytes"])),
         at_s=float(str(v["at_s"])),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,8 +38,34 @@ REQUIRED = (
     "model", "parameters", "layers", "hidden", "seq_len", "global_batch", "dp", "tp", "pp", "zero_stage", "offload",
     "act_ckpt", "gpus_per_node", "step_time_s",
 )  # fmt: skip
-_MOST_S = 86_400.0
-_LEAST_S = 1e-6
+MOST_S = 86_400.0
+LEAST_S = 1e-6
+"""Seconds that a step may take."""
+
+
+def read_text(path: Path) -> str:
+    """Of a CSV file.
+
+    Raises:
+        TableError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TableError(f"{path}: cannot be read ({error}); give a CSV file") from None
+
+
+def numbered(name: str, reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """The rows of a CSV file, and the line where each ends.
+
+    Raises:
+        TableError: it is no CSV any more.
+    """
+    try:
+        for values in reader:
+            yield reader.line_num, values
+    except csv.Error as error:
+        raise TableError(f"{name}, line {reader.line_num}: {error}; is a quote left open?") from None
 
 
 def read_table(path: Path) -> dict[str, list[Measured]]:
@@ -47,19 +74,15 @@ def read_table(path: Path) -> dict[str, list[Measured]]:
     Raises:
         TableError: it cannot be read, or a value is missing, no number, or outside what can be.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"{path}: cannot be read ({error}); give a CSV file of step times") from None
-    reader = csv.DictReader(text.splitlines())
+    reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     header = reader.fieldnames or []
     if missing := [name for name in REQUIRED if name not in header]:
         raise TableError(f"{path}, line 1: no column {', '.join(missing)}; needed are {', '.join(REQUIRED)}")
     if len(set(header)) < len(header):
         raise TableError(f"{path}, line 1: a column is named twice; keep one of each")
     models: dict[str, list[Measured]] = {}
-    for values in reader:
-        one = _read_row(path, reader.line_num, values)
+    for line, values in numbered(str(path), reader):
+        one = _read_row(path, line, values)
         models.setdefault(one.row.workload.name, []).append(one)
     if not models:
         raise TableError(f"{path}: no rows below the header; add measurements")
@@ -91,7 +114,7 @@ def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
     model = (values["model"] or "").strip()
     if not model:
         raise wrong("model", "empty; name the model")
-    step_time_s = number("step_time_s", _LEAST_S, _MOST_S, "give seconds per step")
+    step_time_s = number("step_time_s", LEAST_S, MOST_S, "give seconds per step")
     counts = []
     for part in (values["gpus_per_node"] or "").split("+"):
         if not part.strip().isdecimal() or int(part) < 1:

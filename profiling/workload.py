@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plans.model_shape import ModelShape
@@ -26,6 +27,9 @@ class Workload:
     def __post_init__(self) -> None:
         if self.parameters < 1 or self.global_batch < 1 or self.layers < 1:
             raise ValueError(f"{self.name}: parameters, global batch and layers must be at least 1")
+        work = (self.flops_per_sample, self.boundary_bytes, self.tp_bytes)
+        if not all(0 <= amount < math.inf for amount in work) or not 0 < self.bytes_per_parameter < math.inf:
+            raise ValueError(f"{self.name}: operations and bytes must be numbers that are not below 0")
 
     @property
     def gradient_bytes(self) -> float:

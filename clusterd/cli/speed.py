@@ -31,10 +31,7 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
         answer = cluster.call("profile", job=job, html=html is not None, over=over)
     page = answer.pop("html", None)
     if html is not None and page is not None:
-        try:
-            html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise ClusterError(f"{html}: cannot be written ({error.strerror}): name another file") from None
+        _write(html, page)
         note(f"written: {html}")
     if output != "table":
         show_json(answer, output)
@@ -112,7 +109,8 @@ def measurements() -> None:
 def export(file: Path) -> None:
     """Write all of them to FILE, as CSV."""
     with Client() as cluster:
-        answer = cluster.call("measurements_export", path=str(file.resolve()))
+        answer = cluster.call("measurements_export")
+    _write(file, answer["csv"])
     note(f"{answer['count']} measurements are in {file}")
 
 
@@ -120,9 +118,22 @@ def export(file: Path) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 def import_(file: Path) -> None:
     """Add those of FILE that are not here yet."""
+    from profiling.table import TableError, read_text
+
+    try:
+        text = read_text(file)
+    except TableError as error:
+        raise UsageError(str(error)) from None
     with Client() as cluster:
-        answer = cluster.call("measurements_import", path=str(file.resolve()))
+        answer = cluster.call("measurements_import", csv=text, name=str(file))
     note(f"{answer['count']} measurements were new")
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ClusterError(f"{file}: cannot be written ({error.strerror}): name another file") from None
 
 
 def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:

@@ -15,6 +15,7 @@ from clusterd.core.room import of_ranks, shape_of
 from clusterd.core.state import Job, State
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.learned import Learned
+from clusterd.daemon.membership import need_operator
 from clusterd.daemon.server import Peer, Verb
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobSpec
@@ -181,33 +182,30 @@ class Speed:
             ],
         }
 
-    async def measurements_export(self, peer: Peer, path: str) -> dict[str, Any]:
-        """Everything that was measured, as CSV."""
+    async def measurements_export(self, peer: Peer) -> dict[str, Any]:
+        """Everything that was measured, as CSV. Whoever asks writes it: with rights of his own, not the daemon's."""
 
-        def write() -> int:
+        def read() -> tuple[str, int]:
             with Store(self._store) as store:
-                return store.export_csv(_absolute(path))
+                return store.to_csv()
+
+        text, count = await anyio.to_thread.run_sync(read)
+        return {"csv": text, "count": count}
+
+    async def measurements_import(self, peer: Peer, csv: str, name: str) -> dict[str, Any]:
+        """What was exported, here or elsewhere; nothing twice. `name`: of the file that it is from."""
+        need_operator(peer, "import measurements")
+
+        def add() -> int:
+            with Store(self._store) as store:
+                return store.add_csv(csv, name)
 
         try:
-            return {"count": await anyio.to_thread.run_sync(write), "path": path}
-        except (TableError, OSError) as error:
-            raise ClusterError(str(error)) from None
-
-    async def measurements_import(self, peer: Peer, path: str) -> dict[str, Any]:
-        """What was exported, here or elsewhere; nothing twice."""
-        if not peer.is_operator:
-            raise ClusterError(f"user {peer.user} may not import measurements: ask an operator")
-
-        def read() -> int:
-            with Store(self._store) as store:
-                return store.import_csv(_absolute(path))
-
-        try:
-            count = await anyio.to_thread.run_sync(read)
+            count = await anyio.to_thread.run_sync(add)
         except TableError as error:
             raise UsageError(str(error)) from None
         self._imported()
-        return {"count": count, "path": path}
+        return {"count": count}
 
     async def _of(self, text: str) -> tuple[Knowledge, Job]:
         """What is known of a job's model, on the devices that it runs on, or else where most is known."""
@@ -334,9 +332,3 @@ def _known_in_words(known: Knowledge) -> str:
     if not plans:
         return "nothing is measured yet: times are what the hardware suggests, within the stated bounds"
     return f"{plans} plan{'s' if plans > 1 else ''} measured on {known.devices.name}"
-
-
-def _absolute(path: str) -> Path:
-    if not path.startswith("/"):
-        raise UsageError(f"{path!r} is no absolute path")
-    return Path(path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import sqlite3
 
 import pytest
@@ -42,31 +45,69 @@ def test_what_was_measured_on_one_host_holds_over_every_link():
         assert [m.step_time_s for m in store.find(slow)] == [0.5]
 
 
-def test_measurements_travel_as_csv_and_are_not_doubled(tmp_path):
+def test_measurements_travel_as_csv_and_are_not_doubled():
     with Store() as here, Store() as there:
         here.add(measurement(0.5), measurement(0.6))
-        assert here.export_csv(tmp_path / "m.csv") == 2
-        assert there.import_csv(tmp_path / "m.csv") == 2
-        assert there.import_csv(tmp_path / "m.csv") == 0
+        text, count = here.to_csv()
+        assert count == 2
+        assert there.add_csv(text, "m.csv") == 2
+        assert there.add_csv(text, "m.csv") == 0
         assert there.find(KEY) == here.find(KEY)
 
 
-def test_a_spoilt_line_is_named_and_nothing_is_imported(tmp_path):
+def test_a_spoilt_line_is_named_and_nothing_is_imported():
     with Store() as here, Store() as there:
         here.add(measurement(0.5), measurement(0.6))
-        here.export_csv(tmp_path / "m.csv")
-        text = (tmp_path / "m.csv").read_text().replace(",0.6,", ",-0.6,")
-        (tmp_path / "m.csv").write_text(text)
-        with pytest.raises(TableError, match=r"line 3: step_time_s is -0.6"):
-            there.import_csv(tmp_path / "m.csv")
+        text, _ = here.to_csv()
+        with pytest.raises(TableError, match=r"m.csv, line 3: step_time_s is -0.6"):
+            there.add_csv(text.replace(",0.6,", ",-0.6,"), "m.csv")
         assert there.find(KEY) == []
-        (tmp_path / "m.csv").write_text("a,b\n1,2\n")
         with pytest.raises(TableError, match="no column signature"):
-            there.import_csv(tmp_path / "m.csv")
+            there.add_csv("a,b\n1,2\n", "m.csv")
+        with pytest.raises(TableError, match=r"m.csv, line \d+: .*is a quote left open"):
+            there.add_csv(text + '"' + "x" * 200_000, "m.csv")
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("workload", {"global_batch": "16"}),
+        ("workload", {"flops_per_sample": None}),
+        ("workload", {"flops_per_sample": -1.0}),
+        ("workload", {"parameters": float("nan")}),
+        ("workload", []),
+        ("allocation", [[2, "two", "A800", 1.0]]),
+        ("allocation", [[2, -1, "A800", 1.0]]),
+        ("allocation", [[2, 2, "A800", float("nan")]]),
+        ("allocation", [5]),
+        ("phases", [["forward", float("inf")]]),
+        ("phases", [["forward", -1.0]]),
+        ("step_time_s", "1e300"),
+        ("steps", "99999999999999999999999"),
+        ("device_peak_bytes", "-1"),
+        ("at_s", "nan"),
+        ("at_s", "inf"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_not_imported(column, value):
+    """What was taken in spoilt every answer about that model, for ever."""
+    with Store() as here, Store() as there:
+        here.add(measurement(0.5))
+        rows = list(csv.DictReader(io.StringIO(here.to_csv()[0])))
+        if isinstance(value, dict):
+            value = {**json.loads(rows[0][column]), **value}
+        rows[0][column] = value if isinstance(value, str) else json.dumps(value)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+        with pytest.raises(TableError, match=r"m\.csv, line 2"):
+            there.add_csv(text.getvalue(), "m.csv")
+        assert there.known() == []
 
 
 def test_impossible_measurements_are_refused():
-    with pytest.raises(ValueError, match="above 0 seconds"):
+    with pytest.raises(ValueError, match="must be 1e-06 to 86400 seconds"):
         measurement(0.0)
     with pytest.raises(ValueError, match="kind is 'guess'"):
         measurement(1.0, kind="guess")

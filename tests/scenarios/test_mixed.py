@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 
@@ -29,23 +30,21 @@ def losses(cluster: RunningCluster, job: str) -> dict[int, float]:
 
 def believe(cluster: RunningCluster, types: dict[str, str]) -> None:
     """What another cluster measured of the model that runs here."""
-    file = cluster.directory / "measured.csv"
-    until(lambda: cluster.call("measurements_export", path=str(file))["count"] >= 1)
-    with file.open() as read:
-        reader = csv.DictReader(read)
-        row, names = next(iter(reader)), list(reader.fieldnames or [])
+    until(lambda: cluster.call("measurements_export")["count"] >= 1)
+    reader = csv.DictReader(io.StringIO(cluster.call("measurements_export")["csv"]))
+    row, names = next(iter(reader)), list(reader.fieldnames or [])
     _, cores, name, speed = json.loads(row["allocation"])[0]
     assert name == types["large"]
-    with file.open("w") as written:
-        writer = csv.DictWriter(written, names)
-        writer.writeheader()
-        for count, size, longer in BELIEVED:
-            allocation = json.dumps([[count, cores, types[size], speed]])
-            writer.writerow(
-                {**row, "plan": f"dp={count}", "allocation": allocation, "device_type": types[size]}
-                | {"step_time_s": longer * float(row["step_time_s"]), "steps": 20, "kind": "measured", "phases": "[]"}
-            )
-    assert cluster.call("measurements_import", path=str(file))["count"] == len(BELIEVED)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    for count, size, longer in BELIEVED:
+        allocation = json.dumps([[count, cores, types[size], speed]])
+        writer.writerow(
+            {**row, "plan": f"dp={count}", "allocation": allocation, "device_type": types[size]}
+            | {"step_time_s": longer * float(row["step_time_s"]), "steps": 20, "kind": "measured", "phases": "[]"}
+        )
+    assert cluster.call("measurements_import", csv=text.getvalue(), name="believed")["count"] == len(BELIEVED)
 
 
 @pytest.mark.slow
