@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from clusterd import __version__
+from clusterd.cli.output import drop_output
 from clusterd.errors import ClusterError
 
 _COMMANDS = {
@@ -121,11 +122,11 @@ def main() -> None:
         # click itself ends with 1 where a pipe is closed, and wraps the stream so that nothing is tried again.
         sys.exit(0 if sys.stdout is not stdout else leaving.code)
     except BrokenPipeError:
-        _drop_output()  # `clusterd ls | head` is no error, and nobody is left to tell
+        drop_output(sys.stdout)  # `clusterd ls | head` is no error, and nobody is left to tell
         sys.exit(0)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _drop_output()
+            drop_output(sys.stdout)
             print(
                 f"clusterd: the output cannot be written: {error.strerror}: free space where it goes", file=sys.stderr
             )
@@ -139,8 +140,3 @@ def main() -> None:
         )
         sys.exit(EXIT_BUG)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _drop_output() -> None:
-    """What is still buffered goes nowhere: the interpreter tries it once more at its end, and says what came of it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

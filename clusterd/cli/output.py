@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 
@@ -39,11 +39,15 @@ def show_json(value: Any, form: str) -> None:
     """The value as JSON: whole and indented, or one line per element."""
     import json
 
-    if form == "jsonl":
-        for element in value if isinstance(value, list) else [value]:
-            print(json.dumps(element, default=_plain))
-    else:
-        print(json.dumps(value, indent=2, default=_plain))
+    try:
+        if form == "jsonl":
+            for element in value if isinstance(value, list) else [value]:
+                print(json.dumps(element, default=_plain))
+        else:
+            print(json.dumps(value, indent=2, default=_plain))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_output(sys.stdout)  # the command goes on to its exit code
 
 
 def _plain(value: Any) -> Any:
@@ -99,5 +103,13 @@ def raise_all(failures: Sequence[ClusterError]) -> None:
 
 
 def note(text: str) -> None:
-    """A word to the person, not to the program that reads the output."""
-    print(text, file=sys.stderr)
+    """A word to the person, not to the program that reads the output; nothing where that person is gone."""
+    try:
+        print(text, file=sys.stderr)
+    except BrokenPipeError:
+        drop_output(sys.stderr)
+
+
+def drop_output(stream: TextIO) -> None:
+    """What is still buffered goes nowhere: the interpreter tries it once more at its end, and says what came of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from clusterd.cli.jobs import exit_code, show_logs
-from clusterd.cli.output import note, output_option, show_json
+from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.jobfile import Request, command_line_job, read_job_file
@@ -89,8 +89,7 @@ def _attend(cluster: Client, answer: dict[str, Any]) -> int:
     if answer["reason"]:
         note(f"{answer['name']} ({job}): {answer['reason']}")
     try:
-        show_logs(cluster, job, rank=0, follow=True)
-        row = list(cluster.stream("wait", job=job))[-1]
+        row = _follow(cluster, answer)
     except KeyboardInterrupt:
         note(f"\ncancelling {answer['name']} ({job}); Ctrl-C again leaves it to the daemon")
         with Client() as another:  # the first connection is in the middle of a stream
@@ -103,6 +102,19 @@ def _attend(cluster: Client, answer: dict[str, Any]) -> int:
     if row["state"] != "finished":
         note(f"{row['name']} ({job}) {row['state']}: {row['reason']}")
     return exit_code(row)
+
+
+def _follow(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
+    """The job's row when it is over, its log shown until then as long as somebody reads it."""
+    try:
+        show_logs(cluster, answer["id"], rank=0, follow=True)
+        return dict(list(cluster.stream("wait", job=answer["id"]))[-1])
+    except BrokenPipeError:  # as by `run ... | head`: the job is not over, and its exit code is wanted all the same
+        drop_output(sys.stdout)
+        note(f"nobody reads the output any more; {answer['name']} ({answer['id']}) runs on, Ctrl-C cancels it")
+        cluster.close()  # it is in the middle of a stream
+        with Client() as another:
+            return dict(list(another.stream("wait", job=answer["id"]))[-1])
 
 
 def _dry_run(cluster: Client, spec: JobSpec, output: str, *, snapshot: bool) -> int:

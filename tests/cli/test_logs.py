@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.conftest import RunningCluster, until
 
@@ -40,3 +43,39 @@ def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tm
     assert "true (1) failed: local" in said
     assert f"the working directory {here} does not exist on this host" in said
     assert "has no log" not in said
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster, tmp_path: Path, told: bool) -> None:
+    """``run ... | head -1`` ended with 0 while its job ran on; with ``2>&1`` there is nobody left to be told."""
+    over = tmp_path / "over"
+    script = (
+        "import os, sys, time\n"
+        f"while not os.path.exists({str(over)!r}):\n"
+        "    print('y', flush=True)\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(3)"
+    )
+    command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--name", "yes", "--", "python", "-c", script]
+    errors = subprocess.PIPE if told else subprocess.STDOUT
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=local_cluster.environment, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert "y\n" in run.stdout
+        run.stdout.close()
+        if run.stderr is not None:
+            assert any("nobody reads the output any more; yes (1) runs on" in line for line in run.stderr)
+        over.touch()
+        assert run.wait(30) == 3
+
+
+def test_wait_returns_the_jobs_code_when_nobody_reads_what_it_says(local_cluster: RunningCluster) -> None:
+    """It ended with 0, as `ls` does there, and a script went on as if the job had not failed."""
+    job = local_cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "exit 3").stdout.strip()
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "clusterd", "wait", "-o", "json", job]
+    done = subprocess.run(command, env=local_cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (3, "")
