@@ -108,17 +108,9 @@ class Client:
 
     def _send(self, verb: str, args: dict[str, Any]) -> int:
         number = next(self._ids)
+        sent = frame(number, verb, args)
         try:
-            frame = protocol.encode({"id": number, "verb": verb, **args})
-        except UnicodeEncodeError as error:
-            text = error.object.encode(errors="backslashreplace").decode()
-            raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None
-        except OverflowError:
-            raise errors.UsageError(f"{verb}: a number is beyond what fits 64 bits: write a smaller one") from None
-        except protocol.ProtocolError as error:
-            raise errors.UsageError(f"{verb}: {error}: ask for less at a time") from None
-        try:
-            self._socket.sendall(frame)
+            self._socket.sendall(sent)
         except OSError as error:
             raise errors.DaemonAbsent(f"the daemon at {self.path} went away ({error.strerror or error})") from None
         return number
@@ -154,6 +146,23 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
+    """A request as it goes over the socket.
+
+    Raises:
+        UsageError: something in it cannot.
+    """
+    try:
+        return protocol.encode({"id": number, "verb": verb, **args})
+    except UnicodeEncodeError as error:
+        text = error.object.encode(errors="backslashreplace").decode()
+        raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None
+    except OverflowError:
+        raise errors.UsageError(f"{verb}: a number is beyond what fits 64 bits: write a smaller one") from None
+    except protocol.ProtocolError as error:
+        raise errors.UsageError(f"{verb}: {error}: ask for less at a time") from None
 
 
 def _answer(message: dict[str, Any]) -> Any:

@@ -126,12 +126,12 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
         made = Config(
             state_dir=_path(daemon.get("state_dir", state_dir(system)), chosen),
             socket=_path(daemon.get("socket", socket_path(system)), chosen),
-            socket_group=daemon.get("socket_group"),
+            socket_group=_text(daemon, "socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
             policy=str(daemon.get("policy", "default")),
             host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
             workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
-            ssh_config=daemon.get("ssh_config"),
+            ssh_config=_text(daemon, "ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
             hosts=hosts,
@@ -145,6 +145,9 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
         raise ConfigError(
             f"{where}: [daemon]: a path begins with the home of a user who has none: write it out"
         ) from None
+    for key, value in (("host_lost_after", made.host_lost_after_s), ("workdir_max", made.workdir_bytes_max)):
+        if not 0 < value < 1 << 63:  # it goes over the wire
+            raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
     if len(os.fsencode(made.socket)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
             f"the socket's path is too long for the system ({made.socket}): set CLUSTERD_SOCKET to a shorter one"
@@ -193,6 +196,13 @@ def _names(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ValueError(f'{name} is {value!r}; it must be a list of names, as in ["ann", "bob"]')
     return tuple(value)
+
+
+def _text(table: Mapping[str, Any], name: str) -> str | None:
+    value = table.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}; put it in quotes")
+    return value
 
 
 def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:

@@ -208,7 +208,7 @@ def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
             raise ConfigError(f"{where}: {name!r} is no name for a data set: letters, digits, '.', '_' and '-'")
         for place in places.split(","):
-            if not re.fullmatch(r"([^:/\s]+:)?/.*", place.strip()):
+            if not re.fullmatch(r"([^:/\s]+:)?/[^\0\n]*", place.strip()):
                 raise ConfigError(f'{where}: {name} is {place!r}; write "HOST:/folder", or "/folder" on every host')
     return found
 

@@ -8,7 +8,8 @@ import click
 
 from clusterd import config as configuration
 from clusterd.cli.output import note
-from clusterd.jobfile import read_job_file
+from clusterd.errors import ConfigError, UsageError
+from clusterd.jobfile import Request, read_job_file
 
 
 @click.group()
@@ -23,10 +24,26 @@ def check(file: Path, is_job: bool) -> None:
     """Say what is wrong with FILE, if anything is; needs no daemon."""
     if is_job:
         request = read_job_file(file)
+        _refuse_as_submit_does(file, request)
         note(f"{file}: job {request.spec.name}, {request.spec.kind.value}: right")
         return
-    configuration.load(file)
+    from clusterd.daemon.settings import refuse_unknown  # the policies take a second to import
+
+    refuse_unknown(configuration.load(file), str(file))
     note(f"{file}: right")
+
+
+def _refuse_as_submit_does(file: Path, request: Request) -> None:
+    import msgspec
+
+    from clusterd.client import frame
+    from clusterd.daemon.wellformed import refuse_malformed
+
+    try:
+        refuse_malformed(request.spec)
+        frame(1, "submit", {"spec": msgspec.to_builtins(request.spec), "secrets": request.secrets})
+    except UsageError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 @config.command()

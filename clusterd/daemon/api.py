@@ -192,7 +192,6 @@ class Api:
             raise UsageError(f"the job is not well-formed: {error}") from None
         known = replace(known, user=peer.user, datasets={**self._config.datasets, **known.datasets})
         refuse_malformed(known)
-        admission.may_submit(known)
         if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
         return known

@@ -46,10 +46,11 @@ from clusterd.daemon.news import Notifier
 from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
 from clusterd.daemon.server import Server
+from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.speed import Speed
 from clusterd.daemon.terminals import Terminals
 from clusterd.daemon.timers import Timers
-from clusterd.errors import ClusterError, ConfigError
+from clusterd.errors import ClusterError
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost, shared_out
 from clusterd.ssh.host import HostLink
@@ -79,8 +80,6 @@ class Daemon:
         async with AsyncExitStack() as stack:
             journal = Journal(config.state_dir / "journal.db")
             stack.callback(journal.close)
-            if config.policy not in POLICIES:
-                raise ConfigError(f"policy is {config.policy!r}; it must be one of {', '.join(sorted(POLICIES))}")
             scheduler = Scheduler(POLICIES[config.policy](), host_lost_after_s=config.host_lost_after_s)
             feed = Feed()
             engine = Engine(journal, scheduler, lambda events, decisions: handled(events, decisions))
@@ -285,6 +284,7 @@ def main(argv: list[str]) -> int:
     try:
         config = configuration.load(options.config, system=options.system)
         file = options.config or configuration.usual_file(options.system)
+        refuse_unknown(config, str(file))
         _raise_open_files()
         with only_instance(config.state_dir):
             logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)

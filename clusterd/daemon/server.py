@@ -79,9 +79,9 @@ class Server:
 
         Raises:
             ClusterError: the socket cannot be made there.
-            UsageError: there is no such group, or it could not get there.
+            UsageError: the group could not get there.
         """
-        group = self._group_id()
+        group = grp.getgrnam(self._group).gr_gid if self._group else None
         try:
             self._make_directory(group)
             self._path.unlink(missing_ok=True)
@@ -93,14 +93,6 @@ class Server:
                 f"{self._path}: {error.strerror}: set CLUSTERD_SOCKET to a path that can be written"
             ) from None
         return listener
-
-    def _group_id(self) -> int | None:
-        if not self._group:
-            return None
-        try:
-            return grp.getgrnam(self._group).gr_gid
-        except KeyError:
-            raise UsageError(f"socket_group: there is no group {self._group!r} on this machine") from None
 
     def _make_directory(self, group: int | None) -> None:
         """Where the socket is to be, passable for the group if it is ours to say."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from clusterd.core import admission
 from clusterd.errors import UsageError
 from clusterd.jobfile import checked_name
 from clusterd.types import JobSpec
 
 
 def refuse_malformed(spec: JobSpec) -> None:
-    """Refuse what neither a clock nor a process can be given.
+    """Refuse what neither a clock nor a process can be given, and what contradicts itself.
 
     Raises:
         UsageError: naming the field and what would be right.
@@ -40,6 +41,7 @@ def refuse_malformed(spec: JobSpec) -> None:
     for field, text in _texts(spec):
         if "\0" in text:
             raise UsageError(f"{field} holds a null byte, which no process can be given: take it out")
+    admission.may_submit(spec)
 
 
 def _texts(spec: JobSpec) -> Iterator[tuple[str, str]]:

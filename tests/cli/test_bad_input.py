@@ -107,6 +107,16 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
             "[daemon]\nsocket = '~nosuch/x'",
             "[daemon]: a path begins with the home of a user who has none: write it out",
         ),
+        ("[daemon]\npolicy = 'nope'", "[daemon]: policy is 'nope'; it must be one of aiturbo, aiturbo+plans, default,"),
+        (
+            "[daemon]\nsocket_group = 'no-such-group'",
+            "[daemon]: socket_group is 'no-such-group'; there is no such group on this machine",
+        ),
+        ("[daemon]\nsocket_group = 5", "[daemon]: socket_group is 5; put it in quotes"),
+        ("[daemon]\nhost_lost_after = '0s'", "[daemon]: host_lost_after is '0s'; it must be above 0, and fit 64 bits"),
+        ("[daemon]\nhost_lost_after = inf", "[daemon]: host_lost_after is inf; it must be above 0, and fit 64 bits"),
+        ("[daemon]\nworkdir_max = -5", "[daemon]: workdir_max is -5; it must be above 0, and fit 64 bits"),
+        ('[datasets]\ncorpus = "/a\\u0000b"', "[datasets]: corpus is '/a\\x00b'; write \"HOST:/folder\""),
         ("[hosts]\ngpu01 = 5", "[hosts.gpu01] is 5; it must be a table"),
         ("[hosts.a]\ncpu_devices = 'two'", "[hosts.a]: cpu_devices is 'two'; it must be a whole number from 0 on"),
         ("[tenants.vision]\nquota = 'many'", "[tenants.vision]: quota is 'many'; it must be a number of devices"),
@@ -114,10 +124,11 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
     ],
 )
 def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, said: str) -> None:
-    """Named with file, table, and what would be right."""
+    """Named with file, table, and what would be right; also before anything is started."""
     file = cluster.directory / "clusterd.toml"
     file.write_text(text)
-    assert refused(cluster, "start", "--config", str(file), code=2).endswith(f"{file}: {said}")
+    assert f"{file}: {said}" in (told := refused(cluster, "start", "--config", str(file), code=2))
+    assert refused(cluster, "config", "check", str(file), code=2) == told
 
 
 def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster) -> None:

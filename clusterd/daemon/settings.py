@@ -1,0 +1,27 @@
+"""What a settings file may not say to this clusterd, on this machine, though it is right by itself."""
+
+from __future__ import annotations
+
+import grp
+
+from clusterd.config import Config
+from clusterd.core.policies import POLICIES
+from clusterd.errors import ConfigError
+
+
+def refuse_unknown(config: Config, where: str) -> None:
+    """Refuse names that mean nothing here; `where` they were given comes first.
+
+    Raises:
+        ConfigError: naming the key and what would be right.
+    """
+    if config.policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigError(f"{where}: [daemon]: policy is {config.policy!r}; it must be one of {known}")
+    if config.socket_group:
+        try:
+            grp.getgrnam(config.socket_group)
+        except KeyError:
+            raise ConfigError(
+                f"{where}: [daemon]: socket_group is {config.socket_group!r}; there is no such group on this machine"
+            ) from None

@@ -1,0 +1,53 @@
+"""``clusterd config``: what it calls right is taken, and what it shows is what holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from clusterd.cli.settings import config
+from clusterd.errors import ConfigError, UsageError
+from clusterd.jobfile import read_job_file
+from tests.conftest import RunningCluster
+
+NEVER_TAKEN = [
+    "command = []",
+    "command = ['']",
+    'command = ["true", "a\\u0000b"]',
+    "command = ['true']\ntarget_loss = nan",
+    "command = ['true']\nsnapshots = -3",
+    "command = ['true']\npriority = 1" + "0" * 30,
+    "command = ['true']\nkind = 'checkpointable'",
+    "command = ['true']\n[env]\n'A=B' = 'x'",
+    "command = ['true']\n[resources]\ngpus = -1",
+    "command = ['true']\n[resources]\ncpus = -4",
+    "command = ['true']\n[resources]\ndevices = 2\nplan = { dp = 4 }",
+    "command = ['true']\n[limits]\ntime = -3",
+    "command = ['true']\n[limits]\ntime = 0",
+    "command = ['true']\n[limits]\ntime = nan",
+    "command = ['true']\n[limits]\ntime = inf",
+    "command = ['true']\n[limits]\nretries = -1",
+    "command = ['true']\n[limits]\nstall = '1m'",
+    "command = ['true']\n[checkpoints]\ndirectory = '/shared'\nevery = 0",
+]
+
+
+def test_a_job_file_that_is_right_is_taken(
+    cluster: RunningCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checked, it was right; submitted, it was refused. Now both say the same, the one with the file's name."""
+    cluster.start()
+    file = tmp_path / "job.toml"
+    for text in NEVER_TAKEN:
+        file.write_text(text)
+        with pytest.raises(UsageError) as refused:
+            cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
+        with pytest.raises(ConfigError) as told:
+            config.main(["check", "--job", str(file)], standalone_mode=False)
+        assert str(told.value) == f"{file}: {refused.value}"
+    file.write_text("command = ['true']\n[limits]\ntime = 3")
+    config.main(["check", "--job", str(file)], standalone_mode=False)
+    assert f"{file}: job job, command: right" in capsys.readouterr().err
+    cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
