@@ -19,6 +19,12 @@ from clusterd.units import parse_duration_s, parse_size
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+TABLES = ("hosts", "tenants", "datasets", "notify")
+"""Settings with a table of their own in the file; the others stand in ``[daemon]``."""
+
+SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
+"""In the file, where a value may have a unit; the others are spelled as they are here."""
+
 SOCKET_PATH_BYTES_MAX = 100
 """The kernel's limit is 108 bytes, with room for a suffix."""
 
@@ -103,16 +109,9 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     values = read_toml(chosen) if chosen else {}
     where = str(chosen)
     daemon = _table(values, "daemon", where)
-    known = {f.name for f in fields(Config)} - {
-        "hosts",
-        "datasets",
-        "tenants",
-        "notify",
-        "host_lost_after_s",
-        "workdir_bytes_max",
-    }
-    check_keys(daemon, known | {"host_lost_after", "workdir_max"}, f"{where}: [daemon]")
-    check_keys(values, {"daemon", "hosts", "datasets", "tenants", "notify"}, where)
+    known = {SPELLED.get(f.name, f.name) for f in fields(Config)} - set(TABLES)
+    check_keys(daemon, known, f"{where}: [daemon]")
+    check_keys(values, {"daemon", *TABLES}, where)
     from clusterd.jobfile import data_folders  # which reads files by this module's functions
 
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")

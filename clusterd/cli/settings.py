@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,19 +54,35 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
 @config.command()
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual file.")
 def show(file: Path | None) -> None:
-    """Print the settings in force."""
+    """Print the settings in force, as a file that would say all of them."""
     known = configuration.load(file)
-    for name in (
-        "state_dir",
-        "socket",
-        "socket_group",
-        "operators",
-        "policy",
-        "host_lost_after_s",
-        "workdir_bytes_max",
-        "ssh_config",
-        "log_level",
-    ):
-        print(f"{name} = {getattr(known, name)}")
+    daemon = {
+        configuration.SPELLED.get(f.name, f.name): getattr(known, f.name)
+        for f in fields(known)
+        if f.name not in configuration.TABLES
+    }
+    _show_table("daemon", daemon)
     for host, options in known.hosts.items():
-        print(f"hosts.{host} = {options}")
+        _show_table(f"hosts.{_key(host)}", asdict(options))
+    for name, tenant in known.tenants.items():
+        _show_table(f"tenants.{_key(name)}", asdict(tenant))
+    if known.datasets:
+        _show_table("datasets", known.datasets)
+    if known.notify is not None:
+        _show_table("notify", asdict(known.notify))
+
+
+def _show_table(heading: str, values: Mapping[str, Any]) -> None:
+    print(f"[{heading}]")
+    for key, value in values.items():
+        print(f"# {key} is not set" if value is None else f"{_key(key)} = {_toml(value)}")
+    print()
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+
+
+def _toml(value: Any) -> str:
+    """As JSON writes it, which for text, numbers and lists of text is TOML too."""
+    return json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")

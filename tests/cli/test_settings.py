@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from clusterd.cli.settings import config
+from clusterd.config import load
 from clusterd.errors import ConfigError, UsageError
 from clusterd.jobfile import read_job_file
 from tests.conftest import RunningCluster
@@ -51,3 +52,24 @@ def test_a_job_file_that_is_right_is_taken(
     config.main(["check", "--job", str(file)], standalone_mode=False)
     assert f"{file}: job job, command: right" in capsys.readouterr().err
     cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
+
+
+def test_the_settings_shown_are_those_in_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, under the names that a file gives them: what is shown is a file that says the same."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("CLUSTERD_CONFIG", raising=False)
+    file, shown = tmp_path / "clusterd.toml", tmp_path / "shown.toml"
+    file.write_text(
+        '[daemon]\nstate_dir = "state"\noperators = ["ann"]\npolicy = "fifo"\nhost_lost_after = "90s"\n'
+        'workdir_max = "1MB"\ntrials = false\n'
+        '[hosts."10.0.0.1"]\ncpu_devices = 2\n[tenants."\\u007f\\"ö"]\nquota = 16\nshare = 2.0\n'
+        '[datasets]\ncorpus = "gpu03:/data"\n[notify]\ncommand = ["~/tell", "--chat"]\non = ["host lost"]\n'
+    )
+    for given in (file, None):
+        config.main(["show", *(["--config", str(given)] if given else [])], standalone_mode=False)
+        shown.write_text(capsys.readouterr().out)
+        assert load(shown) == load(given)
+        assert "# ssh_config is not set" in shown.read_text()
+    assert "host_lost_after = 120.0\nworkdir_max = 268435456\n" in shown.read_text()

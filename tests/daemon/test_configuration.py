@@ -20,7 +20,6 @@ def test_the_documented_example_is_complete(tmp_path: Path) -> None:
     assert known.tenants == {"vision": Tenant(quota=16, share=2.0)}
     assert (known.host_lost_after_s, known.workdir_bytes_max) == (120.0, 256 * 10**6)
     shown = tomllib.loads(example)
-    spelled = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
-    names = {spelled.get(f.name, f.name) for f in fields(config.Config)}
+    names = {config.SPELLED.get(f.name, f.name) for f in fields(config.Config)}
     assert names == set(shown["daemon"]) | set(shown) - {"daemon"}
     assert set(shown["hosts"]["gpu01"]) == {f.name for f in fields(config.HostOptions)}
