@@ -27,7 +27,10 @@ SELECT_MAX_S = 1e6
 
 
 SILENCE_S = 10.0
-"""Without a word from the daemon; some calls take longer, so it is remarked upon and no more."""
+"""Without a word from the daemon; some calls take longer, so it is asked whether it is there still."""
+
+STILL_THERE_S = 2.0
+"""In which a daemon that is neither stopped nor very busy has said that it is."""
 
 
 class Client:
@@ -58,23 +61,32 @@ class Client:
         self._received: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
 
-    def call(self, verb: str, **args: Any) -> Any:
-        """Ask, and wait for the answer.
+    def call(self, verb: str, *, meanwhile: str = "", **args: Any) -> Any:
+        """Ask, and wait for the answer; where that takes long, a daemon at work on it is said to be `meanwhile`.
 
         Raises:
             ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
         """
         number = self._send(verb, args)
         if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
-            import logging
-
-            logging.getLogger(__name__).warning(
-                "clusterd: the daemon at %s has not answered yet; is it stopped, or very busy?", self.path
-            )
+            self._remark_silence(meanwhile)
         while True:
             message = self._receive()
             if message.get("id") == number:
                 return _answer(message)
+
+    def _remark_silence(self, meanwhile: str) -> None:
+        """Some verbs take minutes; a daemon that is stopped answers nobody."""
+        said = meanwhile
+        try:
+            with Client(self.path, STILL_THERE_S) as another:
+                another.call("hello")
+        except errors.DaemonAbsent:
+            said = f"the daemon at {self.path} has not answered yet; is it stopped, or very busy?"
+        if said:
+            import logging
+
+            logging.getLogger(__name__).warning("clusterd: %s", said)
 
     def call_many(self, verb: str, calls: Iterable[dict[str, Any]]) -> list[Any]:
         """Ask all at once, and wait for all answers, in the order of the calls.

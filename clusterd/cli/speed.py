@@ -87,7 +87,12 @@ def estimate(file: Path, output: str) -> int:
     if request.spec.kind != "elastic":
         raise UsageError(f'{file}: kind is "{request.spec.kind.value}": only elastic jobs tell their model')
     with Client() as cluster:
-        answer = cluster.call("estimate", spec=prepare(cluster, request, say=note))
+        answer = cluster.call(
+            "estimate",
+            spec=prepare(cluster, request, say=note),
+            meanwhile=f"the model of {request.spec.name} is being learned: its script runs on a host, "
+            "and then its plans are ranked",
+        )
     if output != "table":
         show_json(answer, output)
         return 0

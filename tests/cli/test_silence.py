@@ -1,0 +1,61 @@
+"""A daemon that takes its time over one answer is not one that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import RunningCluster
+
+
+def impatiently(cluster: RunningCluster, *arguments: str, still_there_s: float) -> subprocess.Popen[str]:
+    """The command, which remarks upon silence sooner than others do."""
+    code = (
+        "import clusterd.client\n"
+        f"clusterd.client.SILENCE_S, clusterd.client.STILL_THERE_S = 0.2, {still_there_s}\n"
+        "from clusterd.__main__ import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command, env=cluster.environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """It said that the daemon might be stopped, while a host ran the job's script to learn its model."""
+    told = tmp_path / "told"
+    (tmp_path / "train.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(told)!r}):\n    time.sleep(0.02)\n"
+    )
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'name = "slow"\nkind = "elastic"\npython = "{sys.executable}"\ncommand = ["python", "train.py"]\n'
+        "resources = { devices = 2 }\n"
+    )
+    with impatiently(local_cluster, "estimate", str(file), still_there_s=30.0) as estimate:
+        assert estimate.stderr is not None
+        lines = iter(estimate.stderr)
+        while (line := next(lines)).startswith("sending "):
+            pass
+        told.touch()
+        said = line + estimate.stderr.read()
+    assert "the model of slow is being learned: its script runs on a host" in said
+    assert "is it stopped" not in said
+    assert estimate.returncode == 1, "the script ended without a word about its model"
+
+
+def test_a_daemon_that_is_stopped_is_remarked_upon(cluster: RunningCluster) -> None:
+    """And answers when it goes on."""
+    cluster.start()
+    pid = cluster.pid
+    os.kill(pid, signal.SIGSTOP)
+    with impatiently(cluster, "ls", still_there_s=0.2) as asking:
+        assert asking.stderr is not None
+        said = asking.stderr.readline()
+        os.kill(pid, signal.SIGCONT)
+    assert "has not answered yet; is it stopped, or very busy?" in said
+    assert asking.returncode == 0
