@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from plans.legality import check
+from plans.legality import check, check_cut
 from plans.model_shape import ModelShape
 from plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
 
@@ -39,18 +39,21 @@ def legal_plans(
     return [
         plan
         for count in counts
-        for plan in _candidates(count, batch, tuple(offloads), wanted, cut=shape is not None)
+        for plan in _candidates(count, batch, tuple(offloads), wanted, shape)
         if not check(plan, shape, global_batch=batch, kinds=[kind])
     ]
 
 
 def _candidates(
-    count: int, batch: int, offloads: tuple[str, ...], wanted: set[int] | None, *, cut: bool
+    count: int, batch: int, offloads: tuple[str, ...], wanted: set[int] | None, shape: ModelShape | None
 ) -> Iterator[Plan]:
-    for pp in _divisors(count) if cut else [1]:
-        for tp in _divisors(count // pp) if cut else [1]:
+    """Without those whose number of shards or stages the model refuses under any plan: most, on many devices."""
+    for pp in _divisors(count) if shape else [1]:
+        if shape and check_cut(Plan(pp=pp), shape):
+            continue
+        for tp in _divisors(count // pp) if shape else [1]:
             dp = count // pp // tp
-            if batch % dp:
+            if batch % dp or (shape and check_cut(Plan(tp=tp, pp=pp), shape)):
                 continue
             for zero in range(4):
                 for offload in OFFLOADS:

@@ -117,11 +117,6 @@ class Layout:
         return Layout(self.tensors, self.ranks, self.tensor[keep], self.rank[keep], self.low[keep], self.high[keep])
 
 
-def tensors_of(shape: ModelShape) -> tuple[Tensor, ...]:
-    """The collection of a model: its parameters, the optimizer's state of the trainable ones, and the buffers."""
-    return tuple(part.tensor for part in _parts(shape))
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     tensor: Tensor

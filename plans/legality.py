@@ -33,9 +33,13 @@ def check(
     batch = shape.global_batch if global_batch is None and shape is not None else global_batch
     reasons = [*_batch(plan, batch), *_sharding(plan), *_devices(kinds)]
     if shape is not None:
-        reasons += [*_samples(batch, shape), *_pipeline(plan, shape), *_tensors(plan, shape), *_optimizer(plan, shape)]
-        reasons += _parameters(plan, shape)
+        reasons += [*_samples(batch, shape), *check_cut(plan, shape)]
     return reasons
+
+
+def check_cut(plan: Plan, shape: ModelShape) -> list[str]:
+    """Why the model cannot be cut so, whatever its batch and the number of replicas; empty if it can."""
+    return [*_pipeline(plan, shape), *_tensors(plan, shape), *_optimizer(plan, shape), *_parameters(plan, shape)]
 
 
 def _batch(plan: Plan, batch: int | None) -> Iterator[str]:

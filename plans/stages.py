@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def split_layers(weights: Sequence[int], stages: int) -> list[range]:
@@ -15,6 +16,11 @@ def split_layers(weights: Sequence[int], stages: int) -> list[range]:
     Raises:
         ValueError: fewer layers with parameters than stages.
     """
+    return list(_split(tuple(weights), stages))
+
+
+@lru_cache(maxsize=1024)  # the plans of a model are cut in a few ways, and each is asked for thousands of times
+def _split(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
     count = len(weights)
     if sum(w > 0 for w in weights) < stages:
         raise ValueError(
@@ -46,4 +52,4 @@ def split_layers(weights: Sequence[int], stages: int) -> list[range]:
         assert choice is not None
         cuts.append(range(start, choice[1]))
         start = choice[1]
-    return cuts
+    return tuple(cuts)

@@ -5,7 +5,7 @@ A point is the best plan on one allocation. Envelopes are monotone: whoever is g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,20 +51,6 @@ class Curve:
         now = here.throughput if here is not None else 0.0
         slopes = [(p.throughput - now) / (p.amount - amount) for p in self.points if p.amount > amount]
         return max(0.0, *slopes) if slopes else 0.0
-
-    def loss(self, amount: float) -> float:
-        """Samples/s less per unit given back, to the next smaller point; all of it where nothing could run."""
-        here = self.at(amount)
-        if here is None:
-            return 0.0
-        below = [p for p in self.points if p.amount < here.amount]
-        if not below:
-            return here.throughput / here.amount if here.amount else 0.0
-        return (here.throughput - below[-1].throughput) / (here.amount - below[-1].amount)
-
-    def least_for(self, throughput: float) -> Point | None:
-        """The least amount that reaches so many samples/s; None: none does."""
-        return next((p for p in self.points if p.throughput >= throughput), None)
 
 
 def best_points(
@@ -200,9 +186,3 @@ def with_bandwidth(fit: Fit, factor: float) -> Fit:
     shift = np.zeros(len(fit.best.logs))
     shift[INDEX["network_rate"]] = np.log(factor)
     return replace(fit, posteriors=tuple(replace(p, logs=p.logs + shift) for p in fit.posteriors))
-
-
-def over_types(curves: Mapping[str, Curve], amount: float) -> list[tuple[str, Point]]:
-    """Device types by what so many of each give, best first."""
-    found = [(name, point) for name, curve in curves.items() if (point := curve.at(amount)) is not None]
-    return sorted(found, key=lambda pair: -pair[1].throughput)

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.special import ndtri
 
-from profiling.coefficients import HARDWARE, INDEX, NAMES, Array, Prior
+from profiling.coefficients import HARDWARE, INDEX, Array, Prior
 from profiling.model import Rows, Structure, predict
 
 _STEP = 1e-4
@@ -75,11 +75,6 @@ class Fit:
     def best(self) -> Posterior:
         """Of the likeliest structure."""
         return max(self.posteriors, key=lambda p: p.weight)
-
-    @property
-    def coefficients(self) -> dict[str, float]:
-        """Of the likeliest structure, in their units."""
-        return dict(zip(NAMES, np.exp(self.best.logs).tolist(), strict=True))
 
     def predict(self, rows: Rows) -> Prediction:
         """Step times of these rows."""

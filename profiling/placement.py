@@ -36,6 +36,11 @@ class Allocation:
         return cls(tuple(HostShare(n, n * cores_per_device, device_type) for n in counts))
 
     @property
+    def spread(self) -> str:
+        """Devices of each host, ``4+4``."""
+        return "+".join(map(str, self.counts))
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Devices on each host."""
         return tuple(h.devices for h in self.hosts)

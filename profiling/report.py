@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import html
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from rich.console import Console, Group
-from rich.table import Table
-from rich.text import Text
 
 from profiling.coefficients import ALL
 from profiling.curves import Curve, Point
@@ -46,7 +41,7 @@ def lines(fit: Fit, rows: Sequence[Row], measured_s: Sequence[float | None]) -> 
     found = [
         Line(
             str(row.plan),
-            "+".join(map(str, row.allocation.counts)),
+            row.allocation.spread,
             float(prediction.median_s[i]),
             float(low[i]),
             float(high[i]),
@@ -85,43 +80,6 @@ def coefficient_rows(fit: Fit) -> list[tuple[str, str, str, str]]:
         value = f"{quantity(math.exp(float(best.logs[index])), c.unit)} ×/÷ {math.exp(width):.2f}"
         found.append((c.name, value, f"{learned:.0%}", c.meaning))
     return found
-
-
-def bar(value: float, most: float, width: int = 24) -> str:
-    """A horizontal bar of eighths."""
-    eighths = round(8 * width * min(max(value / most, 0.0), 1.0)) if most > 0 else 0
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (_BLOCKS[rest - 1] if rest else "")
-
-
-def terminal(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None) -> Group:
-    """For a console."""
-    parts: list[Table | Text] = [Text(f"{title}: {fit.measured} measured, {fit.noise:.1%} noise", style="bold")]
-    table = Table("plan", "on", "predicted", "90%", "measured", "off", title="plans", title_justify="left")
-    for line in plans:
-        measured = "" if line.measured_s is None else seconds(line.measured_s)
-        off = "" if line.error is None else f"{line.error:+.1%}"
-        between = f"{seconds(line.lower_s)} to {seconds(line.upper_s)}"
-        table.add_row(line.plan, line.allocation, seconds(line.predicted_s), between, measured, off)
-    parts.append(table)
-    if curve is not None and curve.points:
-        most = max(p.throughput for p in curve.points)
-        table = Table(curve.resource, "plan", "samples/s", "", title=f"over {curve.resource}", title_justify="left")
-        for p in curve.points:
-            table.add_row(f"{p.amount:g}", str(p.plan), f"{p.throughput:.4g}", bar(p.throughput, most))
-        parts.append(table)
-    table = Table("coefficient", "value", "learned", "meaning", title="coefficients", title_justify="left")
-    for values in coefficient_rows(fit):
-        table.add_row(*values)
-    parts.append(table)
-    return Group(*parts)
-
-
-def to_text(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None, *, width: int = 120) -> str:
-    """The terminal's report without colours."""
-    console = Console(width=width, no_color=True, force_terminal=False, record=True, file=io.StringIO())
-    console.print(terminal(title, fit, plans, curve))
-    return console.export_text()
 
 
 def to_html(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None) -> str:
@@ -214,7 +172,8 @@ def curve_svg(curve: Curve) -> str:
         at.append((p, x, y))
     dots = "".join(
         f'<circle cx="{x}" cy="{y}" r="4" fill="#2b6cb0">'
-        f"<title>{p.amount:g}: {html.escape(str(p.plan))}, {p.throughput:.4g} samples/s</title></circle>"
+        f"<title>{p.amount:g}: {html.escape(str(p.plan))} on {p.allocation.spread}, "
+        f"{p.throughput:.4g} samples/s</title></circle>"
         for p, x, y in at
     )
     labels = "".join(f'<text x="{x}" y="{_H - _M + 18}" text-anchor="middle">{p.amount:g}</text>' for p, x, _ in at)

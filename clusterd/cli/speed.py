@@ -22,7 +22,10 @@ _SHOWN = 12
 @click.argument("job", shell_complete=complete_job)
 @click.option("--html", type=click.Path(path_type=Path), help="Also write a self-contained page there.")
 @click.option(
-    "--over", type=click.Choice(["devices", "cores", "memory", "bandwidth"]), default="devices", help="Of the curve."
+    "--over",
+    type=click.Choice(["devices", "cores", "memory", "bandwidth", "types"]),
+    default="devices",
+    help="Of the curve; types: of devices.",
 )
 @output_option
 def profile(job: str, html: Path | None, over: str, output: str) -> int:
@@ -166,11 +169,14 @@ def _show_curve(curve: list[dict[str, Any]], over: str = "devices") -> None:
     rows = []
     for point in curve:
         rate = point["samples_per_s"]
-        rows.append([_amount(point, over), point["plan"], f"{rate:.4g}", "█" * round(24 * rate / most)])
-    show_table([over, "best plan", "samples/s", ""], rows, "no curve: nothing can run")
+        bar = "█" * round(24 * rate / most)
+        rows.append([_amount(point, over), point["plan"], point["shape"], f"{rate:.4g}", bar])
+    show_table([over, "best plan", "on", "samples/s", ""], rows, "no curve: nothing can run")
 
 
 def _amount(point: dict[str, Any], over: str) -> str:
+    if over == "types":
+        return str(point["device_type"])
     if over == "memory":
         return size(point["amount"])
     if over == "bandwidth":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,13 @@ from clusterd.daemon.membership import need_operator
 from clusterd.daemon.server import Peer, Verb
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobSpec
-from plans.legality import check
 from plans.model_shape import ModelShape
-from plans.plan import Plan
-from profiling import curves, fleet, report
-from profiling.curves import Curve, Point, envelope
-from profiling.knowledge import USABLE_SHARE, Knowledge, Ranked
+from profiling import report
+from profiling.curves import Curve
+from profiling.knowledge import Knowledge
+from profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
 from profiling.store import Store
 from profiling.table import TableError
-
-LISTED = 30
-"""Plans of one answer; the slowest are cut."""
-
-RESOURCES = ("devices", "cores", "memory", "bandwidth")
-"""Along which a curve can be drawn: devices, cores per host, bytes of host memory, times the network's bandwidth."""
 
 Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
 """Has a host tell the model of a job that is no job yet; the second argument names the try."""
@@ -76,7 +69,7 @@ class Speed:
 
     async def plans(self, peer: Peer, job: str, devices: int | None = None) -> dict[str, Any]:
         """Plans of a job on so many devices, fastest first, and why the others are out."""
-        known, job_row = await self._of(job)
+        (known, *_), job_row = await self._of(job)
         attempt = job_row.attempt or (job_row.attempts[-1] if job_row.attempts else None)
         current = attempt.plan if attempt is not None else None
         count = devices or (current.ranks if current else max(job_row.spec.resources.devices, 1))
@@ -95,15 +88,17 @@ class Speed:
 
     async def profile(self, peer: Peer, job: str, html: bool = False, over: str = "devices") -> dict[str, Any]:
         """What was measured of a job's model, what was learned from it, and its curve over a resource."""
-        if over not in RESOURCES:
-            raise UsageError(f"over is {over!r}; it must be one of {', '.join(RESOURCES)}")
-        known, row = await self._of(job)
-        return await anyio.to_thread.run_sync(partial(self._profile, known, row, html, over))
+        if over not in (*RESOURCES, "types"):
+            raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
+        on_each, row = await self._of(job)
+        return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over))
 
-    def _profile(self, known: Knowledge, job: Job, html: bool, over: str) -> dict[str, Any]:
+    def _profile(self, on_each: Sequence[Knowledge], job: Job, html: bool, over: str) -> dict[str, Any]:
+        known = on_each[0]
         attempt = job.attempt or (job.attempts[-1] if job.attempts else None)
         count = attempt.plan.ranks if attempt is not None and attempt.plan else max(job.spec.resources.devices, 1)
-        curve = resource_curve(known, over, count)
+        by_type = over == "types"
+        curve = Curve("", on_types(on_each, count)) if by_type else resource_curve(known, over, count)
         newest = {o.row: o.step_time_s for o in known.online.observations}
         lines = report.lines(known.online.fit, list(newest), list(newest.values()))
         title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
@@ -145,13 +140,14 @@ class Speed:
             "over": over,
             "curve": [
                 {"devices": int(p.amount) if over == "devices" else count, "amount": p.amount, "plan": str(p.plan),
-                 "samples_per_s": p.throughput, "gain": curve.gain(p.amount),
+                 "shape": p.allocation.spread, "samples_per_s": p.throughput,
+                 "device_type": p.allocation.hosts[0].device_type, "gain": 0.0 if by_type else curve.gain(p.amount),
                  "lower": p.throughput * p.step_time_s / p.upper_s, "upper": p.throughput * p.step_time_s / p.lower_s}
                 for p in curve.points
             ],
         }  # fmt: skip
         if html:
-            answer["html"] = report.to_html(title, known.online.fit, lines, curve)
+            answer["html"] = report.to_html(title, known.online.fit, lines, None if by_type else curve)
         return answer
 
     async def estimate(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +174,13 @@ class Speed:
             "rows": rows,
             "duration_s": best["step_time_s"] * shape.steps if best and shape.steps else None,
             "curve": [
-                {"devices": int(p.amount), "plan": str(p.plan), "samples_per_s": p.throughput} for p in curve.points
+                {
+                    "devices": int(p.amount),
+                    "plan": str(p.plan),
+                    "shape": p.allocation.spread,
+                    "samples_per_s": p.throughput,
+                }
+                for p in curve.points
             ],
         }
 
@@ -207,8 +209,8 @@ class Speed:
         self._imported()
         return {"count": count}
 
-    async def _of(self, text: str) -> tuple[Knowledge, Job]:
-        """What is known of a job's model, on the devices that it runs on, or else where most is known."""
+    async def _of(self, text: str) -> tuple[list[Knowledge], Job]:
+        """What is known of a job's model on each type, that of the devices that it runs on first, or else of most."""
         by_model = [j for j in self._state.jobs.values() if j.model == text]
         job = by_model[-1] if by_model else admission.find_job(self._state, text)
         if not job.model or job.shape is None:
@@ -222,109 +224,7 @@ class Speed:
         if job.attempt is not None:
             names = {d.name for d in trials.held(job.attempt, self._state.hosts)}
             found.sort(key=lambda k: k.devices.name not in names)
-        return found[0], job
-
-
-def plan_rows(
-    known: Knowledge, count: int, shape: tuple[int, ...] | None, current: Plan | None
-) -> list[dict[str, Any]]:
-    """Plans on `count` devices, those that can run first and fastest first.
-
-    Args:
-        shape: devices on each host; default: as few hosts as can be.
-        current: is marked, and listed whatever its rank.
-    """
-    shapes = [s for s in fleet.shapes(known.devices) if sum(s) == count] or [(count,)]
-    chosen = shape if shape is not None and sum(shape) == count else shapes[0]
-    ranked = known.ranked([chosen], keep=LISTED, always=[current] if current is not None else ())
-    rows = [_row(known, one, current) for one in sorted(ranked, key=lambda r: r.step_time_s)]
-    if count > known.devices.devices:
-        for row in rows:
-            row["fits"], row["why"] = False, f"the cluster has {known.devices.devices} such devices"
-    return rows + _out(known, count, current)
-
-
-def _row(known: Knowledge, one: Ranked, current: Plan | None) -> dict[str, Any]:
-    return {
-        "plan": str(one.plan),
-        "devices": one.plan.ranks,
-        "shape": "+".join(map(str, one.shape)),
-        "step_time_s": one.step_time_s,
-        "lower_s": one.lower_s,
-        "upper_s": one.upper_s,
-        "device_bytes": one.memory.device_bytes,
-        "host_bytes": one.memory.host_bytes,
-        "measured_s": _newest(known, one.plan, one.shape),
-        "fits": True,
-        "why": "",
-        "current": one.plan == current,
-    }
-
-
-def _out(known: Knowledge, count: int, current: Plan | None) -> list[dict[str, Any]]:
-    """One plan of each family that cannot run, and those that were tried in vain, with the reason."""
-    rows: list[dict[str, Any]] = []
-    families = (Plan(dp=count), Plan(tp=count), Plan(pp=count), Plan(dp=count, zero=1), Plan(dp=count, zero=3))
-    tried = sorted((plan for plan in known.refused if plan.ranks == count), key=str)
-    for plan in dict.fromkeys((*families, *tried)):
-        reasons = check(plan, known.model, kinds=[known.devices.kind])
-        if not reasons and plan in known.refused:
-            reasons = ["it was tried, and ran out of memory or failed"]
-        if not reasons and not known.fits(plan):
-            need, have = known.memory(plan).device_bytes, known.devices.memory_bytes
-            reasons = [f"a rank needs {need / 2**30:.1f} GiB, a device has {have * USABLE_SHARE / 2**30:.1f} to use"]
-        if reasons and all(row["plan"] != str(plan) for row in rows):
-            rows.append(
-                {
-                    "plan": str(plan), "devices": count, "shape": "", "step_time_s": None, "lower_s": None,
-                    "upper_s": None, "device_bytes": None, "host_bytes": None, "measured_s": None, "fits": False,
-                    "why": reasons[0], "current": plan == current,
-                }
-            )  # fmt: skip
-    return rows
-
-
-def device_curve(known: Knowledge) -> Curve:
-    """Samples per second over the number of devices, with the best plan for each."""
-    points = [
-        Point(
-            amount=float(sum(one.shape)),
-            allocation=known.devices.allocation(one.shape),
-            plan=one.plan,
-            step_time_s=one.step_time_s,
-            lower_s=one.lower_s,
-            upper_s=one.upper_s,
-            throughput=known.workload.global_batch / one.step_time_s,
-        )
-        for one in known.ranked(fleet.shapes(known.devices), keep=1)
-    ]
-    return envelope("devices", points)
-
-
-def resource_curve(known: Knowledge, over: str, count: int) -> Curve:
-    """Samples per second over one resource, the others as they are: `count` devices on as few hosts as can be."""
-    if over == "devices":
-        return device_curve(known)
-    shape = next((s for s in fleet.shapes(known.devices) if sum(s) == count), (count,))
-    allocation = known.devices.allocation(shape)
-    fit, load = known.online.fit, known.workload
-    plans = [
-        plan for plan in known.plans(count) if known.fits(plan) and (over == "memory" or not known.is_needless(plan))
-    ]
-    if over == "cores":
-        most = max(known.devices.cores_per_device, 1) * max(shape)
-        return curves.over_cores(fit, load, plans, allocation, range(1, most + 1))
-    if over == "memory":
-        needs = {plan: known.memory(plan).host_bytes * max(shape) for plan in plans}
-        amounts = sorted(set(needs.values()))[:64]
-        return curves.over_host_memory(fit, load, plans, allocation, amounts, needs.__getitem__)
-    return curves.over_bandwidth(fit, load, plans, allocation, (0.25, 0.5, 1.0, 2.0, 4.0))
-
-
-def _newest(known: Knowledge, plan: Plan, shape: tuple[int, ...]) -> float | None:
-    """As measured there, whatever cores it had."""
-    newest = reversed(known.online.observations)
-    return next((o.step_time_s for o in newest if (o.row.plan, o.row.allocation.counts) == (plan, shape)), None)
+        return found, job
 
 
 def _known_in_words(known: Knowledge) -> str:

@@ -17,8 +17,6 @@ from profiling.progress import (
     fit_loss,
     held_out_error,
     probability_predictable,
-    remaining,
-    units,
 )
 
 
@@ -59,20 +57,6 @@ def test_broken_losses_are_passed_over():
     assert fit_loss([1, 2, 3], [3.0, 2.0, 1.0]) is None
 
 
-def test_remaining_steps_come_from_the_target_or_the_limit_whichever_is_sooner():
-    curve = LossCurve(0.01, 0.5, 0.8, 0.0)
-    by_target = remaining(100, total_steps=10_000, target_loss=1.0, curve=curve)
-    assert by_target.steps == pytest.approx(350)
-    assert "reaches 1 at step 450" in by_target.reason
-    assert by_target.seconds(0.5) == pytest.approx(175)
-    assert remaining(100, total_steps=200, target_loss=1.0, curve=curve).steps == 100
-    never = remaining(100, total_steps=200, target_loss=0.5, curve=curve)
-    assert never.steps == 100 and "above the target" in never.reason
-    assert remaining(100, target_loss=0.5, curve=curve).steps is None
-    assert remaining(5).seconds(1.0) is None
-    assert remaining(500, total_steps=200).steps == 0
-
-
 def test_a_first_try_is_judged_otherwise_than_a_repeated_long_job():
     first = Submission(steps=100, learning_rate=0.5)
     again = Submission(submitted_before=True, steps=50_000, known_model=True, devices=4)
@@ -103,9 +87,3 @@ def test_a_smooth_loss_can_be_foretold_and_a_diverging_one_cannot():
     values[300:] = [v * (1 + 0.03 * i) for i, v in enumerate(values[300:])]
     assert held_out_error(steps, values) > 0.2
     assert held_out_error(steps[:8], values[:8]) is None
-
-
-def test_devices_and_cores_are_counted_in_one_unit():
-    assert units(2, 16, cores_per_device=8) == 4
-    assert units(0, 16, cores_per_device=8) == 2
-    assert units(0, 16, cores_per_device=0) == 16

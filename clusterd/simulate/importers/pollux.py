@@ -132,10 +132,6 @@ class Application:
         at_once = math.ceil(local / (more + 1) - 1e-8)
         return min(at_once, self.batch_max // (devices * (more + 1))), more
 
-    def _read_between(self, hosts: int, devices: int, local: int) -> Times:
-        step, sync = self._elsewhere([hosts, devices, local])[0]
-        return float(step), float(sync)
-
     def _updates(self, batch: int) -> float:
         """Updates with this batch until the last epoch is over."""
         scale = batch / self.batch_min
