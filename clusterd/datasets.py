@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+FREE_SHARE = 0.1
+"""Of a host's disk, that its cache leaves free: checkpoints need it more."""
+
 
 class DataUnavailable(OSError):
     """A data set, or a part of it, cannot be had; the message says which, from where, and why."""

@@ -59,6 +59,12 @@ def read_job_file(file: Path) -> Request:
     kind = get("kind", str, "command")
     if kind not in list(JobKind):
         raise ConfigError(f"{where}: kind is {kind!r}; it must be one of {', '.join(k.value for k in JobKind)}")
+    datasets = data_folders(get.table("datasets"), f"{where}: [datasets]")
+    if datasets and kind == "command":
+        raise ConfigError(
+            f"{where}: [datasets] is read through clusterd.train, which a command has not: "
+            'kind = "elastic" or "checkpointable", or give it the paths'
+        )
     secrets = _secrets(get.table("secrets"), f"{where}: [secrets]")
     spec = JobSpec(
         name=checked_name(get("name", str, file.stem), where),
@@ -67,7 +73,7 @@ def read_job_file(file: Path) -> Request:
         workdir=_workdir(file, get("workdir", str, "."), where),
         python=get("python", str, None),
         env=dict(_text_table(get.table("env"), f"{where}: [env]")),
-        datasets=data_folders(get.table("datasets"), f"{where}: [datasets]"),
+        datasets=datasets,
         secrets=tuple(sorted(secrets)),
         resources=resources,
         priority=get("priority", int, 0),

@@ -6,6 +6,7 @@ token, over the port that slices of tensors go through; a rank asks its own agen
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from clusterd.agent.fabric import FetchFailed, ask
 from clusterd.agent.records import Attempt, Refused
-from clusterd.datasets import DataUnavailable, File, Folders, Found
+from clusterd.datasets import FREE_SHARE, DataUnavailable, File, Folders, Found
 from clusterd.protocol import FRAME_BYTES_MAX
 
 Message = dict[str, Any]
@@ -120,6 +121,19 @@ class Datasets:
             except FetchFailed as failed:
                 why = str(failed)
         return None, why
+
+
+def make_room(cache: Path) -> None:
+    """Take the files that were fetched longest ago out of the cache, until twice what it leaves free is free."""
+    try:
+        files = sorted((file for some in cache.iterdir() for file in some.iterdir()), key=lambda f: f.stat().st_mtime)
+        for file in files:
+            disk = shutil.disk_usage(cache)
+            if disk.free >= 2 * FREE_SHARE * disk.total:
+                return
+            shutil.rmtree(file, ignore_errors=True)
+    except OSError:
+        return  # no cache yet, or somebody else makes room: a launch does not fail for that
 
 
 def _told(what: str, found: Found) -> Message:

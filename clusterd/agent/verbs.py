@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from clusterd.agent import files, logs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Message
-from clusterd.agent.datasets import Datasets
+from clusterd.agent.datasets import Datasets, make_room
 from clusterd.agent.home import Home, read_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.ports import Ports
@@ -16,6 +16,7 @@ from clusterd.agent.progress import Progress
 from clusterd.agent.records import Refused
 from clusterd.agent.snapshots import Snapshots
 from clusterd.agent.terminals import Terminals
+from clusterd.agent.threads import in_thread
 
 Verb = Callable[[Message], Awaitable[Message]]
 
@@ -76,6 +77,8 @@ class Verbs:
         snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
         if message.get("move"):
             self._moves.admit(message["move"])
+        if message.get("datasets"):
+            await in_thread(lambda: make_room(self._home.root / "data"), "data")
         return await self._attempts.launch(message, self._home.socket, snapshot)
 
     async def _stop(self, message: Message) -> Message:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.datasets import DataUnavailable, File, Folder, Found, Source
+from clusterd.datasets import FREE_SHARE, DataUnavailable, File, Folder, Found, Source
 
 BLOCK_BYTES = 1 << 20
 """What is fetched and kept at a time."""
@@ -25,8 +26,8 @@ ANSWER_S = 60.0
 class Cached:
     """Another source, behind blocks kept on this host's disk, which all its ranks and their workers share.
 
-    A block is a file that appears whole; two readers that miss it at once both fetch it. A full disk costs the cache,
-    not the training.
+    A block is a file that appears whole; two readers that miss it at once both fetch it. A disk that is almost full
+    costs the cache, not the training.
     """
 
     def __init__(self, source: Source, directory: Path) -> None:
@@ -74,6 +75,9 @@ class Cached:
         part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
+            disk = shutil.disk_usage(place.parent)
+            if disk.free - length < FREE_SHARE * disk.total:
+                return data
             part.write_bytes(data)
             part.replace(place)
         except OSError:

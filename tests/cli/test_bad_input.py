@@ -47,6 +47,10 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
         ("command = ['true']\n[resources]\ndevices = 2\nplan = { dp = 4 }", "has 4 ranks, resources ask for 2 devices"),
         ("command = ['true']\n[secrets]\nKEY = 'hunter2'", "KEY: write env:VARIABLE or file:PATH"),
         ("command = ['true']\n[secrets]\nKEY = 'env:NOT_SET_HERE'", "the environment variable NOT_SET_HERE is not set"),
+        (
+            "command = ['true']\n[datasets]\ncorpus = '/data'",
+            "[datasets] is read through clusterd.train",
+        ),
         ("command = [", "Invalid value"),
     ],
 )

@@ -6,10 +6,12 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -105,10 +107,10 @@ def test_missing_ranges_are_fetched_once_and_only_they(
     ]
 
 
-def read_anew(there: Counting, cache: Path, start: int, end: int) -> bytes:
+def read_anew(there: Counting, cache: Path, start: int, end: int, name: str = "readme.txt") -> bytes:
     """As a process would that has just begun."""
     files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, cache)))
-    data: bytes = files.cat_file("corpus/readme.txt", start, end)
+    data: bytes = files.cat_file(f"corpus/{name}", start, end)
     return data
 
 
@@ -180,6 +182,20 @@ def test_more_than_one_system_call_reads(corpus: Path, monkeypatch: pytest.Monke
 def test_a_full_disk_costs_the_cache_not_the_data(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("no folder can be made here")
     assert read_anew(Counting(corpus), tmp_path / "cache", 0, 8) == b"a corpus"
+
+
+def test_a_disk_that_is_almost_full_is_left_to_others(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 110
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1000, free=free))
+    there = Counting(corpus)
+    assert read_anew(there, tmp_path / "cache", 0, 9) == b"a corpus\n"
+    free = 108
+    (corpus / "more.txt").write_text("a corpus\n")
+    for _ in range(2):
+        assert read_anew(there, tmp_path / "cache", 0, 9, "more.txt") == b"a corpus\n"
+    assert [path for path, _, _ in there.reads] == ["readme.txt", "more.txt", "more.txt"]
 
 
 class Agent:
