@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+UNREACHABLE = "data-away"
+"""What an agent calls an error that is `DataUnreachable`."""
+
 FREE_SHARE = 0.1
 """Of a host's disk, that its cache leaves free: checkpoints need it more."""
 
 
 class DataUnavailable(OSError):
     """A data set, or a part of it, cannot be had; the message says which, from where, and why."""
+
+
+class DataUnreachable(DataUnavailable):
+    """No host that has it answers; later one may."""
 
 
 @dataclass(frozen=True, slots=True)

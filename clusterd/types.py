@@ -70,13 +70,14 @@ class Reason(StrEnum):
     PORT = "port"  # the rendezvous port was taken
     NO_TORCH = "no-torch"
     PLAN = "plan"  # the plan cannot run here
+    DATA = "data"  # no host that has its data could be reached
     LOST = "lost"  # vanished without a record: reboot, or a killed fork server
     STOPPED = "stopped"  # by request
 
     @property
     def is_infrastructure(self) -> bool:
         """Not the job's fault: the job is queued again rather than failed."""
-        return self in (Reason.LOST, Reason.PORT)
+        return self in (Reason.LOST, Reason.PORT, Reason.DATA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +184,7 @@ _ENDS = {
     Reason.PORT: "the rendezvous port was taken",
     Reason.NO_TORCH: "its Python environment has no torch",
     Reason.PLAN: "the plan cannot run there",
+    Reason.DATA: "no host that has its data could be reached",
     Reason.LOST: "vanished without an exit record",
     Reason.STOPPED: "stopped by request",
 }

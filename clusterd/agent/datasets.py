@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterd.agent.fabric import FetchFailed, ask
 from clusterd.agent.records import Attempt, Refused
-from clusterd.datasets import FREE_SHARE, DataUnavailable, File, Folders, Found
+from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, File, Folders, Found
 from clusterd.protocol import FRAME_BYTES_MAX
 
 Message = dict[str, Any]
@@ -97,7 +97,7 @@ class Datasets:
                     raise Refused("dataset", str(answer["error"]))
                 return answer
             if time.monotonic() >= deadline_s:
-                raise Refused("dataset", f"no host that has the data set {dataset!r} answers: {why}")
+                raise Refused(UNREACHABLE, f"no host that has the data set {dataset!r} answers: {why}")
             time.sleep(RETRY_S)
 
     def _where(self, attempt: Attempt, dataset: str) -> Message:

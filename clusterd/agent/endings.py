@@ -8,20 +8,27 @@ import time
 from collections import deque
 from pathlib import Path
 
+EXIT_DATA = 94
 EXIT_DEVICE_OOM = 95
 EXIT_PLAN = 96
 EXIT_NO_TORCH = 97
 EXIT_PORT = 98
 
-_ELASTIC_EXITS = {EXIT_DEVICE_OOM: "device-oom", EXIT_PLAN: "plan", EXIT_NO_TORCH: "no-torch", EXIT_PORT: "port"}
+_ELASTIC_EXITS = {
+    EXIT_DATA: "data",
+    EXIT_DEVICE_OOM: "device-oom",
+    EXIT_PLAN: "plan",
+    EXIT_NO_TORCH: "no-torch",
+    EXIT_PORT: "port",
+}
 
-REASONS = ("exit", "signal", "oom", "port", "no-torch", "plan", "device-oom", "lost", "stopped")
+REASONS = ("exit", "signal", "oom", "port", "no-torch", "plan", "device-oom", "data", "lost", "stopped")
 
 
 def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> str:
     """One of `REASONS`.
 
-    The codes 95 to 98 mean something only where our own training loop gave them: a command uses them as it likes.
+    The codes 94 to 98 mean something only where our own training loop gave them: a command uses them as it likes.
     """
     if stopped:
         return "stopped"

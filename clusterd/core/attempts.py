@@ -120,6 +120,7 @@ def take_reports(attempt: Attempt, reports: Iterable[RankReport]) -> None:
 _CAUSES = (
     Reason.LOST,
     Reason.PORT,
+    Reason.DATA,
     Reason.OOM,
     Reason.DEVICE_OOM,
     Reason.NO_TORCH,

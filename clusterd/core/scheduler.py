@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.data import waits_for
 from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Description, Host, Job, Outcome
@@ -69,6 +70,9 @@ class Scheduler(OnHosts):
         if not self.state.queue and not self.state.active:
             return
         self._next_round()
+        for job in map(self.state.jobs.__getitem__, self.state.queue):
+            if (data := waits_for(job.spec, self.state.hosts)) is not None:
+                self._hold(job, data)
         self._describe_models()
         self._try_plans()
         if self.state.recovering:
@@ -113,6 +117,7 @@ class Scheduler(OnHosts):
     def _describe_models(self) -> None:
         queued = [self.state.jobs[job] for job in self.state.queue]
         new = [job for job in queued if job.description is Description.NEEDED and job.not_before_s <= self._now_s]
+        new = [job for job in new if waits_for(job.spec, self.state.hosts) is None]
         if not new:
             return
         asked = Counter(job.described_on for job in queued if job.described_on is not None)

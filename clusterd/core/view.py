@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from clusterd.core.data import waits_for
 from clusterd.core.outlook import Outlook
 from clusterd.core.state import Host, Job, State
 from clusterd.core.tenants import Quotas
@@ -118,7 +119,8 @@ class View:
         self.now_s = now_s
         self.hosts: Mapping[HostId, Host] = state.hosts
         self.jobs: Mapping[JobId, Job] = state.jobs
-        self.queued: list[Job] = [state.jobs[job] for job in state.queue]
+        queued = [state.jobs[job] for job in state.queue]
+        self.queued: list[Job] = [job for job in queued if waits_for(job.spec, state.hosts) is None]
         self.outlooks: Mapping[str, Outlook] = state.outlooks
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s

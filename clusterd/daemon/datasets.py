@@ -8,10 +8,11 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from clusterd.core.data import places_of
 from clusterd.core.state import State
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
-from clusterd.errors import AgentLost, ClusterError
+from clusterd.errors import AgentLost, ClusterError, TryLater
 from clusterd.types import HostId, JobSpec
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class DataSets:
         """What ranks of a job on each host are told of its data sets; hosts that have them serve them from now on.
 
         Raises:
+            TryLater: no host that has one can be reached.
             ClusterError: a host that is named has no such folder, or is not part of the cluster.
         """
         found: dict[HostId, Where] = {host: {} for host in hosts}
@@ -48,7 +50,7 @@ class DataSets:
             if None in paths.values():
                 serving = await self._serve_all(name, places, token)
                 if not serving:
-                    raise ClusterError(f"no host that has the data set {name!r} is connected ({text})")
+                    raise TryLater(f"no host that has the data set {name!r} is connected ({text})")
             for host, mine in paths.items():
                 found[host][name] = {"path": mine, "from": serving if mine is None else [], "token": token}
         return found
@@ -89,12 +91,3 @@ class DataSets:
 
     def _token(self, job: str, name: str) -> str:
         return hmac.new(self._key, f"{job}/{name}".encode(), hashlib.sha256).hexdigest()[:32]
-
-
-def places_of(text: str) -> list[tuple[str | None, str]]:
-    """``gpu01:/data, gpu02:/data``: host and folder; no host: every host has it."""
-    found: list[tuple[str | None, str]] = []
-    for place in (part.strip() for part in text.split(",")):
-        host, colon, path = place.partition(":")
-        found.append((host, path) if colon and not place.startswith("/") else (None, place))
-    return found

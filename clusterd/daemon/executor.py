@@ -21,7 +21,7 @@ from clusterd.daemon.launching import Launches
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.stops import Stops
 from clusterd.daemon.timers import Timers
-from clusterd.errors import AgentLost, ClusterError, NotStarted, said_by
+from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, said_by
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class Executor:
                 except AgentLost:
                     raise
                 except ClusterError as error:  # data that is not where it was said to be
-                    failed(decision.hosts[0], error, is_infrastructure=False)
+                    failed(decision.hosts[0], error, is_infrastructure=isinstance(error, TryLater))
             if not failures:
                 async with anyio.create_task_group() as group:
                     for host, request in requests.items():

@@ -62,6 +62,17 @@ class Surroundings:
         return cls({name: folder for name, _, folder in pairs})
 
 
+_KNOWN: dict[tuple[str, ...], Surroundings] = {}
+
+
+def _here() -> Surroundings:
+    """Of this process, made once: scripts open a file for each sample, and the agent need not hear of every one."""
+    told = tuple(os.environ.get(name, "") for name in ("CLUSTERD_RANK_FILE", "CLUSTERD_DATASETS"))
+    if told not in _KNOWN:
+        _KNOWN[told] = Surroundings.of(os.environ)
+    return _KNOWN[told]
+
+
 class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is not typed
     """The file system behind ``clusterd://``; for reading.
 
@@ -75,7 +86,7 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
 
     def __init__(self, *args: Any, surroundings: Surroundings | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._surroundings = surroundings or Surroundings.of(os.environ)
+        self._surroundings = surroundings or _here()
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Files and folders in a folder, or the file itself."""

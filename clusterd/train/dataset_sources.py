@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.datasets import FREE_SHARE, DataUnavailable, File, Folder, Found, Source
+from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnreachable, File, Folder, Found, Source
 
 BLOCK_BYTES = 1 << 20
 """What is fetched and kept at a time."""
-ANSWER_S = 60.0
+ANSWER_S = 300.0
+"""Longer than the agent tries: it knows why nobody answers."""
 
 
 class Cached:
@@ -129,9 +130,10 @@ class AgentSource:
                 except (OSError, protocol.ProtocolError) as error:
                     self._hang_up()  # an agent that was started anew answers the second time
                     if not again:
-                        raise DataUnavailable(f"the agent did not answer {verb!r}: {error}") from error
+                        raise DataUnreachable(f"the agent did not answer {verb!r}: {error}") from error
         if "error" in answer:
-            raise DataUnavailable(str(answer["error"].get("message", "")))
+            away = answer["error"].get("kind") == UNREACHABLE
+            raise (DataUnreachable if away else DataUnavailable)(str(answer["error"].get("message", "")))
         ok: dict[str, Any] = answer["ok"]
         return ok
 

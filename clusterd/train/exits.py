@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from clusterd.datasets import DataUnreachable
+
+DATA = 94
 DEVICE_OOM = 95
 PLAN = 96
 NO_TORCH = 97
 PORT = 98
 
-REASONS = {DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-torch", PORT: "port"}
+REASONS = {DATA: "data", DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-torch", PORT: "port"}
 
 
 _OUT_OF_MEMORY = (
@@ -59,6 +62,12 @@ class DeviceOutOfMemory(TrainError):
     exit_code = DEVICE_OOM
 
 
+class DataAway(TrainError):
+    """No host that has the job's data could be reached; later one may be."""
+
+    exit_code = DATA
+
+
 class UsedUnlike(TrainError):
     """Replicas, or steps, use different parameters, and the script did not say so."""
 
@@ -74,6 +83,9 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
         text = str(cause)
         if isinstance(cause, TrainError):
             return cause
+        if isinstance(cause, DataUnreachable):
+            said = text.strip().rpartition("DataUnreachable: ")[2]  # a loader's worker puts its traceback before it
+            return DataAway(f"{where}: {said}")
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
             return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
         # torch's store tells it as a RuntimeError; an OSError is of a socket of the script's own.

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import clusterd.train  # noqa: F401  # registers clusterd://
 from clusterd import protocol
-from clusterd.datasets import DataUnavailable, File, Folders, Found
-from clusterd.train import dataset_sources
+from clusterd.datasets import UNREACHABLE, DataUnavailable, DataUnreachable, File, Folders, Found
+from clusterd.train import dataset_sources, exits
 from clusterd.train.dataset_fs import DatasetFileSystem, Surroundings
 from clusterd.train.dataset_sources import Cached
 
@@ -232,7 +232,7 @@ class Agent:
 
     def _serve(self, connection: socket.socket) -> None:
         decoder = protocol.Decoder()
-        with connection:
+        with connection, contextlib.suppress(ConnectionError):  # of a worker that is killed
             while data := connection.recv(65536):
                 for message in decoder.feed(data):
                     if message["verb"] == "data_hello":
@@ -250,7 +250,8 @@ class Agent:
             read = self._source.read(dataset, path, file, message["offset"], message["length"])
             return {"ok": {"data": read}}
         except DataUnavailable as error:
-            return {"error": {"kind": "unavailable", "message": str(error)}}
+            kind = UNREACHABLE if isinstance(error, DataUnreachable) else "dataset"
+            return {"error": {"kind": kind, "message": str(error)}}
 
 
 @pytest.fixture
@@ -302,6 +303,32 @@ def test_a_torch_data_set_reads_what_another_host_has(
     assert len(there.reads) <= max(1, workers)
     assert {(h["job"], h["token"]) for h in agent.hellos} == {("j", "secret")}
     assert 1 + (workers > 0) <= len(agent.hellos) <= 1 + workers  # who finds all in the cache asks nobody
+
+
+def test_a_file_opened_for_each_sample_is_asked_for_once(elsewhere: tuple[Agent, Counting]) -> None:
+    agent, there = elsewhere
+    for index in range(5):
+        with fsspec.open("clusterd://corpus/train/part-0.bin", "rb") as file:
+            file.seek(index)
+            file.read(1)
+    assert (len(agent.hellos), there.looks, len(there.reads)) == (1, ["train/part-0.bin"], 1)
+
+
+def test_a_host_that_does_not_answer_is_no_fault_of_the_job(
+    elsewhere: tuple[Agent, Counting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a worker of the data loader, too, which tells its error as text."""
+
+    def away(self: Counting, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
+        raise DataUnreachable("no host that has the data set 'corpus' answers: gpu03:7000: timed out")
+
+    monkeypatch.setattr(Counting, "read", away)
+    loader = DataLoader(Records(), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(OSError) as raised:
+        next(iter(loader))
+    refusal = exits.of(raised.value, where="rank 0")
+    assert refusal is not None and (refusal.exit_code, refusal.reason) == (94, "data")
+    assert "gpu03:7000: timed out" in str(refusal)
 
 
 def test_what_no_host_has_is_refused(elsewhere: tuple[Agent, Counting]) -> None:

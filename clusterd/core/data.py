@@ -1,0 +1,28 @@
+"""Where a job's data sets are, and whether a host that has each is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterd.core.state import Host
+from clusterd.types import HostId, HostState, JobSpec
+
+
+def places_of(text: str) -> list[tuple[str | None, str]]:
+    """``gpu01:/data, gpu02:/data``: host and folder; no host: every host has it."""
+    found: list[tuple[str | None, str]] = []
+    for place in (part.strip() for part in text.split(",")):
+        host, colon, path = place.partition(":")
+        found.append((host, path) if colon and not place.startswith("/") else (None, place))
+    return found
+
+
+def waits_for(spec: JobSpec, hosts: Mapping[HostId, Host]) -> str | None:
+    """Which host of ours the job's data must come from, and does not now; None: its data is there."""
+    for name, text in spec.datasets.items():
+        named = [hosts.get(HostId(at)) if at is not None else None for at, _ in places_of(text)]
+        away = [host for host in named if host is not None and host.state is not HostState.UP]
+        if named and len(away) == len(named):
+            said = " and ".join(f"{host.id}, which is {host.state.value}" for host in away)
+            return f"waits for the data set {name!r} on {said}"
+    return None
