@@ -87,3 +87,17 @@ def test_the_lowest_priority_yields_wherever_it_sits(lab: Lab, kind: JobKind) ->
     assert lab.attempt(dear).migration is None
     shrink = lab.attempt(cheap).migration
     assert shrink is not None and shrink.ranks[0].place.device in (DeviceId("b:gpu0"), DeviceId("b:gpu1"))
+
+
+def test_of_many_commands_alike_each_is_told_what_it_waits_for(lab: Lab) -> None:
+    """One is looked at for all: a sweep of thousands must not hold up every submit."""
+    lab.host("a", gpus=2)
+    first, *waiting = [lab.submit(devices=2)[0] for _ in range(4)]
+    small, _ = lab.submit(devices=1)
+    assert {lab.why(job) for job in waiting} == {"waits for 2 free devices on one host (with their cores and memory)"}
+    lab.run(first)
+    lab.finish(first)
+    assert [lab.state(job) for job in waiting] == ["starting", "queued", "queued"]
+    lab.run(waiting[0])
+    lab.finish(waiting[0])
+    assert [lab.state(job) for job in (*waiting, small)] == ["finished", "starting", "queued", "queued"]

@@ -15,7 +15,10 @@ from clusterd.core.room import Room
 from clusterd.core.sizing import by_work, shares
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
-from clusterd.types import JobId
+from clusterd.types import JobId, JobKind, Resources
+
+Alike = tuple[Resources, str, bool, int] | None
+"""What decides about a command, beside what is free; None: more than that."""
 
 
 class Default:
@@ -69,10 +72,11 @@ class Default:
         )
         steering.evacuate()
         black: list[int] = []
+        refused: dict[Alike, Refusal] = {}
         for job in order(view, known):
             p = known.get(job.id)
             if p is None or job.not_before_s > view.now_s:
-                black += self._black_box(job, view, room, proposal)
+                black += self._black_box(job, view, room, proposal, refused)
             else:
                 steering.admit(p)
         steering.share_out()
@@ -83,10 +87,22 @@ class Default:
         cores.share_out(proposal)
         return proposal
 
-    def _black_box(self, job: Job, view: View, room: Room, proposal: Proposal) -> list[int]:
-        """Start it as it asks; the devices that it waits for instead."""
+    def _black_box(
+        self, job: Job, view: View, room: Room, proposal: Proposal, refused: dict[Alike, Refusal]
+    ) -> list[int]:
+        """Start it as it asks; the devices that it waits for instead.
+
+        Args:
+            refused: in this pass, in which there is only ever less to be had: of thousands alike one is looked at.
+        """
+        alike = _alike(job, view)
+        if (same := refused.get(alike)) is not None:
+            proposal.refusals.append(Refusal(job.id, same.reason, same.forever, same.devices))
+            return [same.devices]
         answer = allocate(job, view)
         if isinstance(answer, Refusal):
+            if alike is not None:
+                refused[alike] = answer
             if answer.devices and not proposal.moves:
                 proposal.moves += making_room.room_for(job, view, answer.devices)
             proposal.refusals.append(answer)
@@ -100,3 +116,9 @@ class Default:
         room.take(devices, where.cores, where.memory_bytes)
         proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason))
         return []
+
+
+def _alike(job: Job, view: View) -> Alike:
+    if job.spec.kind is not JobKind.COMMAND or job.unfit or job.not_before_s > view.now_s:
+        return None
+    return job.spec.resources, job.spec.tenant, job.spec.guaranteed, job.priority
