@@ -108,6 +108,7 @@ def command_line_job(
     priority: int = 0,
     time_limit: str | None = None,
     env: Sequence[str] = (),
+    secrets: Sequence[str] = (),
     hosts: Sequence[str] = (),
 ) -> Request:
     """The job of ``clusterd run -- ARGV``.
@@ -123,6 +124,8 @@ def command_line_job(
         if not key or (not given and key not in os.environ):
             raise UsageError(f"--env {item}: write NAME=VALUE, or NAME of a variable that is set")
         pairs[key] = value if given else os.environ[key]
+    if unset := [key for key in secrets if key not in os.environ]:
+        raise UsageError(f"--secret {unset[0]}: the environment variable {unset[0]} is not set")
     try:
         limit_s = parse_duration_s(time_limit) if time_limit is not None else None
     except ValueError as error:
@@ -132,11 +135,12 @@ def command_line_job(
         command=tuple(argv),
         workdir=_here(),
         env=pairs,
+        secrets=tuple(sorted(set(secrets))),
         resources=Resources(devices=devices, kind=device_kind, hosts=tuple(HostId(h) for h in hosts)),
         priority=priority,
         time_limit_s=limit_s,
     )
-    return Request(spec, {})
+    return Request(spec, {key: os.environ[key] for key in secrets})
 
 
 def _here() -> str:
@@ -153,7 +157,8 @@ def _default_name(argv: Sequence[str]) -> str:
         w for w, given in zip(words, (a for a in argv if not a.startswith("-")), strict=True) if given.endswith(".py")
     ]
     chosen = (scripts or words or ["job"])[0]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", chosen).strip("-.")[:40] or "job"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen).strip("-._")[:40] or "job"
+    return f"job-{name}" if name.isdigit() else name
 
 
 def _resources(table: Mapping[str, Any], where: str) -> Resources:
@@ -274,6 +279,8 @@ def checked_name(name: str, where: str) -> str:
     Raises:
         ConfigError: it may not; says `where` it was given.
     """
+    if re.fullmatch(r"[0-9]+", name):
+        raise ConfigError(f"{where}: the name {name!r} would be taken for the id of a job: add a letter")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
         raise ConfigError(f"{where}: the name {name!r} must be letters, digits, '.', '_' and '-', 63 at most")
     return name

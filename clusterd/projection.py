@@ -13,12 +13,15 @@ import msgspec
 from clusterd.core.blend import believed
 from clusterd.core.classify import is_predictable
 from clusterd.core.decisions import Decision
-from clusterd.core.events import Event
+from clusterd.core.events import Event, JobSubmitted
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, State
-from clusterd.types import AttemptState, HostId, JobId
+from clusterd.types import AttemptState, HostId, JobId, JobSpec
 
 Row = dict[str, Any]
+
+_PASSWORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+"""Words in names of variables whose values belong into ``[secrets]``."""
 
 
 def job_row(job: Job, state: State) -> Row:
@@ -160,6 +163,17 @@ def event_row(event: Event) -> Row:
     """An event; descriptions of models, which are long, are left out."""
     row = {"kind": type(event).__name__, **msgspec.to_builtins(event)}
     row.pop("shape", None)
+    if isinstance(event, JobSubmitted):
+        row["spec"] = spec_row(event.spec)
+    return row
+
+
+def spec_row(spec: JobSpec) -> Row:
+    """A job as it was submitted; what looks like a password in its environment is not shown to everybody."""
+    row: Row = msgspec.to_builtins(spec)
+    for name in row["env"]:
+        if any(word in name.upper() for word in _PASSWORDS):
+            row["env"][name] = "***"
     return row
 
 

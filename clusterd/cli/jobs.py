@@ -32,11 +32,16 @@ def ls(everything: bool, state: str | None, output: str) -> None:
     if output != "table":
         show_json(rows, output)
         return
-    headings = ("id", "name", "state", "plan", "devices", "step", "loss", "age", "reason")
+    headings = ["id", "name", "state", "plan", "devices", "step", "loss", "age", "reason"]
+    lines = [_line(row) for row in rows]
+    if len({row["user"] for row in rows}) > 1:
+        headings.insert(1, "user")
+        for row, line in zip(rows, lines, strict=True):
+            line.insert(1, row["user"])
     empty = (
         "no jobs" if everything or state else "no jobs are queued or running (clusterd ls --all shows finished ones)"
     )
-    show_table(headings, [_line(row) for row in rows], empty)
+    show_table(headings, lines, empty)
 
 
 def _check_state(state: str) -> None:
@@ -46,13 +51,13 @@ def _check_state(state: str) -> None:
         raise UsageError(f"--state {state}: there is no such state; it is one of {', '.join(JobState)}")
 
 
-def _line(row: dict[str, Any]) -> tuple[Any, ...]:
+def _line(row: dict[str, Any]) -> list[Any]:
     devices = compact_devices(row["devices"]) if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
     loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
-    return (
+    return [
         row["id"], row["name"], row["state"], row["plan"], devices, step, loss, ago(row["submitted_s"]), row["reason"],
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def compact_devices(devices: list[str]) -> str:

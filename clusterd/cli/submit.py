@@ -53,6 +53,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
 @click.option("--name", help="What to call it; default: after the script.")
 @click.option("--priority", type=int, default=0, help="Higher goes first; default 0.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
+@click.option("--secret", multiple=True, help="NAME of a variable to pass on and show to nobody; may be given again.")
 @click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be given again.")
 @click.option("--host", "hosts", multiple=True, help="Only on this host; may be given again.")
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, which the hosts must share.")
@@ -71,6 +72,7 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
         priority=options["priority"],
         time_limit=options["time_limit"],
         env=options["env"],
+        secrets=options["secret"],
         hosts=options["hosts"],
     )
     with Client() as cluster:

@@ -7,10 +7,11 @@ from clusterd.errors import ClusterError, UsageError
 from clusterd.types import HostId, JobId, JobKind, JobSpec
 
 
-def find_job(state: State, text: str) -> Job:
-    """The job of this id or name, or of an unambiguous beginning of its name.
+def find_job(state: State, text: str, user: str) -> Job:
+    """The job of this id or name, or of an unambiguous beginning of its name, for the user who asks.
 
-    A name may be given again: the newest job of that name is meant.
+    A name may be given again, by others too: of several jobs the user's own is meant, before that one that is not over,
+    and of these the newest.
 
     Raises:
         UsageError: there is none, or several.
@@ -19,17 +20,16 @@ def find_job(state: State, text: str) -> Job:
         raise UsageError("no job is named: give its id or its name")
     if JobId(text) in state.jobs:
         return state.jobs[JobId(text)]
-    named = [j for j in state.jobs.values() if j.spec.name == text]
-    if named:
-        return named[-1]
-    begins = {j.spec.name: j for j in state.jobs.values() if j.spec.name.startswith(text)}
-    if len(begins) == 1:
-        return next(iter(begins.values()))
-    if begins:
-        names = ", ".join(sorted(begins)[:5])
-        raise UsageError(
-            f"{text!r} could be {names}{' ...' if len(begins) > 5 else ''}: write more of the name, or the id"
-        )
+    found = [j for j in state.jobs.values() if j.spec.name == text]
+    if not found:
+        found = [j for j in state.jobs.values() if j.spec.name.startswith(text)]
+        found = [j for j in found if j.spec.user == user] or found
+    names = sorted({j.spec.name for j in found})
+    if len(names) == 1:
+        return max(reversed(found), key=lambda j: (j.spec.user == user, not j.state.is_final))
+    if names:
+        could = f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
+        raise UsageError(f"{text!r} could be {could}: write more of the name, or the id")
     raise UsageError(f"there is no job {text!r}: clusterd ls --all shows them")
 
 
@@ -53,9 +53,11 @@ def find_own_job(state: State, text: str, user: str, is_operator: bool) -> Job:
         UsageError: none, or several.
         ClusterError: `user` is neither.
     """
-    job = find_job(state, text)
+    job = find_job(state, text, user)
     if not is_operator and user != job.spec.user:
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.spec.user}'s: ask them, or an operator")
+    if user != job.spec.user and text != job.id:  # a slip of the pen must not end somebody else's work
+        raise UsageError(f"{job.spec.name} is {job.spec.user}'s, not yours: if it is meant, give its id, {job.id}")
     return job
 
 

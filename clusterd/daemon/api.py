@@ -212,14 +212,10 @@ class Api:
 
     async def job(self, peer: Peer, job: str) -> dict[str, Any]:
         """Everything about one job."""
-        known = admission.find_job(self._state, job)
-        spec = codec.plain(known.spec)
-        for name in spec["env"]:
-            if any(word in name.upper() for word in ("KEY", "TOKEN", "SECRET", "PASSWORD")):
-                spec["env"][name] = "***"  # meant for [secrets]; not shown to everybody either way
+        known = admission.find_job(self._state, job, peer.user)
         return {
             **projection.job_row(known, self._state),
-            "spec": spec,
+            "spec": projection.spec_row(known.spec),
             "shape": known.shape,
             "attempts": [projection.attempt_row(a) for a in known.attempts],
             "decisions": await self._decisions(known.id),
@@ -227,7 +223,7 @@ class Api:
 
     async def why(self, peer: Peer, job: str) -> dict[str, Any]:
         """Why a job is where it is: the reason, who stands before it, and what was decided before."""
-        known = admission.find_job(self._state, job)
+        known = admission.find_job(self._state, job, peer.user)
         row = projection.job_row(known, self._state)
         ahead = []
         if known.id in self._state.queue:
@@ -286,12 +282,12 @@ class Api:
 
     async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
         """The training steps of an attempt, as its rank 0 wrote them."""
-        known = admission.find_job(self._state, job)
+        known = admission.find_job(self._state, job, peer.user)
         return {"job": known.id, "data": await self._logs.steps(known, attempt)}
 
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
         """The job's row whenever it changes, until it is over."""
-        known = admission.find_job(self._state, job)
+        known = admission.find_job(self._state, job, peer.user)
         last = None
         while True:
             number = self._feed.number

@@ -45,7 +45,7 @@ class JobLogs:
     ) -> AsyncIterator[dict[str, Any]]:
         """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; `follow`: until the job is over."""
         state = self._engine.scheduler.state
-        known = admission.find_job(state, job)
+        known = admission.find_job(state, job, peer.user)
         number = attempt
         while True:
             if number is None and not known.attempts:

@@ -69,7 +69,7 @@ class Speed:
 
     async def plans(self, peer: Peer, job: str, devices: int | None = None) -> dict[str, Any]:
         """Plans of a job on so many devices, fastest first, and why the others are out."""
-        (known, *_), job_row = await self._of(job)
+        (known, *_), job_row = await self._of(job, peer.user)
         attempt = job_row.attempt or (job_row.attempts[-1] if job_row.attempts else None)
         current = attempt.plan if attempt is not None else None
         count = devices or (current.ranks if current else max(job_row.spec.resources.devices, 1))
@@ -90,7 +90,7 @@ class Speed:
         """What was measured of a job's model, what was learned from it, and its curve over a resource."""
         if over not in (*RESOURCES, "types"):
             raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
-        on_each, row = await self._of(job)
+        on_each, row = await self._of(job, peer.user)
         return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over))
 
     def _profile(self, on_each: Sequence[Knowledge], job: Job, html: bool, over: str) -> dict[str, Any]:
@@ -209,10 +209,10 @@ class Speed:
         self._imported()
         return {"count": count}
 
-    async def _of(self, text: str) -> tuple[list[Knowledge], Job]:
+    async def _of(self, text: str, user: str) -> tuple[list[Knowledge], Job]:
         """What is known of a job's model on each type, that of the devices that it runs on first, or else of most."""
         by_model = [j for j in self._state.jobs.values() if j.model == text]
-        job = by_model[-1] if by_model else admission.find_job(self._state, text)
+        job = by_model[-1] if by_model else admission.find_job(self._state, text, user)
         if not job.model or job.shape is None:
             raise ClusterError(
                 f"nothing is known of the speed of {job.spec.name}: "

@@ -34,6 +34,7 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
         ("command = ['true']\nkind = 'elastik'", "it must be one of command, checkpointable, elastic"),
         ("command = []", "command is empty"),
         ("name = 'a b'\ncommand = ['true']", "the name 'a b' must be letters"),
+        ("name = '12'\ncommand = ['true']", "the name '12' would be taken for the id of a job"),
         (
             "command = ['true']\n[limits]\ntime = 'soon'",
             "time: 'soon' is no duration; write it as in 90s, 12h or 1h30m",

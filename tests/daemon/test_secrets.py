@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,3 +59,18 @@ def test_secrets_of_jobs_that_are_over_go_at_the_start(local_cluster: RunningClu
     with sqlite3.connect(path) as db:
         assert db.execute("SELECT job FROM secrets").fetchall() == [(waits,)]
     db.close()
+
+
+def test_what_looks_like_a_password_is_shown_to_nobody_and_a_secret_reaches_the_job(
+    local_cluster: RunningCluster,
+) -> None:
+    """The history of events gave the values away that `show` does not."""
+    local_cluster.environment |= {"MY_TOKEN": "hush-1", "OTHER": "hush-2"}
+    options = ("--env", "MY_TOKEN", "--env", "PLAIN=seen", "--secret", "OTHER", "--name", "teller")
+    done = local_cluster.run("run", *options, "--", "sh", "-c", "echo $MY_TOKEN $PLAIN $OTHER")
+    assert done.stdout == "hush-1 seen hush-2\n"
+    shown = json.dumps([local_cluster.call("job", job="teller"), local_cluster.call("history")])
+    assert "seen" in shown and "MY_TOKEN" in shown
+    assert "hush" not in shown
+    missing = local_cluster.run("run", "--secret", "NOT_SET_HERE", "--", "true", check=False)
+    assert missing.returncode == 2 and "NOT_SET_HERE is not set" in missing.stderr
