@@ -15,6 +15,7 @@ from clusterd.units import duration
 from tui import rows
 from tui.columns import clock, decided
 from tui.lines import Line, line, printable
+from tui.typed import absolute_path, existing_file, something, whole_number
 
 if TYPE_CHECKING:
     from tui.app import Top
@@ -113,10 +114,10 @@ class Acting:
             "priority",
             [line(f"of {names}; higher goes first")],
             str(jobs[0].priority),
-            lambda text: "" if text.lstrip("-").isdecimal() else "a whole number, please",
+            whole_number,
         )
         if value is not None:
-            calls = [(job.name, {"job": job.id, "priority": int(value)}) for job in jobs]
+            calls = [(job.name, {"job": job.id, "priority": value}) for job in jobs]
             await self._each("priority", f"priority {value}", calls)
 
     async def migrate(self, pin: bool = False) -> None:
@@ -139,8 +140,8 @@ class Acting:
         if plan == OTHER:
             why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
             hint = line("dp, tp, pp, zero, accumulation ... as in ", ("dp=2,tp=2", "key"))
-            check = lambda text: "" if text else "a plan, please"  # noqa: E731
-            plan = await self._app.ask(f"move {job.name} from {job.plan} to", [hint, *why], job.plan or "", check)
+            title = f"move {job.name} from {job.plan} to"
+            plan = await self._app.ask(title, [hint, *why], job.plan or "", something("a plan, please"))
         if plan is None:
             return
         cost = await source.call("migrate", job=job.id, plan=plan, dry_run=True)
@@ -170,7 +171,7 @@ class Acting:
             f"checkpoint {job.name} to",
             [hint],
             job.checkpoint or self._last_directory,
-            lambda text: "" if text.startswith("/") else "an absolute path, please",
+            absolute_path,
         )
         if where is None:
             return
@@ -187,10 +188,10 @@ class Acting:
         here = sorted(str(path) for path in Path().glob("**/*.toml") if path.name != "pyproject.toml")[:200]
         lines = [line("path of a job file; workdir is relative to it")]
         lines += [line(("  " + path, "dim")) for path in here[:6]]
-        file = await self._app.ask("submit", lines, "", _no_file, suggestions=here)
+        file = await self._app.ask("submit", lines, "", existing_file, suggestions=here)
         if file is None:
             return
-        request = read_job_file(Path(file).expanduser())
+        request = read_job_file(file)
         spec = request.spec
         want = f"{spec.resources.devices} devices" if spec.resources.devices else "CPU cores"
         about = [
@@ -218,7 +219,7 @@ class Acting:
             else line("no jobs there")
         )
         how = line(("elastic jobs move away where there is room; others run to their end", "dim"))
-        why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "")
+        why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "", str)
         if why is not None:
             await self._each("host_drain", "drained", [(host.name, {"host": host.name, "why": why}) for host in hosts])
 
@@ -253,6 +254,11 @@ class Acting:
     async def _page(self, job: rows.Job, attempt: int | None) -> None:
         import tempfile
 
+        given = os.environ.get("PAGER") or "less -R"
+        try:
+            pager = shlex.split(given)
+        except ValueError as error:  # a quote without an end
+            raise ClusterError(f"$PAGER is {given!r}, which is no command: {error}") from None
         source = self._app.shared.source
         with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
             taken = 0
@@ -264,7 +270,7 @@ class Acting:
                         file.write(b"\n(cut here: clusterd logs prints all of it)\n")
                         break
             file.flush()
-            self._give_terminal([*shlex.split(os.environ.get("PAGER") or "less -R"), file.name], "set PAGER")
+            self._give_terminal([*pager, file.name], "set PAGER")
 
     async def shell(self) -> None:
         """A shell beside a job's rank 0."""
@@ -292,7 +298,3 @@ def _runs(decisions: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
     """Neighbours that say the same as one, with their number."""
     groups = itertools.groupby(decisions, key=lambda decision: (decision["kind"], decision["reason"]))
     return [(members[0], len(members)) for members in (list(group) for _, group in groups)]
-
-
-def _no_file(text: str) -> str:
-    return "" if Path(text).expanduser().is_file() else f"there is no file {text!r} here"

@@ -300,14 +300,14 @@ class Top(App[None]):
         self,
         title: str,
         lines: list[Line],
-        value: str = "",
-        check: Callable[[str], str] = lambda _: "",
+        value: str,
+        read: Callable[[str], R],
         suggestions: Sequence[str] = (),
-    ) -> str | None:
-        """A line of text, or None."""
+    ) -> R | None:
+        """What `read` makes of a line of text, or None."""
         from tui.dialogs import Ask
 
-        return await self.window(Ask(title, lines, value, check, suggestions))
+        return await self.window(Ask(title, lines, value, read, suggestions))
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from tui.boards import TableBoard
 from tui.filters import BadFilter, parse
 from tui.lines import line, printable
 from tui.playback import Player
+from tui.typed import something
 
 if TYPE_CHECKING:
     from tui.app import Top
@@ -62,20 +63,13 @@ class Arranging:
         """What rows must match."""
         board = self._board
 
-        def wrong(text: str) -> str:
-            try:
-                parse(text, board.fields)
-            except BadFilter as error:
-                return str(error)
-            return ""
-
         lines = [
             line("words and regular expressions, field:value, field:>3, !not; empty shows all"),
             line(("fields: " + ", ".join(sorted(board.fields)), "dim")),
         ]
-        text = await self._app.ask("filter", lines, board.filter.text, wrong)
-        if text is not None:
-            board.set_filter(text)
+        chosen = await self._app.ask("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
+        if chosen is not None:
+            board.use_filter(chosen)
             self._app.show_frame()
 
     async def sort(self) -> None:
@@ -115,7 +109,7 @@ class Arranging:
         if chosen is None:
             return
         if chosen == "keep":
-            title = await self._app.ask("keep this view as", [], "", lambda text: "" if text else "a name, please")
+            title = await self._app.ask("keep this view as", [], "", something("a name, please"))
             if title is not None:
                 now = (name, board.filter.text, board.sort, board.descending, tuple(board.columns))
                 saved_views.save(file, saved_views.SavedView(title, *now))

@@ -136,7 +136,11 @@ class TableBoard(Board, Generic[R]):
         Raises:
             BadFilter: it is no filter.
         """
-        self.filter = parse(text, self.fields)
+        self.use_filter(parse(text, self.fields))
+
+    def use_filter(self, shown: Filter) -> None:
+        """Show rows that match."""
+        self.filter = shown
         self.apply_choices()
 
     def sort_by(self, column: str) -> None:

@@ -117,22 +117,22 @@ class Confirm(Dialog[str]):
             self.dismiss(event.key if event.key in self._keys else None)
 
 
-class Ask(Dialog[str]):
-    """One line to type."""
+class Ask(Dialog[R]):
+    """One line to type; the answer is what was read out of it."""
 
     def __init__(
         self,
         title: str,
         lines: list[Line],
-        value: str = "",
-        check: Callable[[str], str] = lambda _: "",
+        value: str,
+        read: Callable[[str], R],
         suggestions: Sequence[str] = (),
     ) -> None:
-        """`check` says what is wrong with a value; empty: nothing."""
+        """`read` makes the answer of what was typed; its OSError, RuntimeError or ValueError says what is wrong."""
         super().__init__(title, "enter does it   esc leaves it" + ("   down, up: the next one" if suggestions else ""))
         self._lines = lines
         self._value = value
-        self._check = check
+        self._read = read
         self._suggestions = suggestions
         self._among = list(suggestions)
 
@@ -162,13 +162,16 @@ class Ask(Dialog[str]):
         self._input.cursor_position = len(self._input.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Right, or say what is wrong."""
+        """Right, or say what is wrong: nothing that is typed ends the interface."""
         event.stop()
-        wrong = self._check(event.value.strip())
-        if wrong:
-            self._wrong.update(wrong)
+        try:
+            answer = self._read(event.value.strip())
+        except OSError as error:
+            self._wrong.update(error.strerror or str(error))
+        except (RuntimeError, ValueError) as error:  # RuntimeError: `~name` of nobody
+            self._wrong.update(str(error))
         else:
-            self.dismiss(event.value.strip())
+            self.dismiss(answer)
 
 
 class Options(OptionList):
