@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.screen import Screen
@@ -26,6 +26,7 @@ from tui.sources import Source
 from tui.style import CSS
 from tui.table import Table
 from tui.text_pane import Bar
+from tui.unmarked import UnmarkedApp
 from tui.verbs import VERBS, Verb, offered
 from tui.view import Link
 
@@ -41,7 +42,7 @@ WIDTHS = [(0, "-narrow"), (120, "-wide")]
 R = TypeVar("R")
 
 
-class Top(App[None]):
+class Top(UnmarkedApp):
     """The terminal UI. It owns no truth: the model is what the source told, widgets show it."""
 
     CSS = CSS

@@ -15,16 +15,21 @@ from textual.suggester import SuggestFromList
 from textual.widgets import Input, OptionList, SelectionList, Static
 from textual.widgets.option_list import Option
 
-from tui.lines import Line, plain
+from tui.lines import Line, plain, printable
 from tui.look import style
 from tui.text_pane import TextPane
+from tui.unmarked import Unmarked
 
 R = TypeVar("R")
 
 
 def rich_text(runs: Line) -> Text:
     """The line as the library's widgets take it."""
-    return Text.assemble(*((text, style(name)) for text, name in runs))
+    return Text.assemble(*((printable(text), style(name)) for text, name in runs))
+
+
+class Box(Unmarked, Vertical):
+    """What a window is drawn in."""
 
 
 class Dialog(ModalScreen[R]):
@@ -56,7 +61,7 @@ class Dialog(ModalScreen[R]):
 
     def compose(self) -> ComposeResult:
         """Title, content, and which keys do what."""
-        box = Vertical(*self.content(), Static(self._hint, classes="hint", markup=False), classes="dialog")
+        box = Box(*self.content(), Static(self._hint, classes="hint", markup=False), classes="dialog")
         box.border_title = self._title
         yield box
 

@@ -11,7 +11,7 @@ from tui import rows
 from tui.boards import Board
 from tui.context import Context
 from tui.job_page import Known, job_page, read_steps
-from tui.lines import line, printable
+from tui.lines import line
 from tui.model import Touched
 from tui.text_pane import TextPane
 
@@ -49,7 +49,7 @@ class JobBoard(Board):
         context = self.context
         known = self._known.setdefault(job.id, Known(recorded=not context.source.can_act))
         cells = max(self.page.size.width - 1, 20)
-        self.page.border_title = f" {printable(job.name)} "
+        self.page.border_title = f" {job.name} "
         self.page.show(job_page(job, context.model, known, context.look, context.clock(), cells))
         state = (job.id, job.state, job.attempt, len(job.migrations), job.migrating is None)
         if state != self._asked and context.source.can_act and self.display:

@@ -18,6 +18,7 @@ from clusterd.errors import ClusterError
 from tui.lines import fit, line, wrap
 from tui.log_window import LogWindow
 from tui.painting import strip
+from tui.unmarked import Unmarked
 
 REDRAW_S = 0.1
 RETRY_S = 1.0
@@ -30,7 +31,7 @@ class Streams(Protocol):
         """As `tui.sources.Source.stream`."""
 
 
-class LogPane(ScrollView, can_focus=True):
+class LogPane(Unmarked, ScrollView, can_focus=True):
     """Follows the end of the log until it is scrolled up; follows again at the end."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

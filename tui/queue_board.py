@@ -11,7 +11,7 @@ from textual.timer import Timer
 from tui import columns, rows
 from tui.boards import TableBoard
 from tui.context import Context
-from tui.lines import Line, line, printable
+from tui.lines import Line, line
 from tui.log_pane import LogPane
 from tui.model import Touched
 from tui.text_pane import TextPane
@@ -69,7 +69,7 @@ class QueueBoard(TableBoard[rows.Job]):
         job = self.current
         context = self.context
         self.detail.show(job_summary(job, context.model, context.look, context.clock()) if job else [])
-        self.detail.border_title = f" {printable(job.name) if job else 'job'} "
+        self.detail.border_title = f" {job.name if job else 'job'} "
         wanted = (job.id, bool(job.attempt) or job.is_over) if job else None
         if wanted != self._log_of and self.display:
             self._log_of = wanted

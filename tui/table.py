@@ -21,6 +21,7 @@ from tui.columns import Column, lay_out
 from tui.lines import Line, fit, line
 from tui.look import Look
 from tui.painting import cursor_strip, strip
+from tui.unmarked import Unmarked
 
 Cells = Callable[[str, Sequence[tuple[Column[Any], int]]], Sequence[Line]]
 """The cells of a key, one for each column."""
@@ -29,7 +30,7 @@ _HEADER = 1
 _GUTTER = 2
 
 
-class Table(ScrollView, can_focus=True):
+class Table(Unmarked, ScrollView, can_focus=True):
     """Rows under a header line; the cursor and the marks belong to keys, not to places."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -14,9 +14,10 @@ from textual.widget import Widget
 
 from tui.lines import EMPTY, Line, wrap
 from tui.painting import strip
+from tui.unmarked import Unmarked
 
 
-class TextPane(ScrollView, can_focus=True):
+class TextPane(Unmarked, ScrollView, can_focus=True):
     """Shows lines, wrapped to its width."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

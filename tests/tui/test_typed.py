@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 
+from tests.tui.staged import LIVE, host, job, staged
 from tests.tui.test_pilot import type_in, until, window
 from tests.tui.test_windows import drive
 from tui.app import Top
@@ -69,3 +71,75 @@ def test_a_pager_that_is_no_command_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         assert "No closing quotation" in said.text
 
     drive(script)
+
+
+MARKUP = "a[/b]["
+"""A name that is no markup, and would be bad markup."""
+
+
+def test_what_is_typed_is_no_markup() -> None:
+    """Of a checkpoint's path, of a view's name, of a search in a log: shown to the letter."""
+
+    async def noticed(pilot: Pilot[Any], words: str) -> None:
+        await until(pilot, lambda: any(words in str(toast.render()) for toast in pilot.app.screen.query("Toast")))
+
+    async def script(pilot: Pilot[Any], app: Top) -> None:
+        source: Any = app.shared.source
+        source.answers["checkpoint"] = {"step": 7, "path": f"/tmp/{MARKUP}", "blocked_s": 0.1}
+        await pilot.press("K")
+        await window(pilot)
+        await type_in(pilot, f"/tmp/{MARKUP}")
+        await noticed(pilot, f"step 7 is in /tmp/{MARKUP}")
+        await pilot.press("v")
+        chooser = await window(pilot)
+        chooser.list.highlighted = [name for name, _ in chooser._options].index("keep")
+        await pilot.press("enter")
+        await until(pilot, lambda: type(app.screen).__name__ == "Ask")
+        await type_in(pilot, MARKUP)
+        await noticed(pilot, f"kept as {MARKUP}")
+        await pilot.press("l")
+        await window(pilot)
+        await pilot.press("slash")
+        await type_in(pilot, f"{MARKUP}(")
+        await noticed(pilot, f"'{MARKUP}(' is no regular expression")
+
+    async def run() -> None:
+        app = staged()
+        async with app.run_test(size=(120, 40), notifications=True) as pilot:
+            await until(pilot, lambda: app.shared.model.number == 8)
+            await script(pilot, app)
+
+    asyncio.run(run())
+
+
+def test_names_that_look_like_markup_stand_in_titles_as_they_are() -> None:
+    """A job's and a host's, on every screen and in the windows about them."""
+    rows = {"status": {}, "jobs": [job(1, MARKUP, "running", attempt=1)], "hosts": [host(MARKUP, jobs=[MARKUP])]}
+
+    async def run() -> None:
+        app = staged([LIVE, {"snapshot": rows, "number": 8}])
+        source: Any = app.shared.source
+        source.answers["plans"] = {"rows": [{"plan": "dp=2", "devices": 2}]}
+        why = {"state": "running", "reason": MARKUP, "ahead": [], "holders": {}, "unusable": [], "decisions": []}
+        source.answers["why"] = why
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: app.shared.model.number == 8)
+            board: Any = app.board
+            assert MARKUP in str(board.detail._border_title)
+            await until(pilot, lambda: MARKUP in str(board.log_pane._border_title))
+            for key in "wmcpKlL":
+                await pilot.press(key)
+                await window(pilot)
+                await pilot.press("escape")
+                await until(pilot, lambda: len(app.screen_stack) == 1)
+            await pilot.press("3")
+            board = app.board
+            assert MARKUP in str(board.page._border_title)
+            await pilot.press("1")
+            board = app.board
+            assert MARKUP in str(board.detail._border_title)
+            await pilot.press("d")
+            ask = await window(pilot)
+            assert MARKUP in str(ask.query_one(".dialog")._border_title)
+
+    asyncio.run(run())
