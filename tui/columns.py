@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from tui.lines import Line, line, printable
 from tui.look import Look, job_colour
 
 R = TypeVar("R")
+
+LOSS_CELLS = 7
 
 SIMULATED_BEFORE_S = 1e8
 """A clock that says 1973 or earlier counts from the start of a simulation."""
@@ -116,8 +120,12 @@ def _text(text: str, style: str = "") -> Line:
     return ((printable(text), style),) if text else ()
 
 
-def _number(value: float | None, form: str) -> Line:
-    return _text("" if value is None else format(value, form))
+def short_number(value: float | None, cells: int) -> str:
+    """``5.52e-5``: four digits, or as many as there is room for; a number that is cut is another one."""
+    if value is None:
+        return ""
+    made = [re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.{digits}g}").replace("e+", "e") for digits in (4, 3, 2, 1)]
+    return next((text for text in made if len(text) <= cells), made[-1])
 
 
 def _name(job: rows.Job, frame: Frame) -> Line:
@@ -153,6 +161,10 @@ def _by_state(job: rows.Job) -> tuple[int, int]:
     return _STATES.get(job.state, 9), -job.priority
 
 
+def _loss(job: rows.Job, frame: Frame) -> Line:
+    return _text(short_number(job.loss, LOSS_CELLS))
+
+
 def _step_time(job: rows.Job, frame: Frame) -> Line:
     return _text("" if job.step_time_s is None else duration(job.step_time_s))
 
@@ -180,7 +192,7 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
     Column("plan", "plan", 14, _plan, lambda j: j.plan or "", flexible=True, wants=28, rank=2),
     Column("devices", "devices", 14, _devices, lambda j: len(j.devices) if j.holds_devices else 0, rank=4),
     Column("step", "step", 11, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
-    Column("loss", "loss", 7, lambda j, f: _number(j.loss, ".4g"), lambda j: _last(j.loss), right=True, rank=5),
+    Column("loss", "loss", LOSS_CELLS, _loss, lambda j: _last(j.loss), right=True, rank=5),
     Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=6),
     Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=7),
     Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=5),
@@ -189,8 +201,8 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
 
 
 def _last(value: float | None) -> float:
-    """Sorts what is not known after everything else."""
-    return float("inf") if value is None else value
+    """Sorts what is not known after everything else, and so a loss that is no number any more."""
+    return math.inf if value is None or math.isnan(value) else value
 
 
 def job_fields(job: rows.Job) -> dict[str, str]:

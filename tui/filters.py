@@ -6,11 +6,19 @@ r"""What is typed after ``/``: terms that must all hold.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 Fields = Mapping[str, str]
+
+_NUMBER = re.compile(r"(?:(?<!\w)-)?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|(?<!\w)inf(?!\w))")
+"""As cells show them; the dash of ``sweep-17`` is no sign."""
+
+
+SHOWN_LETTERS = 60
+"""Of what was typed, in what is said of it."""
 
 
 class BadFilter(ValueError):
@@ -42,36 +50,46 @@ def parse(text: str, known: frozenset[str]) -> Filter:
 
 
 def _term(word: str, known: frozenset[str]) -> Callable[[Fields], bool]:
-    if word.startswith("!") and len(word) > 1:
-        inner = _term(word[1:], known)
-        return lambda fields: not inner(fields)
+    bare = word.lstrip("!")
+    if bare and bare != word:
+        inner = _term(bare, known)
+        turned = bool((len(word) - len(bare)) % 2)
+        return lambda fields: inner(fields) is not turned
     name, colon, value = word.partition(":")
     if not colon or not re.fullmatch(r"[a-z_]+", name):
-        found = _regex(word)
+        found = pattern(word)
         return lambda fields: any(found.search(shown) for shown in fields.values())
     if name not in known:
         raise BadFilter(f"there is no field {name!r}; there are {', '.join(sorted(known))}")
     if value[:1] in ("<", ">"):
         return _comparison(name, value[0], value[1:])
-    found = _regex(value)
+    found = pattern(value)
     return lambda fields: found.search(fields.get(name, "")) is not None
 
 
-def _regex(text: str) -> re.Pattern[str]:
+def pattern(text: str) -> re.Pattern[str]:
+    """The regular expression that somebody typed; case does not matter.
+
+    Raises:
+        BadFilter: it is none.
+    """
     try:
         return re.compile(text, re.IGNORECASE)
-    except re.error as error:
-        raise BadFilter(f"{text!r} is no regular expression: {error}") from None
+    except (re.error, OverflowError, RecursionError) as error:  # repeated too often; nested too deeply
+        shown = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
+        raise BadFilter(f"{shown!r} is no regular expression: {error}") from None
 
 
 def _comparison(name: str, sign: str, limit: str) -> Callable[[Fields], bool]:
     try:
         bound = float(limit)
     except ValueError:
-        raise BadFilter(f"{name}:{sign}{limit}: {limit!r} is no number") from None
+        bound = math.nan
+    if math.isnan(bound):
+        raise BadFilter(f"{name}:{sign}{limit}: {limit!r} is no number")
 
     def compare(fields: Fields) -> bool:
-        number = re.search(r"-?\d+(\.\d+)?", fields.get(name, ""))
+        number = _NUMBER.search(fields.get(name, ""))
         if number is None:
             return False
         return float(number[0]) > bound if sign == ">" else float(number[0]) < bound

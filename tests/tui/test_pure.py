@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,53 @@ JOBS = [rows.read(rows.Job, row) for row in snapshot()["jobs"]]
 def test_filters(text: str, found: list[str]) -> None:
     shown = parse(text, columns.JOB_FIELDS)
     assert [row.id for row in JOBS if shown.matches(columns.job_fields(row))] == found
+
+
+@pytest.mark.parametrize(
+    ("text", "loss", "matches"),
+    [
+        ("loss:>0.5", 2.5e-05, False),
+        ("loss:<0.5", 2.5e-05, True),
+        ("loss:<3e-5", 2.5e-05, True),
+        ("loss:>3E-5", 2.5e-05, False),
+        ("loss:>1e6", 2.5e8, True),
+        ("loss:<0", -2.5e-05, True),
+        ("loss:>100", math.inf, True),
+        ("loss:>100", math.nan, False),
+        ("!!loss:>0.5", 0.7, True),
+        ("name:>10", 1.0, True),  # of sweep-17: no sign
+    ],
+)
+def test_a_filter_compares_the_number_that_is_meant(text: str, loss: float, matches: bool) -> None:
+    row = rows.read(rows.Job, job(1, "sweep-17", "running", loss=loss))
+    assert parse(text, columns.JOB_FIELDS).matches(columns.job_fields(row)) is matches
+
+
+@given(st.floats(-1e300, 1e300))
+def test_a_loss_fits_its_column_and_is_right(loss: float) -> None:
+    """To a digit at least, however small or large; never cut at its end."""
+    row = rows.read(rows.Job, job(1, "a", "running", loss=loss))
+    column = next(column for column in columns.JOB_COLUMNS if column.name == "loss")
+    shown = lines.plain(column.show(row, columns.Frame(NOW_S, Look(), {})))
+    assert lines.width(((shown, ""),)) <= column.cells
+    assert float(shown) == pytest.approx(loss, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [(3.21, "3.21"), (5.516e-05, "5.52e-5"), (2.5e-05, "2.5e-5"), (123456.7, "1.235e5"), (-1.234e-10, "-1e-10")],
+)
+def test_a_loss_is_shown_with_its_exponent(loss: float, shown: str) -> None:
+    assert columns.short_number(loss, 7) == shown
+
+
+def test_a_loss_that_is_no_number_is_sorted_last() -> None:
+    losses = [math.nan, 2.0, None, 1.0, math.nan, 3.0, 0.5]
+    jobs = {str(n): rows.read(rows.Job, job(n, "a", "running", loss=loss)) for n, loss in enumerate(losses)}
+    column = next(column for column in columns.JOB_COLUMNS if column.name == "loss")
+    listing: Listing[rows.Job] = Listing(columns.job_fields, column.order, lambda key: (len(key), key))
+    listing.rebuild(jobs)
+    assert listing.keys == ["6", "3", "1", "5", "0", "2", "4"]
 
 
 @pytest.mark.parametrize("text", ["(", "nofield:x", "step:>many"])
