@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -12,6 +11,7 @@ from textual.widgets import Input, Static
 
 from tui import rows
 from tui.context import Context
+from tui.filters import BadFilter, pattern
 from tui.log_pane import LogPane
 
 
@@ -77,11 +77,11 @@ class LogScreen(ModalScreen[str]):
         """Show these lines alone."""
         event.stop()
         try:
-            pattern = re.compile(event.value, re.IGNORECASE) if event.value else None
-        except re.error as error:
-            self.notify(f"{event.value!r} is no regular expression: {error}", severity="error")
+            only = pattern(event.value) if event.value else None
+        except BadFilter as error:
+            self.notify(str(error), severity="error")
             return
-        self.log_pane.only(pattern)
+        self.log_pane.only(only)
         self._input.display = False
         self.log_pane.focus()
 

@@ -26,6 +26,10 @@ from tui.app import Top
         ("K", "relative", "an absolute path"),
         ("v", "", "a name"),
         ("slash", "(", "no regular expression"),
+        ("slash", "x{99999999999}", "no regular expression"),
+        ("slash", "(" * 3000, "no regular expression"),
+        ("slash", "!" * 3000 + "(", "no regular expression"),
+        ("slash", "step:>nan", "no number"),
     ],
     ids=lambda text: text[:12],
 )
