@@ -206,4 +206,5 @@ def change_row(
         "jobs": [job_row(state.jobs[job], state) for job in jobs if job in state.jobs],
         "hosts": [host_row(state, state.hosts[host], link(host)) for host in hosts if host in state.hosts],
         "gone": [host for host in hosts if host not in state.hosts],
+        "recovering": sorted(state.recovering),
     }

@@ -91,6 +91,8 @@ class Model:
             self.hosts[host.name] = host
         for name in change.gone:
             self.hosts.pop(name, None)
+        if change.recovering is not None:
+            self.status = {**self.status, "recovering": change.recovering}
         self._tell(happenings, change.decisions, change.at_s)
         self.number = change.number
         self.at_s = change.at_s or self.at_s

@@ -189,6 +189,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
     gone: tuple[str, ...] = ()
+    recovering: tuple[str, ...] | None = None  # hosts to hear from before anything is placed; None: it is not said
 
 
 Malformed = msgspec.ValidationError

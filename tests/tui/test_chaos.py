@@ -8,9 +8,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clusterd.replay import recording
 from tests.conftest import REPOSITORY, RunningCluster, until
 from tests.tui import test_pilot
 from tests.tui.terminal import Terminal
@@ -106,6 +108,28 @@ def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster:
             assert not banner.has_class("shown")
 
     asyncio.run(run())
+
+
+def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningCluster) -> None:
+    """Killed while a job runs: the new one recovers until the job's host is heard, and then says so."""
+    cluster.start(hosts=1)
+    job = cluster.submit('command = ["sleep", "1000"]\n', "sleeps")
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+
+    async def run() -> None:
+        app = Top(Daemon(cluster.socket))
+        async with app.run_test(size=(100, 30)) as pilot:
+            head: Any = app.query_one("#head")
+            await test_pilot.until(pilot, lambda: "daemon up" in head.text)
+            await asyncio.to_thread(cluster.kill)
+            await test_pilot.until(pilot, lambda: app.link.state is LinkState.LOST)
+            await asyncio.to_thread(cluster.start, 1)
+            await test_pilot.until(pilot, lambda: app.link.state is LinkState.LIVE and "daemon up" in head.text)
+
+    asyncio.run(run())
+    told = [item["recovering"] for item in recording(cluster.directory) if "number" in item and "jobs" in item]
+    assert ["local0"] in told
+    assert told[-1] == []
 
 
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])

@@ -102,6 +102,23 @@ def test_the_cursor_stays_with_its_job_when_others_come_and_go() -> None:
     drive(script)
 
 
+def test_a_daemon_that_recovers_is_up_when_the_last_host_is_heard() -> None:
+    """The snapshot says which hosts it waits for, and each change which of them are left."""
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        head: Any = app.query_one("#head")
+        status = {"started_s": NOW_S - 5, "recovering": ["gpu01", "gpu02"]}
+        await source.queue.put({"snapshot": {"status": status, "jobs": [], "hosts": []}, "number": 9})
+        await until(pilot, lambda: "daemon recovering" in head.text)
+        await source.queue.put({"number": 10, "recovering": ["gpu02"]})
+        await until(pilot, lambda: app.shared.model.number == 10)
+        assert "daemon recovering" in head.text
+        await source.queue.put({"number": 11, "recovering": []})
+        await until(pilot, lambda: "daemon up 5.0s" in head.text)
+
+    drive(script)
+
+
 def test_the_newest_event_is_on_top_until_the_cursor_leaves_the_top() -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         board: Any = app.board
