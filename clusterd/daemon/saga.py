@@ -2,8 +2,9 @@
 
 ====================  =================================================================================================
 prepare               new ranks start, build the model without storage, meet, and allocate, while the old ones train
-quiesce               the old ranks end the same step and put what others need of them into the hosts' stores
-transfer              hosts fetch what they lack; new ranks read their boxes
+quiesce               the old ranks end the same step
+transfer              they put what others need of them into the hosts' stores; hosts fetch what they lack; new ranks
+                      read their boxes
 verify                step, checksums and boxes are right on every new rank
 switch                one journaled event: from here on the new ranks are the job
 resume                they train
@@ -182,7 +183,9 @@ class Saga:
         # Clocks of hosts differ by little, and the last to end is what counts.
         self.quiesced_at_s = max(said["at_s"] for said in quiesced.values())
         self._step = steps.pop()
-        await self._advance(f"at step {self._step}", post=False)
+        # They said so after they had copied, by when new ranks have read most of it: the copying is the transfer's.
+        copying = [said["copied"][0] for said in quiesced.values() if said.get("copied")]
+        await self._advance(f"at step {self._step}", post=False, over_at_s=min(copying, default=self.quiesced_at_s))
 
     async def _transfer(self) -> None:
         self._phase = "transfer"
@@ -239,9 +242,15 @@ class Saga:
         missing = sorted(rank for _, rank in wanted - self._heard.get(what, {}).keys())
         raise MoveFailed(f"ranks {missing} were not {what} within {timeout_s:.0f} s")
 
-    async def _advance(self, what: str, post: bool = True) -> None:
-        """The phase is over; its time goes to the journal, inside the downtime together with the switch."""
+    async def _advance(self, what: str, post: bool = True, over_at_s: float | None = None) -> None:
+        """The phase is over; its time goes to the journal, inside the downtime together with the switch.
+
+        Args:
+            over_at_s: when it was, by the clock of a host; None: now.
+        """
         now_s = time.perf_counter()
+        if over_at_s is not None:
+            now_s = min(max(now_s - (time.time() - over_at_s), self._began_s), now_s)
         log.info("%s: %s over after %.3f s: %s", self.id, self._phase, now_s - self._began_s, what)
         event = e.MigrationAdvanced(
             at_s=time.time(),

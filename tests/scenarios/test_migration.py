@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,11 @@ def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: Running
         "verify",
         "resume",
     }
+    for move in row["migrations"]:
+        transfer = next(phase for phase in move["phases"] if phase["phase"] == "transfer")
+        copied = re.search(r"copied within ([0-9.]+) s", transfer["what"])
+        assert copied is not None
+        assert 0 < float(copied[1]) <= transfer["seconds"] + 1e-3, "more time copying than the transfer took"
     local_cluster.wait_for(job, lambda _: local_cluster.call("status")["leased"] == 2)  # the old ranks have ended
     refused = local_cluster.run("migrate", "gpt", "--plan", "dp=3", check=False)
     assert refused.returncode == 1
