@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
+
 from clusterd.errors import ClusterError, ConfigError
 
 
@@ -52,11 +54,10 @@ def load(file: Path) -> list[SavedView]:
         ConfigError: the file is there and is not ours.
     """
     try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-        return [SavedView(**{**row, "columns": tuple(row.get("columns", ()))}) for row in rows]
+        return msgspec.json.decode(file.read_bytes(), type=list[SavedView])
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{file} holds no saved views ({error}): move it away") from None
 
 
