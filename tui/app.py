@@ -150,7 +150,11 @@ class Top(UnmarkedApp):
 
     def _play_on(self) -> None:
         """Let the recording go on."""
-        if self.player is not None and self.player.advance(REFRESH_S):
+        try:
+            if self.player is not None and self.player.advance(REFRESH_S):
+                self.show_recording()
+        except ClusterError as unread:
+            self.notify(str(unread), severity="error", timeout=10)
             self.show_recording()
         self.show_frame()
 

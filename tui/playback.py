@@ -35,12 +35,12 @@ class Player:
         if not items or "snapshot" not in items[0]:
             raise ClusterError("this is no recording: its first line must hold a snapshot")
         self._items = items
-        times = [float(item["at_s"]) for item in items[1:] if item.get("at_s")]
-        self.start_s = float(items[0].get("at_s") or (times[0] if times else 0.0))
+        times = [_at_s(item, number) for number, item in enumerate(items, 1)]
+        self.start_s = next((at_s for at_s in times if at_s), 0.0)
         # Never backwards, so that an instant has one place: clocks of hosts differ by a little.
         self._times = [self.start_s]
-        for item in items[1:]:
-            self._times.append(max(float(item.get("at_s") or self._times[-1]), self._times[-1]))
+        for at_s in times[1:]:
+            self._times.append(max(at_s or self._times[-1], self._times[-1]))
         self.end_s = self._times[-1]
         self.now_s = self.start_s
         self.speed = _power_of_two((self.end_s - self.start_s) / WHOLE_S)
@@ -64,14 +64,23 @@ class Player:
             self._kept[index] = self.model.copy()
 
     def seek(self, index: int) -> None:
-        """To the instant of this item; the model is another object afterwards if that is before now."""
+        """To the instant of this item; the model is another object afterwards if that is before now.
+
+        Raises:
+            ClusterError: an item before it cannot be read; we stand, paused, at the last one that can.
+        """
         index = min(max(index, 0), len(self._items) - 1)
         if index < self.index:
             nearest = max(at for at in self._kept if at <= index)
             self.model, self.index = self._kept[nearest].copy(), nearest
-        while self.index < index:
-            self._apply(self.index + 1)
-        self.now_s = self._times[index]
+        try:
+            while self.index < index:
+                self._apply(self.index + 1)
+        except ClusterError:
+            self.playing = False
+            raise
+        finally:
+            self.now_s = self._times[self.index]
 
     def seek_time(self, at_s: float) -> None:
         """To the last item that is not after `at_s`."""
@@ -104,6 +113,14 @@ class Player:
         """How far we are in time."""
         whole_s = self.end_s - self.start_s
         return (self.now_s - self.start_s) / whole_s if whole_s else 1.0
+
+
+def _at_s(item: Mapping[str, Any], number: int) -> float:
+    """When it was; 0: it does not say."""
+    try:
+        return rows.read(rows.Seconds, item.get("at_s") or 0.0)
+    except rows.Malformed as error:
+        raise ClusterError(f"item {number} of the recording cannot be read: at_s: {error}") from None
 
 
 def _power_of_two(value: float) -> float:

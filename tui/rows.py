@@ -5,16 +5,19 @@ Fields that a daemon of another version does not send have defaults; those that 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+
+Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+"""An instant or a span within 3,000 years: no calendar has others, and nobody can read them."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
     """One phase of a move."""
 
     phase: str
-    seconds: float
+    seconds: Seconds
     what: str = ""
 
 
@@ -26,13 +29,13 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     new: str = msgspec.field(name="to", default="")
     devices: tuple[str | None, ...] = ()
     reason: str = ""
-    started_s: float = 0.0
-    ended_s: float | None = None
+    started_s: Seconds = 0.0
+    ended_s: Seconds | None = None
     step: int | None = None
     phases: tuple[Phase, ...] = ()
     network_bytes: int = 0
     local_bytes: int = 0
-    downtime_s: float | None = None
+    downtime_s: Seconds | None = None
     restarts: bool = False
     failure: str = ""
 
@@ -43,7 +46,7 @@ class Next(msgspec.Struct, frozen=True, kw_only=True):
     plan: str
     devices: int = 0
     gain: float | None = None
-    move_cost_s: float | None = None
+    move_cost_s: Seconds | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,15 +72,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     steps: int | None = None
     first_loss: float | None = None
     loss: float | None = None
-    step_time_s: float | None = None
-    predicted_step_time_s: float | None = None
+    step_time_s: Seconds | None = None
+    predicted_step_time_s: Seconds | None = None
     next: Next | None = None
     predictable: bool = False
     profiling: bool = False  # it is being tried under other plans
     trials: int = 0  # so far
-    submitted_s: float = 0.0
-    started_s: float | None = None
-    ended_s: float | None = None
+    submitted_s: Seconds = 0.0
+    started_s: Seconds | None = None
+    ended_s: Seconds | None = None
     exit_code: int | None = None
     pinned: bool = False
     checkpoint: str | None = None
@@ -114,7 +117,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     why: str = ""
-    since_s: float = 0.0
+    since_s: Seconds = 0.0
     drained: str | None = None
     address: str | None = None
     cpu_cores: int | None = None
@@ -157,7 +160,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     cause: int = 0
     job: str | None = None
     host: str | None = None
-    at_s: float = 0.0
+    at_s: Seconds = 0.0
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +168,7 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     id: int = 0
-    at_s: float = 0.0
+    at_s: Seconds = 0.0
     job: str | None = None
     host: str | None = None
     fields: dict[str, Any] = {}
@@ -183,7 +186,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One handled batch, with everything it touched as it is afterwards."""
 
     number: int
-    at_s: float = 0.0
+    at_s: Seconds = 0.0
     events: tuple[dict[str, Any], ...] = ()
     decisions: tuple[Decision, ...] = ()
     jobs: tuple[Job, ...] = ()
@@ -231,8 +234,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     state: str = ""
     plan: str | None = None
-    started_s: float = 0.0
-    ended_s: float | None = None
+    started_s: Seconds = 0.0
+    ended_s: Seconds | None = None
     why: str = ""
     ranks: tuple[Rank, ...] = ()
 
@@ -249,9 +252,9 @@ class RankedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: str
     devices: int = 0
-    step_time_s: float | None = None
-    lower_s: float | None = None
-    upper_s: float | None = None
+    step_time_s: Seconds | None = None
+    lower_s: Seconds | None = None
+    upper_s: Seconds | None = None
     device_bytes: float | None = None
     fits: bool = True
     why: str = ""
@@ -270,9 +273,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: str
     devices: int = 0
-    step_time_s: float | None = None
-    predicted_s: float | None = None
-    at_s: float = 0.0
+    step_time_s: Seconds | None = None
+    predicted_s: Seconds | None = None
+    at_s: Seconds = 0.0
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):

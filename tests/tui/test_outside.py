@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 
-from clusterd.errors import ConfigError
-from tests.tui.test_pilot import window
+from clusterd.errors import ClusterError, ConfigError
+from tests.tui.staged import NOW_S, job
+from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
 from tui import saved_views
 from tui.app import Top
 from tui.dialogs import Say
+from tui.playback import Player, Recording
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,47 @@ def test_saved_views_are_read_as_they_were_written(tmp_path: Path) -> None:
     file.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="move it away"):
         saved_views.load(file)
+
+
+FIRST: dict[str, Any] = {"snapshot": {"jobs": [], "hosts": [], "status": {}}, "number": 0, "at_s": NOW_S}
+
+
+@pytest.mark.parametrize("at_s", ["noon", [5], {"s": 1}, 1e18, True])
+def test_a_recording_with_a_time_that_is_none_is_refused(at_s: Any) -> None:
+    with pytest.raises(ClusterError, match="item 2 of the recording cannot be read: at_s"):
+        Player([FIRST, {"number": 1, "at_s": at_s}])
+
+
+@pytest.mark.parametrize("bad", [{"at_s": NOW_S + 2}, {"number": 2, "jobs": [{"id": 7}], "at_s": NOW_S + 2}])
+def test_a_recording_plays_up_to_what_cannot_be_read(bad: dict[str, Any]) -> None:
+    """It says so and stands there; going back works."""
+    good = {"number": 1, "at_s": NOW_S + 1, "jobs": [job(1, "first", "running")]}
+
+    async def run() -> None:
+        app = Top(Recording([FIRST, good, bad, {"number": 3, "at_s": NOW_S + 3}]))
+        player = app.player
+        assert player is not None
+        player.speed = 100.0
+        async with app.run_test(size=(100, 30), notifications=True) as pilot:
+            shown = lambda: "".join(str(toast.render()) for toast in app.screen.query("Toast"))  # noqa: E731
+            await until(pilot, lambda: "item 3 of the recording cannot be read" in shown())
+            board: Any = app.board
+            await until(pilot, lambda: board.table.keys == ["1"])
+            assert (player.index, player.playing) == (1, False)
+            await pilot.press("comma")
+            await until(pilot, lambda: not board.table.keys)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("at_s", [1e18, -math.inf, math.nan])
+def test_an_instant_of_no_calendar_is_refused_where_it_comes_in(at_s: float) -> None:
+    """Before a screen makes a date of it."""
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await source.queue.put({"number": 9, "jobs": [job(1, "gpt-large", "running", submitted_s=at_s)]})
+        await until(pilot, lambda: source.rejected)
+        assert "submitted_s" in source.rejected
+        assert app.shared.model.number == 8
+
+    drive(script)
