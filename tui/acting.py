@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
@@ -76,23 +75,23 @@ class Acting:
     async def why(self) -> None:
         """Why a job is where it is: the daemon's own account."""
         job = self._job
-        answer = await self._app.shared.source.call("why", job=job.id)
+        answer = rows.read(rows.Why, await self._app.shared.source.call("why", job=job.id))
         now_s = self._app.shared.clock()
-        made = [line((f"{job.name} ({job.id}) is {answer['state']}: ", "bold"), (printable(answer["reason"]), "warn"))]
-        if answer["ahead"]:
-            names = ", ".join(answer["ahead"][:5]) + (", ..." if len(answer["ahead"]) > 5 else "")
-            made.append(line(("before it  ", "dim"), f"{len(answer['ahead'])} in the queue: {printable(names)}"))
-        if answer["state"] == "queued":
-            for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
+        made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
+        if answer.ahead:
+            names = ", ".join(answer.ahead[:5]) + (", ..." if len(answer.ahead) > 5 else "")
+            made.append(line(("before it  ", "dim"), f"{len(answer.ahead)} in the queue: {printable(names)}"))
+        if answer.state == "queued":
+            for name, count in sorted(answer.holders.items(), key=lambda item: -item[1])[:8]:
                 made.append(line(("held       ", "dim"), f"{printable(name)} has {count} device{'s'[: count != 1]}"))
-            made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer["unusable"]]
-        for host, reason in answer.get("unfit", {}).items():
+            made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer.unusable]
+        for host, reason in answer.unfit.items():
             made.append(line(("left out   ", "dim"), printable(f"{host}: {reason}")))
         made.append(line(""))
-        for decision, times in _runs(list(reversed(answer["decisions"]))):
-            at, kind = clock(decision["at_s"], now_s), decided(decision["kind"])
+        for decision, times in _runs(list(reversed(answer.decisions))):
+            at, kind = clock(decision.at_s, now_s), decided(decision.kind)
             again = f" ({times} times)" if times > 1 else ""
-            made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision['reason'])}", (again, "dim")))
+            made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision.reason)}", (again, "dim")))
         await self._app.say(f"why {job.name}", made, hang=11)
 
     async def cancel(self) -> None:
@@ -132,7 +131,7 @@ class Acting:
         source = self._app.shared.source
         try:
             known = rows.read(rows.Plans, await source.call("plans", job=job.id))
-        except ClusterError as refused:
+        except (ClusterError, rows.Malformed) as refused:
             known = rows.Plans(known=str(refused))
         plan: str | None = OTHER
         if known.rows:
@@ -144,13 +143,13 @@ class Acting:
             plan = await self._app.ask(title, [hint, *why], job.plan or "", something("a plan, please"))
         if plan is None:
             return
-        cost = await source.call("migrate", job=job.id, plan=plan, dry_run=True)
+        cost = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
         keys = {"P": "move and pin"} if pin else {"y": "move", "P": "move and pin it there"}
         answer = await self._app.confirm(f"move {job.name}", cost_lines(cost), keys)
         if not answer:
             return
-        begun = await source.call("migrate", job=job.id, plan=plan, pin=answer == "P")
-        watch = WatchMove(self._app.shared, job, begun["migrations"], begun["predicted_downtime_s"])
+        begun = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
+        watch = WatchMove(self._app.shared, job, begun.migrations, begun.predicted_downtime_s)
         await self._app.window(watch)
 
     async def pin(self) -> None:
@@ -177,9 +176,9 @@ class Acting:
             return
         self._last_directory = where
         self._app.notify(f"{job.name}: writing its checkpoint")
-        said = await self._app.shared.source.call("checkpoint", job=job.id, path=where)
-        stood = duration(said["blocked_s"])
-        self._app.notify(f"{job.name}: step {said['step']} is in {said['path']} (stood still for {stood})", timeout=10)
+        said = rows.read(rows.Written, await self._app.shared.source.call("checkpoint", job=job.id, path=where))
+        stood = duration(said.blocked_s)
+        self._app.notify(f"{job.name}: step {said.step} is in {said.path} (stood still for {stood})", timeout=10)
 
     async def submit(self) -> None:
         """Queue the job of a file."""
@@ -200,9 +199,9 @@ class Acting:
             line(("workdir ", "dim"), spec.workdir or "none"),
         ]
         if await self._app.confirm(f"submit {spec.name}", about, {"y": "submit"}):
-            answer = await self._app.shared.source.submit(request)
-            self._app.notify(f"{answer['name']} is queued as {answer['id']}")
-            self._app.goto_job_row(answer["id"])
+            answer = rows.read(rows.Accepted, await self._app.shared.source.submit(request))
+            self._app.notify(f"{answer.name} is queued as {answer.id}")
+            self._app.goto_job_row(answer.id)
 
     # --- hosts --------------------------------------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ class Acting:
             raise ClusterError(f"{command[0]} cannot be run: {error.strerror}: {hint}") from None
 
 
-def _runs(decisions: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int]]:
+def _runs(decisions: list[rows.Decision]) -> list[tuple[rows.Decision, int]]:
     """Neighbours that say the same as one, with their number."""
-    groups = itertools.groupby(decisions, key=lambda decision: (decision["kind"], decision["reason"]))
+    groups = itertools.groupby(decisions, key=lambda decision: (decision.kind, decision.reason))
     return [(members[0], len(members)) for members in (list(group) for _, group in groups)]

@@ -13,7 +13,7 @@ from textual.containers import Container
 from textual.screen import Screen
 
 from clusterd.errors import ClusterError
-from tui import view
+from tui import rows, view
 from tui.boards import Board, TableBoard
 from tui.context import Context
 from tui.feeding import REFRESH_S, Feeding
@@ -334,6 +334,8 @@ class Top(UnmarkedApp):
                 lines = [line(printable(text)) for text in str(refused).splitlines()]
                 await self.say(f"{name.replace('_', ' ')}: refused", lines)
 
+            except rows.Malformed as error:
+                await self.say(name.replace("_", " "), [line(f"the daemon's answer cannot be read: {error}")])
         self.run_worker(run(), group="verb", exit_on_error=True)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

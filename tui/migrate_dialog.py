@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from textual.timer import Timer
 from textual.widgets import OptionList, Static
@@ -46,16 +45,16 @@ def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -
     return line((start, "bold"), f"{duration(plan.step_time_s):>7}", (f" {gain:>5}", style), (spread, "dim"))
 
 
-def cost_lines(preview: dict[str, Any]) -> list[Line]:
+def cost_lines(preview: rows.Cost) -> list[Line]:
     """What a move would do, out of `migrate`'s dry run."""
-    moved = f"{size(preview['local_bytes'])} within hosts, {size(preview['network_bytes'])} over the network"
-    if preview.get("crowded"):  # no room for old and new ranks side by side
-        moved = f"{size(preview['local_bytes'])} through host memory; it stops and starts again"
+    moved = f"{size(preview.local_bytes)} within hosts, {size(preview.network_bytes)} over the network"
+    if preview.crowded:  # no room for old and new ranks side by side
+        moved = f"{size(preview.local_bytes)} through host memory; it stops and starts again"
     return [
-        line(("from      ", "dim"), preview["from"]),
-        line(("to        ", "dim"), (preview["plan"], "bold"), f" on {compact(preview['devices'])}"),
+        line(("from      ", "dim"), printable(preview.old)),
+        line(("to        ", "dim"), (printable(preview.plan), "bold"), f" on {compact(preview.devices)}"),
         line(("moves     ", "dim"), moved),
-        line(("stands    ", "dim"), f"still for about {duration(preview['predicted_downtime_s'])}"),
+        line(("stands    ", "dim"), f"still for about {duration(preview.predicted_downtime_s)}"),
     ]
 
 
@@ -110,11 +109,13 @@ class ChoosePlan(Dialog[str]):
 
     async def _ask(self, plan: str) -> None:
         try:
-            answer = await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
+            answer = rows.read(
+                rows.Cost, await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
+            )
             memory = self._memory.get(plan)
             about = [line(("needs     ", "dim"), f"{size(memory)} on each device")] if memory else []
             self._previews[plan] = [*cost_lines(answer), *about]
-        except ClusterError as refused:  # not kept: what is in the way may be over in a moment
+        except (ClusterError, rows.Malformed) as refused:  # not kept: what is in the way may be over in a moment
             self.preview.show([line((printable(str(refused)), "warn"))])
             return
         self.preview.show(self._previews[plan])

@@ -292,3 +292,43 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     trials: tuple[Trial, ...] = ()
     curve: tuple[Speed, ...] = ()
+
+
+class Why(msgspec.Struct, frozen=True, kw_only=True):
+    """The daemon's account of where a job is; what it decided about it newest last."""
+
+    state: str
+    reason: str = ""
+    ahead: tuple[str, ...] = ()
+    holders: dict[str, int] = {}
+    unusable: tuple[str, ...] = ()
+    unfit: dict[str, str] = {}
+    decisions: tuple[Decision, ...] = ()
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a move that was asked for will do, or would."""
+
+    old: str = msgspec.field(name="from", default="")
+    plan: str = ""
+    devices: tuple[str | None, ...] = ()
+    local_bytes: int = 0
+    network_bytes: int = 0
+    predicted_downtime_s: Seconds = 0.0
+    crowded: str | None = None  # why it has to stop and start again
+    migrations: int = 0  # of the job so far
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was asked for."""
+
+    step: int
+    path: str
+    blocked_s: Seconds = 0.0
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that was submitted."""
+
+    id: str
+    name: str

@@ -98,3 +98,30 @@ def test_an_instant_of_no_calendar_is_refused_where_it_comes_in(at_s: float) -> 
         assert app.shared.model.number == 8
 
     drive(script)
+
+
+@pytest.mark.parametrize(
+    ("key", "verb", "answer"),
+    [
+        ("w", "why", {"reason": 5}),
+        ("w", "why", None),
+        ("m", "migrate", {"from": 3}),
+        ("K", "checkpoint", {"step": "seven"}),
+    ],
+)
+def test_an_answer_of_another_form_is_said(key: str, verb: str, answer: Any) -> None:
+    """As of a daemon of another version."""
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        source.answers[verb] = answer
+        source.answers["plans"] = {"rows": "none"}
+        await pilot.press(key)
+        await window(pilot)
+        if key == "m":
+            await pilot.press("enter")
+        if key == "K":
+            await pilot.press(*"/x", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Say))
+        assert "cannot be read" in app.screen.text  # type: ignore[attr-defined]
+
+    drive(script)
