@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cached_property, partial
@@ -238,7 +239,7 @@ class Top(UnmarkedApp):
             await self._go("queue")
             queue = self.board
             if isinstance(queue, TableBoard) and hosts:
-                queue.set_filter(f"host:^{hosts[0]}$|\\b{hosts[0]}\\b")
+                queue.set_filter(f"host:(?<!\\S){re.escape(hosts[0])}(?!\\S)")
         elif board.jobs():
             self.shared.job = (message.table.cursor if self._current == "queue" else None) or board.jobs()[0]
             job = self.shared.job
@@ -333,9 +334,9 @@ class Top(UnmarkedApp):
             except ClusterError as refused:
                 lines = [line(printable(text)) for text in str(refused).splitlines()]
                 await self.say(f"{name.replace('_', ' ')}: refused", lines)
-
             except rows.Malformed as error:
                 await self.say(name.replace("_", " "), [line(f"the daemon's answer cannot be read: {error}")])
+
         self.run_worker(run(), group="verb", exit_on_error=True)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:

@@ -12,7 +12,7 @@ import pytest
 from textual.pilot import Pilot
 
 from clusterd.errors import ClusterError, ConfigError
-from tests.tui.staged import NOW_S, job
+from tests.tui.staged import LIVE, NOW_S, host, job, staged
 from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
 from tui import saved_views
@@ -125,3 +125,27 @@ def test_an_answer_of_another_form_is_said(key: str, verb: str, answer: Any) -> 
         assert "cannot be read" in app.screen.text  # type: ignore[attr-defined]
 
     drive(script)
+
+
+def test_a_hosts_jobs_are_those_on_that_very_host() -> None:
+    """Not of one whose name begins alike; a name with a bracket is no expression."""
+
+    async def run() -> None:
+        hosts = [host("gpu1"), host("gpu1-b"), host("gpu(2")]
+        jobs = [
+            job(number, f"job{number}", "running", holds_devices=True, hosts=names)
+            for number, names in enumerate((["gpu1"], ["gpu1-b"], ["gpu(2", "gpu1"]), 1)
+        ]
+        app = staged([LIVE, {"snapshot": {"status": {}, "jobs": jobs, "hosts": hosts}, "number": 8}])
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: app.shared.model.number == 8)
+            for name, found in (("gpu1", ["1", "3"]), ("gpu(2", ["3"]), ("gpu1-b", ["2"])):
+                await pilot.press("1")
+                board: Any = app.board
+                board.table.move_to(name)
+                await pilot.press("enter")
+                await until(pilot, lambda: app.board.id == "queue")
+                queue: Any = app.board
+                await until(pilot, lambda: queue.table.keys == found)  # noqa: B023
+
+    asyncio.run(run())
