@@ -14,7 +14,7 @@ from clusterd.units import duration
 from tui import rows
 from tui.columns import clock, decided
 from tui.lines import Line, line, printable
-from tui.typed import absolute_path, existing_file, something, whole_number
+from tui.typed import absolute_path, existing_file, job_files, something, whole_number
 
 if TYPE_CHECKING:
     from tui.app import Top
@@ -184,7 +184,7 @@ class Acting:
         """Queue the job of a file."""
         from clusterd.jobfile import read_job_file
 
-        here = sorted(str(path) for path in Path().glob("**/*.toml") if path.name != "pyproject.toml")[:200]
+        here = job_files()
         lines = [line("path of a job file; workdir is relative to it")]
         lines += [line(("  " + path, "dim")) for path in here[:6]]
         file = await self._app.ask("submit", lines, "", existing_file, suggestions=here)
@@ -259,17 +259,20 @@ class Acting:
         except ValueError as error:  # a quote without an end
             raise ClusterError(f"$PAGER is {given!r}, which is no command: {error}") from None
         source = self._app.shared.source
-        with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
-            taken = 0
-            async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as pieces:
-                async for piece in pieces:
-                    file.write(bytes(piece["data"]))
-                    taken += len(piece["data"])
-                    if taken > LOG_BYTES_MAX:
-                        file.write(b"\n(cut here: clusterd logs prints all of it)\n")
-                        break
-            file.flush()
-            self._give_terminal([*pager, file.name], "set PAGER")
+        try:
+            with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
+                taken = 0
+                async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as pieces:
+                    async for piece in pieces:
+                        file.write(bytes(piece["data"]))
+                        taken += len(piece["data"])
+                        if taken > LOG_BYTES_MAX:
+                            file.write(b"\n(cut here: clusterd logs prints all of it)\n")
+                            break
+                file.flush()
+                self._give_terminal([*pager, file.name], "set PAGER")
+        except OSError as error:  # of the file: what the pager meets is told apart
+            raise ClusterError(f"there is no room for the log: {error.strerror}: set TMPDIR") from None
 
     async def shell(self) -> None:
         """A shell beside a job's rank 0."""

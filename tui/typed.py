@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,20 @@ def absolute_path(text: str) -> str:
     if not text.startswith("/"):
         raise ValueError("an absolute path, please")
     return text
+
+
+FILES_MAX = 200
+
+
+def job_files() -> list[str]:
+    """Files below this directory that may hold a job, to choose among; a name that is no text cannot be shown."""
+    found = (
+        os.path.relpath(os.path.join(directory, name))
+        for directory, _, names in os.walk(".")  # what cannot be read is passed over
+        for name in names
+        if name.endswith(".toml") and name != "pyproject.toml"
+    )
+    return sorted(itertools.islice((path for path in found if path.isprintable()), FILES_MAX))
 
 
 def existing_file(text: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,38 @@ def test_a_hosts_jobs_are_those_on_that_very_host() -> None:
                 await until(pilot, lambda: queue.table.keys == found)  # noqa: B023
 
     asyncio.run(run())
+
+
+def test_files_whose_names_are_no_text_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal cannot show them; a directory that is gone has none."""
+    (tmp_path / "good.toml").write_text("")
+    (tmp_path / os.fsdecode(b"bad\xff.toml")).write_text("")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        monkeypatch.chdir(tmp_path)
+        await pilot.press("n")
+        ask = await window(pilot)
+        assert list(ask._suggestions) == ["good.toml"]
+        await pilot.press("escape")
+        await until(pilot, lambda: len(app.screen_stack) == 1)
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        await pilot.press("n")
+        ask = await window(pilot)
+        assert list(ask._suggestions) == []
+        monkeypatch.chdir(tmp_path)
+
+    drive(script)
+
+
+def test_a_pager_without_room_for_the_log_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        await pilot.press("o")
+        refused = await window(pilot)
+        assert "set TMPDIR" in refused.text
+
+    drive(script)
