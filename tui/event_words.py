@@ -40,11 +40,12 @@ def _wanted(spec: dict[str, Any]) -> str:
     if isinstance(asked := spec.get("resources"), dict):
         count, kind = asked.get("devices"), asked.get("kind")
         devices = "device" if count == 1 else "devices"
-        said.append(" ".join(filter(None, (str(count), kind, devices))) if count else "CPU cores")
+        said.append(" ".join(filter(None, (str(count), str(kind or ""), devices))) if count else "CPU cores")
         said.append(_short_plan_of(asked["plan"]) if isinstance(asked.get("plan"), dict) else "")
     said.append(f"priority {spec['priority']}" if spec.get("priority") else "")
     said.append("guaranteed" if spec.get("guaranteed") else "")
-    said.append(" ".join(map(str, spec.get("command") or ())))
+    command = spec.get("command")
+    said.append(" ".join(map(str, command)) if isinstance(command, list | tuple) else "")
     return ", ".join(filter(None, said))
 
 

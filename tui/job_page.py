@@ -45,7 +45,7 @@ def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
                 losses.append((step, float(row["loss"])))
             if isinstance(row.get("time_s"), int | float):
                 times.append((step, float(row["time_s"])))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             continue
     return losses, times
 

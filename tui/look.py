@@ -97,7 +97,7 @@ class Look:
 
     def bar(self, share: float, cells: int) -> str:
         """A horizontal bar, `share` of it full."""
-        full = round(min(max(share, 0.0), 1.0) * cells)
+        full = round(max(0.0, min(1.0, share)) * cells) if share == share else 0  # a host may tell that it is no number
         return self.glyph("full") * full + self.glyph("none") * (cells - full)
 
     def plain(self, text: str) -> str:

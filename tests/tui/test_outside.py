@@ -16,9 +16,13 @@ from clusterd.errors import ClusterError, ConfigError
 from tests.tui.staged import LIVE, NOW_S, host, job, staged
 from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
-from tui import saved_views
+from tui import lines, rows, saved_views
 from tui.app import Top
 from tui.dialogs import Say
+from tui.event_words import said
+from tui.fleet import host_summary
+from tui.job_page import read_steps
+from tui.look import Look
 from tui.playback import Player, Recording
 
 
@@ -185,3 +189,23 @@ def test_a_pager_without_room_for_the_log_is_said(tmp_path: Path, monkeypatch: p
         assert "set TMPDIR" in refused.text
 
     drive(script)
+
+
+def test_steps_that_a_job_wrote_wrongly_are_left_out() -> None:
+    """An infinite step, a number too large, and what is no row; the others are there."""
+    data = (
+        b'{"step": Infinity, "loss": 1}\n{"step": 1, "loss": 1' + b"0" * 400 + b'}\n[]\n7\n{"step": 2, "loss": 0.5}\n'
+    )
+    assert read_steps(data) == ([(2, 0.5)], [])
+
+
+def test_a_use_that_is_no_number_is_an_empty_bar() -> None:
+    gpus = [{"index": 0, "utilisation": math.nan}, {"index": 1, "utilisation": math.inf}]
+    known = rows.read(rows.Host, host("gpu01", link={"facts": {"gpus": gpus}}))
+    shown = "\n".join(lines.plain(one) for one in host_summary(known, {}, Look(), NOW_S))
+    assert "░░░░░░" in shown
+
+
+def test_an_event_with_a_spec_of_another_form_is_told() -> None:
+    spec = {"kind": "command", "command": 5, "resources": {"devices": 2, "kind": 7}}
+    assert said(rows.happening({"kind": "JobSubmitted", "spec": spec})) == "command, 2 7 devices"
