@@ -38,7 +38,13 @@ def time_left_s(job: Job) -> float | None:
     limit_s = job.spec.time_limit_s
     if limit_s is None or job.spec.kind is JobKind.COMMAND:
         return limit_s
-    had_s = sum(a.ended_s - a.started_s for a in job.attempts if a.ended_s and a.outcome is Outcome.PREEMPTED)
+    had_s = 0.0
+    for attempt in reversed(job.attempts):
+        if attempt.ended_s is None:
+            continue  # the one that has just begun
+        if attempt.outcome not in (Outcome.PREEMPTED, Outcome.REFUSED):
+            break
+        had_s += attempt.ended_s - attempt.started_s if attempt.outcome is Outcome.PREEMPTED else 0.0
     return max(limit_s - had_s, 0.0)
 
 

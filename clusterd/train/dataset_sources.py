@@ -11,6 +11,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnre
 
 BLOCK_BYTES = 1 << 20
 """What is fetched and kept at a time."""
+LOOKED_S = 10.0
+"""What is told of a file or folder holds for so long: scripts open a file for each sample."""
 ANSWER_S = 300.0
 """Longer than the agent tries: it knows why nobody answers."""
 
@@ -33,20 +36,24 @@ class Cached:
 
     def __init__(self, source: Source, directory: Path) -> None:
         self._source, self._directory = source, directory
-        self._known: dict[tuple[str, str], File | Folder] = {}
+        self._known: dict[tuple[str, str], tuple[float, File | Folder]] = {}
 
     def look(self, dataset: str, path: str) -> Found:
-        """As the source has it; asked once, where something is there."""
-        found = self._known.get((dataset, path))
-        if found is None:
+        """As the source has it, or had it a moment ago."""
+        found = self._lately(dataset, path)
+        if found is None and path:
             folder, _, name = path.rpartition("/")
-            around = self._known.get((dataset, folder))
-            found = around.get(name) if path and isinstance(around, Mapping) else None
+            around = self._lately(dataset, folder)
+            found = around.get(name) if isinstance(around, Mapping) else None
         if found is None:
             found = self._source.look(dataset, path)
             if found is not None:
-                self._known[dataset, path] = found
+                self._known[dataset, path] = time.monotonic(), found
         return found
+
+    def _lately(self, dataset: str, path: str) -> Found:
+        at_s, found = self._known.get((dataset, path), (0.0, None))
+        return found if time.monotonic() - at_s < LOOKED_S else None
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
         """From the blocks that cover the range."""

@@ -152,7 +152,8 @@ class Leaving:
             self._forget()
             self._move = move
             self._news.notify_all()
-        threading.Thread(target=self._prepare, args=[move], name="clusterd-prepare", daemon=True).start()
+        # No daemon, for it may be within torch: see `snapshots`.
+        threading.Thread(target=self._prepare, args=[move], name="clusterd-prepare").start()
 
     def _on_quiesce(self, message: Message) -> None:
         with self._news:

@@ -23,6 +23,7 @@ from clusterd.train.boxes import Trained, holdings
 from clusterd.train.context import Context
 from clusterd.train.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.copying import Piece, fills
+from clusterd.train.job import Job
 from clusterd.train.leaving import piece_of
 from clusterd.train.moving import sums_to_bytes
 from clusterd.train.segments import Segment
@@ -37,6 +38,7 @@ class Kept(Trained, Protocol):
 
     context: Context
     device: torch.device
+    job: Job
     scheduler: Any
     step: int
 
@@ -63,12 +65,16 @@ class Snapshots:
         if every > 0 and training.context.control_socket:
             # The layout is found out here, between steps, and not on the thread.
             room = [self._outbox.size_bytes, 2]
-            self._thread = threading.Thread(target=self._make_room, args=room, name="clusterd-snapshots", daemon=True)
+            # No daemon: a process that ends while a thread is within torch is ended by C++, with SIGABRT.
+            self._thread = threading.Thread(target=self._make_room, args=room, name="clusterd-snapshots")
             self._thread.start()
 
     def begin(self) -> None:
         """After a step: begins a snapshot if it is time for one, there is room, and the last one is done."""
-        if not self._every or self._training.step % self._every or len(self._segments) < 2 or self._busy():
+        training = self._training
+        if not self._every or training.step % self._every or training.step >= training.job.steps:
+            return
+        if len(self._segments) < 2 or self._busy():
             return
         which = 1 - self._newest
         try:
@@ -88,7 +94,7 @@ class Snapshots:
             if self._tell("publish", name=self._name(which), meta=meta) is not None:
                 self._newest, self._step = which, meta["step"]
 
-        self._thread = threading.Thread(target=take, name="clusterd-snapshot", daemon=True)
+        self._thread = threading.Thread(target=take, name="clusterd-snapshot")
         self._thread.start()
 
     def copied(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.outlook import Estimate, Outlook
-from clusterd.types import DeviceId, HostId, JobId
+from clusterd.types import DeviceId, HostId, JobId, RankEnd, Reason
 from plans.memory import estimate
 from plans.plan import Plan
 from tests.core.conftest import Lab, facts
@@ -192,3 +192,11 @@ def test_its_time_limit_goes_on(lab: Lab) -> None:
     lab.stopped(job)
     assert lab.attempt(job).number == 2
     assert lab.scheduler.state.timers[f"limit:{job}"] == pytest.approx(lab.now_s + 600.0, abs=5.0)
+    lab.run(job)
+    progress(lab, job, 8)
+    lab.now_s += 500.0
+    for rank in range(4):
+        lab.exit(job, rank, RankEnd(reason=Reason.LOST))
+    lab.stopped(job)
+    assert lab.attempt(job).number == 3
+    assert lab.scheduler.state.timers[f"limit:{job}"] == pytest.approx(lab.now_s + 3600.0, abs=5.0)

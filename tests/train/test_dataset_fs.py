@@ -139,6 +139,20 @@ def test_a_file_that_changes_while_it_is_read_is_refused_not_mixed(corpus: Path,
     assert files.cat_file("corpus/readme.txt") == b"a CORPUS\n"
 
 
+def test_an_open_file_stays_what_it_was_and_a_new_one_is_seen(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was looked up was kept for the life of the process, and a file that came in its place was not seen."""
+    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(Counting(corpus), tmp_path / "cache")))
+    reader = files.open("corpus/readme.txt", cache_type="none")
+    assert reader.read(2) == b"a "
+    (corpus / "readme.txt").write_text("THE OTHER CORPUS\n")
+    assert files.info("corpus/readme.txt")["size"] == 9
+    monkeypatch.setattr(dataset_sources, "LOOKED_S", 0.0)
+    assert files.cat_file("corpus/readme.txt") == b"THE OTHER CORPUS\n"
+    assert reader.read() == b"corpus\n"  # out of the cache; what is not there any more is refused
+
+
 def test_a_folder_of_many_files_is_not_listed_for_one_of_them(corpus: Path, tmp_path: Path) -> None:
     there = Counting(corpus)
     files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -47,7 +50,7 @@ class Agent:
 
 def training(rank: int = 0, plan: Plan | None = None, **options: Any) -> Training:
     context = Context(rank=rank, plan=plan or Plan(), control_socket="an agent's")
-    made = Training(job(Recorded(32), depth=1, **options), context, torch.device("cpu"), None)
+    made = Training(job(Recorded(32), depth=1, **{"steps": 100, **options}), context, torch.device("cpu"), None)
     made.optimizer.make_state()
     return made
 
@@ -141,3 +144,42 @@ def test_state_that_only_a_pickle_could_hold_costs_the_snapshots_and_not_the_tra
     assert agent.published == []
     said = capsys.readouterr().out
     assert said.count("no snapshots: scheduler.shape is a function") == 1
+
+
+ENDS_EARLY = """
+import sys, time
+from pathlib import Path
+from test_rank_snapshots import Agent, Snapshots, cast, ready, snapshots, torch, training
+
+class Slow:
+    def run(self):
+        print("copying", flush=True)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            torch.zeros(1 << 16).add_(1)
+        return []
+
+made = training(steps=40)
+taken = ready(made, Agent(Path(sys.argv[1])))
+snapshots.fills = lambda segment, pieces: Slow()
+made.step = 10
+taken.begin()
+"""
+
+
+def test_a_process_does_not_end_under_a_copy(tmp_path: Path) -> None:
+    """It died of SIGABRT after its last step, and the job had failed with 134."""
+    command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "copying\n"), done.stderr
+
+
+def test_the_last_step_needs_no_snapshot(tmp_path: Path) -> None:
+    agent = Agent(tmp_path)
+    made = training(steps=20)
+    taken = ready(made, agent)
+    made.step = 20
+    taken.begin()
+    settle(taken)
+    assert agent.published == []
