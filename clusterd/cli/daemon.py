@@ -130,12 +130,21 @@ def stop(system: bool) -> None:
         answer = cluster.call("stop")
     pid = answer["pid"]
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while Path(f"/proc/{pid}").exists():
+    while not _has_ended(pid):
         if time.monotonic() > deadline_s:
             raise ClusterError(f"the daemon (pid {pid}) was told to stop and has not after {START_TIMEOUT_S:.0f} s")
         time.sleep(0.02)
     running = answer["running"]
     note("clusterd is stopped" + (f"; {len(running)} jobs keep running: {', '.join(running)}" if running else ""))
+
+
+def _has_ended(pid: int) -> bool:
+    """A zombie has: in a container there may be nobody who takes its exit code."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
 
 
 @click.command()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import IO, Any
 
 import anyio
 import msgspec
@@ -81,21 +83,45 @@ class Notifier:
         self._bell.set()
 
     async def _hand_over(self, news: News) -> None:
-        command, text = self._notify.command, msgspec.json.encode(news) + b"\n"
+        command = self._notify.command
+        # Files, not pipes: what the command leaves in the background may hold these for ever.
+        with _file("news") as text, _file("said") as errors:
+            text.write(msgspec.json.encode(news) + b"\n")
+            text.seek(0)
+            try:
+                code = await _run(command, text, errors)
+            except (OSError, TimeoutError) as error:
+                log.error("notify: %s; it was to tell that %s", error, news["text"])
+                return
+            if code:
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().splitlines()
+                log.error("notify: %s ended with %d: %s", command[0], code, said[-1] if said else "it said nothing")
 
-        def run() -> subprocess.CompletedProcess[bytes]:
-            return subprocess.run(command, input=text, capture_output=True, timeout=PATIENCE_S, check=False)
 
-        try:
-            done = await anyio.to_thread.run_sync(run, abandon_on_cancel=True)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            log.error("notify: %s; it was to tell that %s", error, news["text"])
-            return
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            log.error(
-                "notify: %s ended with %d: %s", command[0], done.returncode, said[-1] if said else "it said nothing"
-            )
+def _file(name: str) -> IO[bytes]:
+    """In memory: a full disk is something to be told."""
+    return os.fdopen(os.memfd_create(name), "w+b")
+
+
+async def _run(command: Sequence[str], text: IO[bytes], errors: IO[bytes]) -> int:
+    """Its exit code. With the time it has, or with the daemon, it ends, and all that it started with it.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    process = await anyio.open_process(
+        command, stdin=text, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+    )
+    try:
+        with anyio.move_on_after(PATIENCE_S):
+            return await process.wait()
+        raise TimeoutError(f"{command[0]} was not done after {PATIENCE_S:.0f} s")
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            with anyio.CancelScope(shield=True):
+                await process.wait()
 
 
 def _of_job(job: Job, what: str, text: str) -> News:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import anyio
 import pytest
 
 from clusterd import config
+from clusterd.cli.daemon import _has_ended
 from clusterd.core.state import Host, State
 from clusterd.daemon import news
 from clusterd.daemon.news import Notifier
@@ -109,3 +113,32 @@ def test_settings_that_cannot_be_are_refused(text: str, why: str, tmp_path: Path
     file.write_text(text)
     with pytest.raises(ConfigError, match=why):
         config.load(file)
+
+
+def test_a_slow_command_holds_up_neither_stop_nor_what_it_left_behind(cluster: RunningCluster, tmp_path: Path) -> None:
+    """The first ends and leaves a child with its streams open; the second would take an hour."""
+    heard, child = tmp_path / "heard", tmp_path / "child"
+    teller = tmp_path / "teller"
+    teller.write_text(
+        f"#!/bin/sh\ncat >> {heard}\nif test -e {heard}.once; then echo $$ > {child}; exec sleep 3600; fi\n"
+        f"touch {heard}.once; sleep 3600 & echo $! > {child}.left\n"
+    )
+    teller.chmod(0o755)
+    settings = tmp_path / "clusterd.toml"
+    settings.write_text(f'[notify]\ncommand = ["{teller}"]\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1)
+    for name in ("first", "second"):
+        cluster.run("run", "--name", name, "--", "true")
+    until(lambda: child.exists() and child.read_text().strip() != "", 30.0)
+    os.kill(int(Path(f"{child}.left").read_text()), signal.SIGKILL)  # nobody's but the teller's
+    cluster.run("stop")
+    assert not Path(f"/proc/{child.read_text().strip()}").exists()
+
+
+def test_stop_is_done_when_nobody_takes_the_exit_code() -> None:
+    """As where the first process of a container takes none."""
+    with subprocess.Popen(["true"]) as nobody_waits:
+        until(lambda: _has_ended(nobody_waits.pid))
+        assert Path(f"/proc/{nobody_waits.pid}").exists()
+    assert _has_ended(nobody_waits.pid) and not _has_ended(os.getpid())
