@@ -17,7 +17,9 @@ LOST_IN_A_ROW_MAX = 5
 """Times a job is queued again after faults that were not its own, without a step in between."""
 
 RETRY_DELAY_S = 5.0
-"""Before the second such try; doubled for each further one. The first is at once: most faults are single."""
+"""Before the second retry; doubled for each further one. The first is at once: most faults are single."""
+
+RETRY_DELAY_MOST_S = 300.0
 
 TIMED_OUT = 124
 """Exit code of a job that reached its time limit, as of `timeout`."""
@@ -197,5 +199,5 @@ def lacks_torch(attempt: Attempt) -> tuple[HostId, str] | None:
 
 
 def retry_delay_s(times: int) -> float:
-    """Seconds to wait before the next try after `times` losses in a row."""
-    return 0.0 if times <= 1 else RETRY_DELAY_S * 2.0 ** (times - 2)
+    """Seconds to wait before the next try after `times` losses in a row, or failures."""
+    return 0.0 if times <= 1 else min(RETRY_DELAY_S * 2.0 ** min(times - 2, 30), RETRY_DELAY_MOST_S)

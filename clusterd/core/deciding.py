@@ -126,7 +126,10 @@ class Deciding:
             )
             return
         job.reason = why
-        delay_s = attempts.retry_delay_s(job.lost_in_a_row)
+        self._wait_before_retry(job, job.lost_in_a_row)
+
+    def _wait_before_retry(self, job: Job, times: int) -> None:
+        delay_s = attempts.retry_delay_s(times)
         if delay_s:
             job.not_before_s = self._now_s + delay_s
             self._set_timer(

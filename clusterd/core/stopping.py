@@ -103,6 +103,7 @@ class Stopping(Deciding):
         else:
             job.own_failures += 1
             job.reason = verdict.reason
+            self._wait_before_retry(job, job.own_failures)
         if job.state is JobState.QUEUED:
             again = "starts again at once" if attempt.onward is not None else f"queued again{_from_where(job)}"
             reason = f"{verdict.reason}; {again}"

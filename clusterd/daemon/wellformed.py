@@ -10,6 +10,8 @@ from clusterd.errors import UsageError
 from clusterd.jobfile import checked_name
 from clusterd.types import JobSpec
 
+RETRIES_MAX = 1000
+
 
 def refuse_malformed(spec: JobSpec) -> None:
     """Refuse what neither a clock nor a process can be given, and what contradicts itself.
@@ -33,8 +35,8 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"resources.kind is {spec.resources.kind!r}; it must be cuda or cpu, or left out for any")
     if spec.command and not spec.command[0]:
         raise UsageError("command begins with an empty word: give the program to run")
-    if spec.retries < 0:
-        raise UsageError(f"limits.retries is {spec.retries}; it must be 0 or more")
+    if not 0 <= spec.retries <= RETRIES_MAX:
+        raise UsageError(f"limits.retries is {spec.retries}; it must be 0 to {RETRIES_MAX}")
     for name in (*spec.env, *spec.secrets):
         if not name or "=" in name:
             raise UsageError(f"env: {name!r} is no name of a variable: it must not be empty, nor hold '='")

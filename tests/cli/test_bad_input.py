@@ -258,7 +258,7 @@ def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
         ("command = ['true']\n[env]\n'A=B' = 'x'", "'A=B' is no name of a variable"),
         ("command = ['true']\n[resources]\nplan = ['dp=2']", "plan is ['dp=2']; write it as \"dp=2,tp=2\""),
         ("command = ['true']\n[limits]\ntime = ['1h']", "[limits]: time is ['1h']; it must be a time"),
-        ("command = ['true']\n[limits]\nretries = -1", "limits.retries is -1; it must be 0 or more"),
+        ("command = ['true']\n[limits]\nretries = -1", "limits.retries is -1; it must be 0 to 1000"),
         ("command = ['true']\n[limits]\ngrace = -1", "limits.grace is -1 s: it must be a time"),
         ("command = ['true']\ntarget_loss = nan", "target_loss is nan"),
         ("command = ['true']\ntarget_loss = 1" + "0" * 400, "target_loss is a number of 401 digits"),

@@ -87,6 +87,24 @@ def test_retries_are_for_failures_of_its_own(lab: Lab) -> None:
     assert len(known.attempts) == 2
 
 
+def test_retries_after_the_first_wait_ever_longer(lab: Lab) -> None:
+    """What is away for a minute must not use them all up in a second."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(retries=12)
+    waited = []
+    for _ in range(12):
+        lab.run(job)
+        lab.exit(job, end=CRASH)
+        lab.stopped(job)
+        began_s = lab.now_s
+        if lab.state(job) == "queued":
+            lab.now_s = lab.scheduler.state.timers[f"retry:{job}"]
+            lab.tell(e.TimerFired(**lab.at(), timer=f"retry:{job}"))
+        assert lab.state(job) == "starting"
+        waited.append(round(lab.now_s - began_s))
+    assert waited[:4] == [0, 6, 11, 21] and waited[-1] == 301
+
+
 def test_cancel_before_and_during(lab: Lab) -> None:
     """A queued job is gone at once; a running one when its ranks are."""
     lab.host("a", gpus=1)
