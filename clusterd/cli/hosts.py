@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_host
-from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table
+from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, tell
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.units import size
@@ -115,7 +115,7 @@ def show(name: str, output: str) -> None:
         show_json(row, output)
         return
     facts = row["link"].get("facts", {})
-    print(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
+    tell(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
     told = {
         "drained": row["drained"],
         "reached as": row["link"].get("address"),
@@ -136,15 +136,15 @@ def show(name: str, output: str) -> None:
     }
     for label, value in told.items():
         if value:
-            print(f"  {label:<10} {value}")
+            tell(f"  {label:<10} {value}")
     for device in row["devices"]:
         use = f"job {device['job_name']} ({device['job']})" if device["job"] else device["foreign"] or "free"
-        print(f"  {device['id']:<20} {device['name']}, {size(device['memory_bytes'])}: {use}")
+        tell(f"  {device['id']:<20} {device['name']}, {size(device['memory_bytes'])}: {use}")
     for gpu in facts.get("gpus", ()):
         for process in gpu["processes"]:
             if not process["ours"]:
                 used = size(process["memory_bytes"])
-                print(f"  gpu{gpu['index']}: {used} used outside the queue by {process['user']} (pid {process['pid']})")
+                tell(f"  gpu{gpu['index']}: {used} used outside the queue by {process['user']} (pid {process['pid']})")
 
 
 @host.command()

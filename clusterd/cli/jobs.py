@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
-from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, use_colour
+from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, tell, use_colour
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
@@ -91,7 +91,7 @@ def show(job: str, output: str) -> None:
         show_json(row, output)
         return
     spec = row["spec"]
-    print(f"{row['id']}  {row['name']}  {row['state']}: {row['reason']}")
+    tell(f"{row['id']}  {row['name']}  {row['state']}: {row['reason']}")
     facts = {
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
@@ -108,20 +108,20 @@ def show(job: str, output: str) -> None:
     }
     for name, value in facts.items():
         if value is not None and value != "":
-            print(f"  {name:<10} {value}")
+            tell(f"  {name:<10} {value}")
     for move in row["migrations"]:
         cost = f"downtime {duration(move['downtime_s'])}" if move["downtime_s"] is not None else move["failure"]
         at = f"after step {move['step']}, " if move["step"] is not None else ""
-        print(f"  move {move['number']}: {move['from']} -> {move['to']} {at}{cost}: {move['reason']}")
+        tell(f"  move {move['number']}: {move['from']} -> {move['to']} {at}{cost}: {move['reason']}")
     for attempt in row["attempts"]:
         said = [attempt["state"]]
         said += [f"plan {attempt['plan']}"] if attempt["plan"] else []
         said += [f"{count} CPU cores on {host}" for host, count in attempt["cores"].items()]
         said += [attempt["why"]] if attempt["why"] else []
-        print(f"  attempt {attempt['number']}: {', '.join(said)}")
+        tell(f"  attempt {attempt['number']}: {', '.join(said)}")
         for rank in attempt["ranks"]:
             where = rank["device"] or f"{rank['host']} (CPU cores)"
-            print(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
+            tell(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
 
 
 def _when(at_s: float | None) -> str | None:
@@ -262,20 +262,20 @@ def why(job: str, output: str) -> None:
     said = f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}"
     print(click.style(said, bold=True) if use_colour() else said)
     if silence := _silence(answer):
-        print(f"  {silence}")
+        tell(f"  {silence}")
     for host, reason in answer.get("unfit", {}).items():  # a daemon that was not restarted since may not say it
-        print(f"  {host} is left out: {reason}")
+        tell(f"  {host} is left out: {reason}")
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
-        print(f"  {len(answer['ahead'])} ahead in the queue: {names}")
+        tell(f"  {len(answer['ahead'])} ahead in the queue: {names}")
     if answer["state"] == "queued":
         for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
-            print(f"  {name} holds {count} device{'s' if count > 1 else ''}")
+            tell(f"  {name} holds {count} device{'s' if count > 1 else ''}")
         for reason in answer["unusable"]:
-            print(f"  {reason}")
+            tell(f"  {reason}")
     for decision in answer["decisions"]:
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(decision["at_s"]))
-        print(f"  {at}  {_words(decision['kind'])}: {decision['reason']}")
+        tell(f"  {at}  {_words(decision['kind'])}: {decision['reason']}")
 
 
 def _silence(job: dict[str, Any]) -> str:

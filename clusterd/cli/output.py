@@ -59,7 +59,7 @@ def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: st
     if not rows:
         print(empty, file=sys.stderr)
         return
-    texts = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    texts = [["" if cell is None else shown(str(cell)) for cell in row] for row in rows]
     widths = [max(len(heading), *(len(row[i]) for row in texts)) for i, heading in enumerate(headings)]
     room = _terminal_width() - sum(widths[:-1]) - 2 * (len(widths) - 1)
     colour = use_colour()
@@ -105,9 +105,19 @@ def raise_all(failures: Sequence[ClusterError]) -> None:
 def note(text: str) -> None:
     """A word to the person, not to the program that reads the output; nothing where that person is gone."""
     try:
-        print(text, file=sys.stderr)
+        print("\n".join(map(shown, text.split("\n"))), file=sys.stderr)
     except BrokenPipeError:
         drop_output(sys.stderr)
+
+
+def tell(line: str) -> None:
+    """A line of what was asked for."""
+    print(shown(line))
+
+
+def shown(text: str) -> str:
+    """With escapes in place of what a terminal would obey: what one user wrote, others look at."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def drop_output(stream: TextIO) -> None:

@@ -44,6 +44,8 @@ class Quotas:
         if devices <= self.left(tenant):
             return None
         quota = self._tenants[tenant].quota
+        if quota is not None and devices > quota:
+            return f"needs {devices} devices at once, and tenant {tenant} may hold {quota} in all"
         return (
             f"tenant {tenant} may hold {quota} devices, and holds {self.held.get(tenant, 0)}: {devices} more are wanted"
         )

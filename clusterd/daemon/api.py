@@ -33,7 +33,7 @@ from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.membership import Membership, need_operator
 from clusterd.daemon.server import Peer, Streaming, Verb
-from clusterd.daemon.wellformed import refuse_malformed
+from clusterd.daemon.wellformed import refuse_malformed, refuse_secrets
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobId, JobKind, JobSpec
 
@@ -159,6 +159,7 @@ class Api:
     async def submit(self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None) -> dict[str, Any]:
         """Take a job over: once this is answered, it is not lost."""
         known = self.admit(peer, spec)
+        refuse_secrets(secrets or {})
         job = JobId(str(next(self._ids)))
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
@@ -192,6 +193,9 @@ class Api:
             raise UsageError(f"the job is not well-formed: {error}") from None
         known = replace(known, user=peer.user, datasets={**self._config.datasets, **known.datasets})
         refuse_malformed(known)
+        tenants = {*self._config.tenants, "default"}
+        if self._config.tenants and known.tenant not in tenants:
+            raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
         if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
         return known

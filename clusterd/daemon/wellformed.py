@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from clusterd.core import admission
 from clusterd.errors import UsageError
@@ -41,9 +41,41 @@ def refuse_malformed(spec: JobSpec) -> None:
         if not name or "=" in name:
             raise UsageError(f"env: {name!r} is no name of a variable: it must not be empty, nor hold '='")
     for field, text in _texts(spec):
-        if "\0" in text:
-            raise UsageError(f"{field} holds a null byte, which no process can be given: take it out")
+        _refuse_null(field, text)
+    for field, text in _named(spec):
+        if not text.isprintable():
+            raise UsageError(f"{field} is {text!r}, which others could not be shown: take out what does not print")
     admission.may_submit(spec)
+
+
+def refuse_secrets(secrets: Mapping[str, str]) -> None:
+    """Refuse what no process can be given.
+
+    Raises:
+        UsageError: naming the secret, never its value.
+    """
+    for name, value in secrets.items():
+        if not name or "=" in name or not name.isprintable():
+            raise UsageError(f"secrets: {name!r} is no name of a variable")
+        if not isinstance(value, str):
+            raise UsageError(f"the secret {name} is no text")
+        _refuse_null(f"the secret {name}", value)
+
+
+def _refuse_null(what: str, text: str) -> None:
+    if "\0" in text:
+        raise UsageError(f"{what} holds a null byte, which no process can be given: take it out")
+
+
+def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    """What is shown in one line with others' jobs; a command may have lines, and is shown with escapes."""
+    yield from (("resources.hosts", host) for host in spec.resources.hosts)
+    yield from (("env", name) for name in spec.env)
+    yield from (("datasets", name) for name in spec.datasets)
+    yield from (("secrets", name) for name in spec.secrets)
+    for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
+        if given is not None:
+            yield field, given
 
 
 def _texts(spec: JobSpec) -> Iterator[tuple[str, str]]:

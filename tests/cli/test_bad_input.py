@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clusterd.errors import UsageError
 from tests.conftest import GPT, RunningCluster
 
 
@@ -329,3 +331,44 @@ def test_a_state_directory_that_cannot_be(cluster: RunningCluster) -> None:
     (cluster.directory / "file").touch()
     cluster.environment["CLUSTERD_STATE_DIR"] = str(cluster.directory / "file" / "state")
     assert "set CLUSTERD_STATE_DIR to a directory that can be written" in refused(cluster, "start", code=1)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"resources": {"hosts": ["\x1b[2Jgone"]}}, "resources.hosts is '\\x1b[2Jgone'"),
+        ({"tenant": "a\nb"}, "tenant is 'a\\nb'"),
+        ({"workdir": "/tmp/\x07"}, "workdir is '/tmp/\\x07'"),
+        ({"env": {"A\tB": "1"}}, "env is 'A\\tB'"),
+        ({"secrets": ["A"]}, "the secret A holds a null byte"),
+    ],
+)
+def test_what_would_end_up_on_other_peoples_terminals(cluster: RunningCluster, more: dict[str, Any], said: str) -> None:
+    """By a client of one's own: ours has checked some of it already."""
+    cluster.start()
+    spec = {"name": "odd", "command": ["true"], "user": "", **more}
+    secrets = {"A": "x\0y"} if "secrets" in more else {}
+    with pytest.raises(UsageError) as refused:
+        cluster.call("submit", spec=spec, secrets=secrets)
+    assert said in str(refused.value)
+    assert cluster.call("jobs", all=True) == []
+
+
+def test_a_command_is_shown_and_not_obeyed(cluster: RunningCluster) -> None:
+    cluster.start()
+    cluster.call("submit", spec={"name": "odd", "command": ["echo", "\x1b[2J\nnext"], "user": ""})
+    done = cluster.run("show", "odd")
+    assert "command    echo \\x1b[2J\\nnext" in done.stdout and "\x1b" not in done.stdout
+
+
+def test_a_tenant_that_there_is_not(cluster: RunningCluster) -> None:
+    """Nobody's quota would hold for it."""
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text("[tenants.vision]\nquota = 1\n")
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start()
+    spec = {"name": "odd", "command": ["true"], "user": ""}
+    with pytest.raises(UsageError, match="there is no tenant 'visoin'; there are default, vision"):
+        cluster.call("submit", spec={**spec, "tenant": "visoin"})
+    for tenant in ("vision", "default"):
+        cluster.call("submit", spec={**spec, "tenant": tenant})

@@ -74,3 +74,11 @@ def test_the_tenant_below_its_share_is_next(lab: Lab) -> None:
     late, _ = lab.submit(devices=2, tenant="large")
     lab.finish(held[0])
     assert [lab.scheduler.state.jobs[JobId(j)].attempt is not None for j in (early, late)] == [False, True]
+
+
+def test_a_job_beyond_its_tenants_quota_is_told_that_it_is(lab: Lab) -> None:
+    """It sounded as if it were a matter of time."""
+    shared(lab, vision=Tenant(quota=1))
+    lab.host("a", gpus=4)
+    job, _ = lab.submit(devices=2, tenant="vision")
+    assert lab.why(job) == "needs 2 devices at once, and tenant vision may hold 1 in all"
