@@ -101,7 +101,8 @@ def checkpoint(job: str, directory: str) -> None:
     """
     with Client() as cluster:
         said = cluster.call("checkpoint", job=job, path=directory)
+    elsewhere = "" if said["path"].startswith(directory) else ", where its script saves, "
     note(
-        f"{said['name']}: step {said['step']} is in {said['path']} "
+        f"{said['name']}: step {said['step']} is in {said['path']}{elsewhere or ' '}"
         f"(stood still for {duration(said['blocked_s'])}, written in {duration(said['write_s'])})"
     )
