@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
-from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, tell, use_colour
+from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
@@ -259,7 +259,7 @@ def why(job: str, output: str) -> None:
     if output != "table":
         show_json(answer, output)
         return
-    said = f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}"
+    said = shown(f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}")
     print(click.style(said, bold=True) if use_colour() else said)
     if silence := _silence(answer):
         tell(f"  {silence}")

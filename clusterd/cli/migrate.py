@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from clusterd.cli.completing import complete_job
 from clusterd.cli.jobs import compact_devices
-from clusterd.cli.output import note, output_option, show_json
+from clusterd.cli.output import note, output_option, show_json, tell
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.units import duration, size
@@ -39,7 +40,7 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
             if output == "table":
                 print(f"{answer['name']}: {answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}")
                 if answer["crowded"]:
-                    print(f"  it stops and starts again: {answer['crowded']}")
+                    tell(f"  it stops and starts again: {answer['crowded']}")
                 print(f"  {_bytes(answer)}; predicted downtime {duration(answer['predicted_downtime_s'])}")
             else:
                 show_json(answer, output)
@@ -54,7 +55,7 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
         show_json({**answer, "migration": done}, output)
         return 1 if done["failure"] else 0
     for phase in done["phases"]:
-        print(f"  {phase['phase']:<9} {duration(phase['seconds']):>6}  {phase['what']}".rstrip())
+        tell(f"  {phase['phase']:<9} {duration(phase['seconds']):>6}  {phase['what']}".rstrip())
     if done["failure"]:
         raise ClusterError(f"the move failed, {done['from']} goes on: {done['failure']}")
     print(f"{answer['name']}: {done['from']} -> {done['to']} on {compact_devices(done['devices'])}, {_bytes(done)}")
@@ -101,7 +102,7 @@ def checkpoint(job: str, directory: str) -> None:
     """
     with Client() as cluster:
         said = cluster.call("checkpoint", job=job, path=directory)
-    elsewhere = "" if said["path"].startswith(directory) else ", where its script saves, "
+    elsewhere = "" if Path(said["path"]).is_relative_to(directory) else ", where its script saves, "
     note(
         f"{said['name']}: step {said['step']} is in {said['path']}{elsewhere or ' '}"
         f"(stood still for {duration(said['blocked_s'])}, written in {duration(said['write_s'])})"

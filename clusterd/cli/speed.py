@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
-from clusterd.cli.output import note, output_option, show_json, show_table
+from clusterd.cli.output import note, output_option, show_json, show_table, tell
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.jobfile import read_job_file
@@ -50,7 +50,7 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
     show_table(["plan", "devices", "measured", "predicted", "off"], rows, "nothing is measured yet")
     for trial in answer["trials"]:
         if trial["failure"]:
-            print(f"not measured: {trial['plan']}: {trial['failure']}")
+            tell(f"not measured: {trial['plan']}: {trial['failure']}")
     print()
     _show_curve(answer["curve"], over)
     print()
@@ -60,7 +60,7 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
         "nothing is learned yet",
     )
     for reason in answer["drifts"][-3:]:
-        print(f"changed: {reason}")
+        tell(f"changed: {reason}")
     return 0
 
 
@@ -161,7 +161,7 @@ def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:
         note(f"{len(can) - len(shown)} slower plans are left out: --all")
     for row in rows:
         if not row["fits"]:
-            print(f"out: {row['plan']}: {row['why']}")
+            tell(f"out: {row['plan']}: {row['why']}")
 
 
 def _show_curve(curve: list[dict[str, Any]], over: str = "devices") -> None:

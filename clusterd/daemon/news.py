@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -119,7 +120,8 @@ async def _run(command: Sequence[str], text: IO[bytes], errors: IO[bytes]) -> in
         raise TimeoutError(f"{command[0]} was not done after {PATIENCE_S:.0f} s")
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself, and nobody heard of it yet
+                os.killpg(process.pid, signal.SIGKILL)
             with anyio.CancelScope(shield=True):
                 await process.wait()
 
