@@ -79,10 +79,7 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
+    yield from _named(spec)
     yield from (("command", word) for word in spec.command)
-    yield from (("env", text) for pair in spec.env.items() for text in pair)
-    yield from (("secrets", name) for name in spec.secrets)
-    yield from (("datasets", text) for pair in spec.datasets.items() for text in pair)
-    for field, given in (("workdir", spec.workdir), ("python", spec.python), ("tenant", spec.tenant)):
-        if given is not None:
-            yield field, given
+    yield from (("env", value) for value in spec.env.values())
+    yield from (("datasets", place) for place in spec.datasets.values())
