@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
-from scipy.special import ndtri
+import scipy
 
 from profiling.coefficients import HARDWARE, INDEX, Array, Prior
 from profiling.model import Rows, Structure, predict
@@ -57,7 +56,7 @@ class Prediction:
 
     def interval(self, share: float = 0.9) -> tuple[Array, Array]:
         """Within which a measurement falls with this probability."""
-        z = float(ndtri(0.5 + share / 2.0))
+        z = float(scipy.special.ndtri(0.5 + share / 2.0))
         return self.median_s * np.exp(-z * self.width), self.median_s * np.exp(z * self.width)
 
 
@@ -206,7 +205,7 @@ def _optimise(
 
     best, least = prior.mean, math.inf
     for first in starts or [_rough(rows, target, prior, structure)]:
-        found = least_squares(
+        found = scipy.optimize.least_squares(
             residual,
             np.clip(first, low + 1e-6, high - 1e-6),
             jacobian,

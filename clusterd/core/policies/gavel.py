@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
+import scipy
 
 from clusterd.core.menu import Choice, Menu
 from clusterd.core.outlook import Estimate
@@ -113,9 +112,13 @@ class Gavel(Rounds):
         column = np.arange(len(cells))
         rows = np.concatenate([[c[0] for c in cells], [len(jobs) + c[1] for c in cells]])
         values = np.concatenate([np.ones(len(cells)), [float(c[2]) for c in cells]])
-        matrix = coo_matrix((values, (rows, np.concatenate([column, column]))), (len(jobs) + len(kinds), len(cells)))
+        matrix = scipy.sparse.coo_matrix(
+            (values, (rows, np.concatenate([column, column]))), (len(jobs) + len(kinds), len(cells))
+        )
         limits = np.concatenate([np.ones(len(jobs)), [float(there[k]) for k in kinds]])
-        answer = linprog(-np.array(gains), A_ub=matrix.tocsr(), b_ub=limits, bounds=(0, 1), method="highs")
+        answer = scipy.optimize.linprog(
+            -np.array(gains), A_ub=matrix.tocsr(), b_ub=limits, bounds=(0, 1), method="highs"
+        )
         shares: dict[str, dict[str, float]] = {job.id: {} for job in jobs}
         for (number, kind, _), x in zip(cells, answer.x, strict=True):
             shares[jobs[number].id][kinds[kind]] = max(float(x), 1e-4)

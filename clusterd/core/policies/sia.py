@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_matrix
+import scipy
 
 from clusterd.core.menu import Choice
 from clusterd.core.outlook import Estimate
@@ -120,13 +119,15 @@ def best(values: Sequence[float], cells: Sequence[Cell], left: Mapping[str, int]
     column = np.arange(len(cells))
     rows = np.concatenate([[row_of[c[0]] for c in cells], [len(jobs) + kinds.index(c[1]) for c in cells]])
     data = np.concatenate([np.ones(len(cells)), [float(c[2]) for c in cells]])
-    matrix = coo_matrix((data, (rows, np.concatenate([column, column]))), (len(jobs) + len(kinds), len(cells)))
+    matrix = scipy.sparse.coo_matrix(
+        (data, (rows, np.concatenate([column, column]))), (len(jobs) + len(kinds), len(cells))
+    )
     limits = np.concatenate([np.ones(len(jobs)), [float(left[k]) for k in kinds]])
-    answer = milp(
+    answer = scipy.optimize.milp(
         np.array(values),
-        constraints=LinearConstraint(matrix.tocsr(), -np.inf, limits),
+        constraints=scipy.optimize.LinearConstraint(matrix.tocsr(), -np.inf, limits),
         integrality=np.ones(len(cells)),
-        bounds=Bounds(0, 1),
+        bounds=scipy.optimize.Bounds(0, 1),
         options={"time_limit": SOLVER_S, "mip_rel_gap": 1e-3, "presolve": True},
     )
     if answer.x is None:
