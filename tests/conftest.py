@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -214,12 +215,19 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, explain: Calla
         time.sleep(0.02)
 
 
-@pytest.fixture
-def cluster() -> Iterator[RunningCluster]:
+@contextlib.contextmanager
+def new_cluster() -> Iterator[RunningCluster]:
     """A cluster not yet started, in a directory whose path is short enough for a socket."""
     made = RunningCluster(Path(tempfile.mkdtemp(prefix="cl-", dir="/tmp")))
     yield made
     made.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[RunningCluster]:
+    """A cluster not yet started."""
+    with new_cluster() as made:
+        yield made
 
 
 @pytest.fixture

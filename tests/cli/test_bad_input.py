@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -152,42 +150,6 @@ def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster
     assert ".clusterdignore" in said
 
 
-def test_a_workdir_that_would_hide_our_modules(cluster: RunningCluster) -> None:
-    """A project with a package named plans."""
-    work = cluster.directory / "work"
-    (work / "plans").mkdir(parents=True)
-    (work / "plans" / "__init__.py").touch()
-    cluster.start()
-    assert "has a module 'plans'" in refused(cluster, "run", "--", "true", code=2, cwd=work)
-
-
-def test_an_unreachable_host(cluster: RunningCluster) -> None:
-    """A port where nobody listens."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets it, and it refuses
-        port = holder.getsockname()[1]
-        cluster.start()
-        said = refused(cluster, "host", "add", f"me@127.0.0.1:{port}", code=1)
-    assert f"127.0.0.1:{port}" in said
-    assert cluster.call("hosts") == []
-
-
-@pytest.mark.parametrize("address", ["-oProxyCommand=touch /tmp/x", "a b", "me@", "host:99999", "$(reboot)"])
-def test_an_address_that_is_none(cluster: RunningCluster, address: str) -> None:
-    """Nothing that looks like an option, or like shell, gets further than this."""
-    cluster.start()
-    done = cluster.run("host", "add", "--", address, check=False)
-    assert done.returncode in (1, 2)
-    assert "is no host" in done.stderr
-
-
-def test_hosts_and_jobs_that_are_not_there(cluster: RunningCluster) -> None:
-    """With what there is."""
-    cluster.start()
-    assert "there is no job 'nope'" in refused(cluster, "show", "nope", code=2)
-    assert "there is no host 'nope' (hosts: none yet)" in refused(cluster, "host", "drain", "nope", code=2)
-
-
 def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """Both end the job with the reason, before any device is taken."""
     text = 'kind = "elastic"\ncommand = ["python", "train.py"]\nresources = {{ devices = {0}, plan = {{ {1} }} }}'
@@ -205,79 +167,12 @@ def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCl
     assert row["devices"] == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("show", "\udcff\udcfe"), "is no UTF-8"),
-        (("host", "add", "\udcff"), "is no UTF-8"),
-        (("priority", "1", "9" * 30), "beyond what fits 64 bits"),
-        (("wait", "1", "--timeout", "soon"), "--timeout: 'soon' is no duration"),
-        (("wait", "1", "--timeout", "nan"), "it must be a time from 0 on"),
-        (("ls", "--state", "lost"), "there is no such state; it is one of queued, starting, running"),
-        (("cancel", "nope"), "there is no job 'nope'"),
-        (("submit", "FILE", "--name", "a b"), "the name 'a b' must be letters"),
-        (("run", "--time", "nan", "--", "true"), "limits.time is nan s: it must be a time"),
-        (("run", "--time", "1e400", "--", "true"), "limits.time is inf s: it must be a time"),
-        (("run", "--devices", "9" * 30, "--", "true"), "beyond what fits 64 bits"),
-        (("run", "--", ""), "command begins with an empty word"),
-        (("run", "--name", "", "--", "true"), "the name '' must be letters"),
-    ],
-)
-def test_arguments_that_nothing_can_be_made_of(cluster: RunningCluster, arguments: tuple[str, ...], said: str) -> None:
-    """Bytes that are no text, numbers that no clock has: refused with 2, and the daemon goes on.
-
-    A time limit of nan ended the daemon, and every later one, for it was in the journal.
-    """
-    cluster.start()
-    (cluster.directory / "job.toml").write_text("command = ['true']")
-    job_file = str(cluster.directory / "job.toml")
-    assert said in refused(cluster, *[job_file if word == "FILE" else word for word in arguments], code=2)
-    assert cluster.call("jobs", all=True) == []
-
-
-@pytest.mark.parametrize("verb", ["run", "shell"])
-def test_an_option_that_there_is_not(cluster: RunningCluster, verb: str) -> None:
-    """It became the command: `run --gpu 1 -- python ...` queued a job called 1."""
-    cluster.start()
-    done = cluster.run(verb, "--gpu", "1", "--", "python", "-c", "print(1)", check=False)
-    assert done.returncode == 2
-    assert "No such option" in done.stderr and "Did you mean" in done.stderr and "--gpus" in done.stderr
-    assert cluster.call("jobs", all=True) == []
-
-
 def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
     """Whether ours have the same names or not, and with or without --."""
     cluster.start()
     for words in (("python", "-u", "train.py", "--gpus", "many"), ("--", "./train", "--name", "-d", "--", "x")):
         job = cluster.run("run", "-d", "--no-snapshot", *words).stdout.strip()
         assert cluster.job(job)["spec"]["command"] == list(words[words[0] == "--" :])
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("command = ['true', 'a\\u0000b']", "command holds a null byte"),
-        ("command = ['true']\n[env]\n'A=B' = 'x'", "'A=B' is no name of a variable"),
-        ("command = ['true']\n[resources]\nplan = ['dp=2']", "plan is ['dp=2']; write it as \"dp=2,tp=2\""),
-        ("command = ['true']\n[limits]\ntime = ['1h']", "[limits]: time is ['1h']; it must be a time"),
-        ("command = ['true']\n[limits]\nretries = -1", "limits.retries is -1; it must be 0 to 1000"),
-        ("command = ['true']\n[limits]\ngrace = -1", "limits.grace is -1 s: it must be a time"),
-        ("command = ['true']\ntarget_loss = nan", "target_loss is nan"),
-        ("command = ['true']\ntarget_loss = 1" + "0" * 400, "target_loss is a number of 401 digits"),
-        ("command = ['true']\nworkdir = 'a\\u0000b'".replace("'a\\u0000b'", '"a\\u0000b"'), "workdir is 'a\\x00b'"),
-        ("command = ['true']\nworkdir = 'loop'", "workdir is 'loop', which is no path to a directory"),
-        ("command = ['true']\n[resources]\nmemory = '" + "9" * 400 + "'", "[resources]: memory: cannot convert"),
-        ("command = ['true']\n[secrets]\nKEY = 'file:binary'", "KEY: 'binary' cannot be read as text"),
-    ],
-)
-def test_job_files_that_no_process_could_be_made_of(cluster: RunningCluster, text: str, said: str) -> None:
-    """Null bytes, loops of links, numbers of 400 digits."""
-    cluster.start()
-    (cluster.directory / "loop").symlink_to("loop")
-    (cluster.directory / "binary").write_bytes(b"\xff\xfe\x00")
-    file = cluster.directory / "job.toml"
-    file.write_text(text.replace("['true', 'a\\u0000b']", '["true", "a\\u0000b"]'))
-    assert said in refused(cluster, "submit", str(file), code=2)
 
 
 def test_what_is_over_is_not_changed(local_cluster: RunningCluster) -> None:
@@ -331,27 +226,6 @@ def test_a_state_directory_that_cannot_be(cluster: RunningCluster) -> None:
     (cluster.directory / "file").touch()
     cluster.environment["CLUSTERD_STATE_DIR"] = str(cluster.directory / "file" / "state")
     assert "set CLUSTERD_STATE_DIR to a directory that can be written" in refused(cluster, "start", code=1)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"resources": {"hosts": ["\x1b[2Jgone"]}}, "resources.hosts is '\\x1b[2Jgone'"),
-        ({"tenant": "a\nb"}, "tenant is 'a\\nb'"),
-        ({"workdir": "/tmp/\x07"}, "workdir is '/tmp/\\x07'"),
-        ({"env": {"A\tB": "1"}}, "env is 'A\\tB'"),
-        ({"secrets": ["A"]}, "the secret A holds a null byte"),
-    ],
-)
-def test_what_would_end_up_on_other_peoples_terminals(cluster: RunningCluster, more: dict[str, Any], said: str) -> None:
-    """By a client of one's own: ours has checked some of it already."""
-    cluster.start()
-    spec = {"name": "odd", "command": ["true"], "user": "", **more}
-    secrets = {"A": "x\0y"} if "secrets" in more else {}
-    with pytest.raises(UsageError) as refused:
-        cluster.call("submit", spec=spec, secrets=secrets)
-    assert said in str(refused.value)
-    assert cluster.call("jobs", all=True) == []
 
 
 def test_a_command_is_shown_and_not_obeyed(cluster: RunningCluster) -> None:
