@@ -75,7 +75,7 @@ class Launches:
                 "probe": probe,
                 "datasets": datasets[host],
                 **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
-                "argv": sized(spec.command, decision.plan, len(decision.hosts)),
+                "argv": filled_in(spec.command, decision.job, decision.plan, len(decision.hosts)),
                 "ranks": [
                     {
                         "rank": place.rank,
@@ -158,12 +158,12 @@ class Launches:
                 offset += len(data)
 
 
-def sized(command: Iterable[str], plan: Plan | None, hosts: int) -> list[str]:
-    """The argv with a plan's sizes filled in: ``--tp {tp}``; braces around anything else stay as they are."""
+def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:
+    """The argv under a plan: ``--tp {tp} --save /shared/{job}``; braces around anything else stay as they are."""
     if plan is None:
         return list(command)
-    values = {
-        "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero, "accumulation": plan.accumulation,
+    values: dict[str, int | str] = {
+        "job": job, "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero, "accumulation": plan.accumulation,
         "devices": plan.ranks, "hosts": hosts,
     }  # fmt: skip
     names = "|".join(values)

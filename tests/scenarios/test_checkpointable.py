@@ -34,14 +34,14 @@ signal.pause()
 @pytest.mark.slow
 def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cluster: RunningCluster) -> None:
     """`checkpoint` saves while it runs; `migrate` has it save, stop and start with the other sizes filled in."""
-    directory = local_cluster.directory / "saved"
-    text = JOB.replace("EXAMPLE", str(EXAMPLE)).replace("DIRECTORY", str(directory))
+    saved = local_cluster.directory / "saved"
+    text = JOB.replace("EXAMPLE", str(EXAMPLE)).replace("DIRECTORY", f"{saved}/{{job}}")
     job = local_cluster.submit(text, "own")
     row = local_cluster.wait_for(job, lambda row: row["step"] >= 5)
     assert (row["plan"], len(row["devices"])) == ("dp=2", 2)
 
-    local_cluster.run("checkpoint", job, str(directory))
-    assert (directory / "newest.pt").exists()
+    local_cluster.run("checkpoint", job, str(saved / "elsewhere"))
+    assert (saved / job / "newest.pt").exists()
     assert local_cluster.job(job)["checkpoint_step"] >= 5
 
     local_cluster.run("migrate", job, "--plan", "dp=1")
