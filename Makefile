@@ -16,8 +16,10 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Files are tested side by side; many at once would be too many daemons and ranks for their deadlines.
+TEST_PROCESSES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu' -n $(TEST_PROCESSES) --dist loadfile
 
 # On a machine with NVIDIA GPUs; the others have nothing to run here.
 test-gpu: $(STAMP)
@@ -27,8 +29,7 @@ test-gpu: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
 
-test-all: $(STAMP)
-	$(BIN)/python -m pytest -m 'not gpu'
+test-all: test test-slow
 
 bench: $(STAMP)
 	for b in $(BENCHMARKS); do $(BIN)/python tests/benchmarks/$$b.py || exit 1; done
