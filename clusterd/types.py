@@ -182,7 +182,7 @@ _ENDS = {
     Reason.OOM: "killed by the kernel: out of host memory",
     Reason.DEVICE_OOM: "out of device memory",
     Reason.PORT: "the rendezvous port was taken",
-    Reason.NO_TORCH: "its Python environment has no torch",
+    Reason.NO_TORCH: "its Python environment has no torch that works there",
     Reason.PLAN: "the plan cannot run there",
     Reason.DATA: "no host that has its data could be reached",
     Reason.LOST: "vanished without an exit record",

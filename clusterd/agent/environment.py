@@ -33,7 +33,8 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     env = programs.own_environment(os.environ)
     env["OMP_NUM_THREADS"] = str(device.get("threads") or 1)
     if interface := rank.get("interface"):
-        env["GLOO_SOCKET_IFNAME"] = env["NCCL_SOCKET_IFNAME"] = str(interface)
+        env["GLOO_SOCKET_IFNAME"] = str(interface)
+        env["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without it, NCCL takes whatever begins so
     if launch["kind"] == "elastic":
         env.update(SURVIVES_PEERS)
     else:
@@ -45,7 +46,6 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     if launch["kind"] == "checkpointable" or (launch["kind"] == "elastic" and not runs_in_fork(launch)):
         ours = [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, ours))
-    uuids = device.get("uuid") or ""
     env.update(
         {
             processes.TAG: tag,
@@ -57,9 +57,7 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
             "LOCAL_RANK": str(rank["local_rank"]),
             "LOCAL_WORLD_SIZE": str(rank["local_world_size"]),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": (uuids if isinstance(uuids, str) else ",".join(uuids))
-            if device.get("kind") == "cuda"
-            else "",
+            "CUDA_VISIBLE_DEVICES": _visible(launch, rank),
         }
     )
     if rank.get("master_addr"):
@@ -69,6 +67,19 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
         # A lone command is no rank of anything: torchrun or accelerate inside it make their own world.
         forget_rank(env)
     return env
+
+
+def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
+    """The GPUs that a rank may see.
+
+    Its own, and where a script is started as by torchrun those of all its ranks on this host: LOCAL_RANK is the place
+    of its own among them.
+    """
+    ranks = [rank]
+    if launch["kind"] == "checkpointable":
+        ranks = sorted(launch["ranks"], key=lambda r: int(r["local_rank"]))
+    devices = [r.get("device") or {} for r in ranks]
+    return ",".join(device["uuid"] for device in devices if device.get("kind") == "cuda")
 
 
 def forget_rank(env: dict[str, str]) -> None:

@@ -85,7 +85,7 @@ def run(
         return: the process ends with exit code 0.
     Raises:
         SystemExit: after one line on standard error; 95 out of device memory, 96 the plan cannot run here,
-            97 torch cannot be imported, 98 the rendezvous port is taken.
+            97 torch cannot be imported or cannot use the device, 98 the rendezvous port is taken.
     """
     try:
         from clusterd.train import entry, job

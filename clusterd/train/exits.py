@@ -19,7 +19,12 @@ REASONS = {DATA: "data", DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-t
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
     "CUDA error: out of memory",  # of a context, or of pinned memory
+    "CUDA driver error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # its handle found no memory
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",  # NCCL's
     "Cuda failure 'out of memory'",
     "Failed to CUDA calloc",
@@ -45,7 +50,7 @@ class PlanRefused(TrainError):
 
 
 class NoTorch(TrainError):
-    """This environment cannot import torch."""
+    """This environment cannot import torch, or its torch cannot use this host's device: other hosts' may."""
 
     exit_code = NO_TORCH
 

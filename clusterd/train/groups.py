@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from clusterd.train import exits
 from clusterd.train.context import Context
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import NoTorch
 
 RENDEZVOUS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -22,7 +22,7 @@ def device_of(context: Context) -> torch.device:
     """This rank's device; CUDA is initialised here, and not before.
 
     Raises:
-        PlanRefused: a CUDA device was given and torch sees none.
+        NoTorch: a CUDA device was given, and torch sees none or cannot compute on it.
     """
     kind = context.device_kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if context.threads:
@@ -31,13 +31,19 @@ def device_of(context: Context) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = torch.version.cuda or "none"
-        raise PlanRefused(
+        raise NoTorch(
             f"{context} has a CUDA device, but torch {torch.__version__} (CUDA {built}) can use none; "
             "the job's Python needs a torch built for this driver"
         )
     # The agent makes exactly one device visible; torchrun makes all.
     device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device).add_(1).item()  # a driver may list what it can run nothing on
+    except RuntimeError as error:
+        if exits.of(error, where="") is not None:
+            raise
+        raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
     return device
 
 

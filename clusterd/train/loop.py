@@ -248,8 +248,7 @@ class Loop:
         while cause is not None:  # a pipeline stage wraps what happened in it
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__
-        if no_memory:
-            training.stepper.clear()
+        training.stepper.clear(gradients=not may_finish)
         self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish, out_of_memory=no_memory)
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:

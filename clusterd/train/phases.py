@@ -15,13 +15,14 @@ EVERY = 5
 class PhaseClock:
     """Parts of one step in seconds: by the device's own events on CUDA, by the monotonic clock elsewhere.
 
-    Costs nothing on steps that are not timed, and never makes the device wait.
+    Costs nothing on steps that are not timed, and never makes the device wait: the next step is queued before a timed
+    one is read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
-        self._before: list[tuple[str, Any]] = []  # of the step before, which the device has finished by now
+        self._before: list[tuple[str, Any]] = []  # of the step before
         self._on = False
 
     def begin(self, step: int) -> None:
@@ -43,11 +44,11 @@ class PhaseClock:
     def read(self) -> dict[str, float]:
         """Seconds of each phase of the step before the one under way; empty where it was not timed."""
         marks, self._before = self._before, []
+        if self._cuda and marks:
+            marks[-1][1].synchronize()  # it may have just begun to update parameters
         phases: dict[str, float] = {}
         for (_, before), (name, after) in itertools.pairwise(marks):
             if self._cuda:
-                if not after.query():
-                    return {}
                 seconds = before.elapsed_time(after) / 1e3
             else:
                 seconds = after - before

@@ -89,9 +89,14 @@ class Stepper:
             self._scheduler.step()
         self.complete = self.updating = False
 
-    def clear(self) -> None:
-        """Gradients and activations are given up; the step that they were for can be made again."""
-        self._optimizer.zero_grad()
+    def clear(self, *, gradients: bool) -> None:
+        """Gives up activations, and what torch keeps of the device's memory for another step.
+
+        Args:
+            gradients: those too; the step that they were for can be made again.
+        """
+        if gradients:
+            self._optimizer.zero_grad()
         if self._pipeline_stage is not None:
             self._pipeline_stage.clear_runtime_states()
         if self._parallel.device.type == "cuda":

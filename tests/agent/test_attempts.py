@@ -95,6 +95,19 @@ def test_a_rank_runs_on_its_cores_with_its_devices(agent: AgentClient) -> None:
     assert agent.log() == f"{{{core}}} GPU-1,GPU-2 3\n"
 
 
+def test_a_checkpointable_script_finds_its_gpu_by_its_local_rank(agent: AgentClient) -> None:
+    """As under torchrun, where all GPUs of the host are there and each rank takes the one of its number."""
+    command = (
+        "import os; e = os.environ; print(e['CUDA_VISIBLE_DEVICES'].split(',')[int(e['LOCAL_RANK'])], "
+        "e['NCCL_SOCKET_IFNAME'])"
+    )
+    ranks = [rank(r, 2, device={"kind": "cuda", "uuid": f"GPU-{r}"}, interface="eth1") for r in (1, 0)]
+    agent.launch(["python3", "-c", command], kind="checkpointable", ranks=ranks)
+    agent.event("rank_exited", rank=0)
+    agent.event("rank_exited", rank=1)
+    assert [agent.log(rank=r) for r in (0, 1)] == ["GPU-0 =eth1\n", "GPU-1 =eth1\n"]
+
+
 def test_secrets_are_never_written_down(agent: AgentClient) -> None:
     agent.launch(["sleep", "100"], secrets={"TOKEN": "hush-hush-8"})
     found = subprocess.run(["grep", "-rl", "hush-hush-8", str(agent.root)], capture_output=True, text=True, check=False)

@@ -102,3 +102,30 @@ def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: p
 
 def test_a_port_of_the_scripts_own_is_not_taken_for_the_rendezvous() -> None:
     assert exits.of(OSError(98, "Address already in use"), where="") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("CUDA error: no kernel image is available for execution on the device\nCompile with ...", exits.NoTorch),
+        ("CUDA error: uncorrectable ECC error encountered", exits.NoTorch),
+        ("CUDA error: out of memory", RuntimeError),
+        ("", exits.NoTorch),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_the_hosts_fault(
+    monkeypatch: pytest.MonkeyPatch, error: str, expected: type[Exception]
+) -> None:
+    """Another host's driver, or another GPU, may do; one that is full is another matter."""
+
+    def take(_: torch.device) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(error))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    with pytest.raises(expected) as raised:
+        groups.device_of(Context(device_kind="cuda"))
+    if expected is exits.NoTorch:
+        assert raised.value.exit_code == exits.NO_TORCH
+        assert len(str(raised.value).splitlines()) == 1

@@ -48,6 +48,23 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
     assert activations[0]() is None
 
 
+def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers' failure is not its own, but ranks that are to come have the same GPU."""
+    given_back: list[bool] = []
+    monkeypatch.setattr("clusterd.train.peers.cut_off", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    context = Context()
+    training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
+    parameter = next(training.parallel.module.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    training.parallel.device = torch.device("cuda")
+    control = Control(context)
+    control.request("stop", "enough")
+    Loop(training, control, lambda *_: None)._wait_as_orphan(RuntimeError("Connection reset by peer"), no_memory=False)
+    assert given_back
+    assert parameter.grad is None
+
+
 def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> None:
     """Groups may be torn down beside the step, and reductions then end as if all were well."""
     context = Context()
