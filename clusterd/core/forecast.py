@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterd.core.outlook import Estimate
 from clusterd.core.prospects import Prospect
-from clusterd.core.room import Room, by_type, per_host
+from clusterd.core.room import Room, by_type, needs, per_host
+from clusterd.core.state import Job
 from clusterd.types import Device, HostId
 
 NEVER = float("inf")
@@ -45,9 +47,10 @@ class Reservation:
 
 
 class Forecast:
-    """Free devices of each host and type over time."""
+    """Free devices of each host and type over time, and the cores and memory beside them."""
 
     def __init__(self, room: Room, running: Sequence[Prospect]) -> None:
+        self._room = room
         self._now: dict[str, dict[HostId, int]] = {}
         for host, types in room.devices.items():
             for name, free in types.items():
@@ -58,6 +61,7 @@ class Forecast:
             ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
         ends.sort(key=lambda e: e[0])
         self._ends = ends
+        self._booked = [(p.now_s, p.job.attempt) for p in running if p.job.attempt is not None]
 
     def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
         """Given away in this pass, for longer than anybody looks ahead."""
@@ -81,8 +85,8 @@ class Forecast:
                     free[host] = free.get(host, 0) + count
         return free
 
-    def opening(self, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]) -> Opening | None:
-        """The offer with the least burden, waiting included; None: no room will ever be.
+    def opening(self, job: Job, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]) -> Opening | None:
+        """The offer with the least burden for the job, waiting included; None: no room will ever be.
 
         Args:
             offers: least burden first.
@@ -93,15 +97,15 @@ class Forecast:
             run_s = burden_s(offer)
             if run_s >= best_s:
                 break  # the others are worse even without waiting
-            found = self._first(offer, best_s - run_s)
+            found = self._first(job, offer, best_s - run_s)
             if found is not None and found.at_s + run_s < best_s:
                 best, best_s = found, found.at_s + run_s
         return best
 
-    def _first(self, offer: Estimate, within_s: float) -> Opening | None:
+    def _first(self, job: Job, offer: Estimate, within_s: float) -> Opening | None:
         """Binary search over the ends of running jobs: room only grows."""
         mine = [i for i, end in enumerate(self._ends) if end[1] == offer.device_type and end[0] < within_s]
-        hosts = _fit(offer.shape, self._now.get(offer.device_type, {}))
+        hosts = _fit(offer.shape, self._fit_for(job, offer, 0.0))
         if hosts is not None:
             return Opening(offer, 0.0, hosts)
         low, high = 0, len(mine)
@@ -109,12 +113,26 @@ class Forecast:
         while low < high:
             middle = (low + high) // 2
             at_s = self._ends[mine[middle]][0]
-            hosts = _fit(offer.shape, self.free_at(offer.device_type, at_s))
+            hosts = _fit(offer.shape, self._fit_for(job, offer, at_s))
             if hosts is not None:
                 answer, high = Opening(offer, at_s, hosts), middle
             else:
                 low = middle + 1
         return answer
+
+    def _fit_for(self, job: Job, offer: Estimate, at_s: float) -> dict[HostId, int]:
+        """Devices free then that the job may have, each with the cores and the memory that it needs beside it."""
+        cores, memory_bytes = Counter(self._room.cores), Counter(self._room.memory_bytes)
+        for end_s, attempt in self._booked:
+            if end_s <= at_s + 1e-6:
+                cores.update(attempt.cores)
+                memory_bytes.update(attempt.memory_bytes)
+        each_cores, each_bytes = needs(job, offer)
+        return {
+            host: min(count, cores[host] // max(each_cores, 1), memory_bytes[host] // max(each_bytes, 1))
+            for host, count in self.free_at(offer.device_type, at_s).items()
+            if job.admits(host)
+        }
 
 
 def _fit(shape: Sequence[int], free: Mapping[HostId, int]) -> dict[HostId, int] | None:

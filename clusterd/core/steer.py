@@ -55,7 +55,7 @@ class Steering(Growing):
                 return self._start(p, *found)
             return self._refuse(p, None)
         self.considered += 1
-        opening = self.forecast.opening(offers, lambda x: self._burden_s(p, x))
+        opening = self.forecast.opening(p.job, offers, lambda x: self._burden_s(p, x))
         if found is not None and not self._may_pass(p, *found):
             found = None
         if found is not None and not self._better_later(p, found[0], opening):

@@ -1,0 +1,43 @@
+"""What a job of known speed waits for must be able to come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clusterd.core import events as e
+from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
+from tests.core.conftest import GIB, Lab
+from tests.core.test_pipeline import known
+
+
+def submit(lab: Lab, **resources: Any) -> JobId:
+    """A job of a model that is fastest on all eight GPUs of a host."""
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", outlook=known(), why="trials"))
+    job = JobId("1")
+    spec = JobSpec(name="net", kind=JobKind.ELASTIC, command=("x",), resources=Resources(**resources))
+    shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
+    lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape, model="net"))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("beside", "devices"),
+    [({"cpus": 2}, 8), ({"cpus": 13}, 4), ({"memory_bytes": 100 * GIB}, 2), ({"memory_bytes": 60 * GIB}, 4)],
+)
+def test_a_size_for_which_cores_or_memory_lack_is_not_waited_for(
+    lab: Lab, beside: dict[str, int], devices: int
+) -> None:
+    """Eight devices are free, and never more than some of them with that much beside each."""
+    lab.host("a", gpus=8, cores=64)
+    job = submit(lab, devices=1, **beside)
+    assert len(lab.attempt(job).devices) == devices
+
+
+def test_devices_of_hosts_that_a_job_may_not_have_are_not_waited_for(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    lab.host("b", gpus=8)
+    job = submit(lab, devices=1, hosts=(HostId("a"),))
+    assert {str(device) for device in lab.attempt(job).devices} == {f"a:gpu{i}" for i in range(4)}
