@@ -45,8 +45,8 @@ class HostIn(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     devices: list[DeviceIn]
-    cores: int = 1 << 20
-    memory_bytes: int = 1 << 60
+    cores: Annotated[int, msgspec.Meta(ge=0)] = 1 << 20
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 1 << 60
 
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -77,10 +77,10 @@ class JobIn(msgspec.Struct, forbid_unknown_fields=True):
 
     id: str
     submitted_s: float
-    steps_left: int
+    steps_left: Count
     configurations: list[ConfigurationIn]
-    steps_done: int = 0
-    asked_devices: int = 1
+    steps_done: Annotated[int, msgspec.Meta(ge=0)] = 0
+    asked_devices: Count = 1
     asked_plan: str | None = None
     guaranteed: bool = False
     priority: int = 0
@@ -95,7 +95,7 @@ class Situation(msgspec.Struct, forbid_unknown_fields=True):
     time_s: Annotated[float, msgspec.Meta(ge=0)]
     hosts: list[HostIn]
     jobs: list[JobIn]
-    move_cost_s: float | None = None
+    move_cost_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 _decoder = msgspec.json.Decoder(Situation)
@@ -180,7 +180,9 @@ def _state(situation: Situation) -> State:
 def _add(state: State, situation: Situation, given: JobIn, where: dict[str, HostId]) -> None:
     job_id, model = JobId(given.id), f"job {given.id}"
     resources = Resources(
-        devices=given.asked_devices, kind="cuda", plan=_plan(given.asked_plan, given.id) if given.asked_plan else None
+        devices=given.asked_devices,
+        kind="cuda",
+        plan=_plan(given.asked_plan, given.id) if given.asked_plan else None,
     )
     spec = JobSpec(
         name=given.id,
@@ -197,7 +199,7 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     job.shape = {"steps": done + given.steps_left, "global_batch": 1, "samples": 1, "parameters": [], "layers": []}
     estimates = tuple(
         Estimate(
-            plan=_plan(c.plan, given.id),
+            plan=_plan(c.plan, given.id, sum(c.shape)),
             device_type=c.type,
             shape=tuple(sorted(c.shape, reverse=True)),
             step_time_s=c.step_time_s,
@@ -209,7 +211,7 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     if not estimates:
         raise UsageError(f"job {given.id} has no configurations: give at least one that can run")
     state.jobs[job_id] = job
-    state.outlooks[model] = Outlook(estimates, 1, measured=len(estimates))
+    state.outlooks[model] = Outlook(estimates, 1, measured=len(estimates), is_whole=True)
     if situation.move_cost_s is not None:
         state.move_costs_s[model] = situation.move_cost_s
     if given.current is None:
@@ -224,7 +226,7 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
         host = where[device]
         ranks[number] = Rank(RankPlace(rank=number, host=host, device=DeviceId(device)))
         state.leases[DeviceId(device)] = Lease(DeviceId(device), host, job_id, 1, 1, None)
-    plan = _plan(given.current.plan, given.id)
+    plan = _plan(given.current.plan, given.id, len(given.current.devices))
     attempt = Attempt(job_id, 1, 1, plan, ranks, started_s=given.current.since_s, state=AttemptState.RUNNING)
     for rank in ranks.values():
         attempt.cores[rank.place.host] = attempt.cores.get(rank.place.host, 0) + 1
@@ -235,8 +237,11 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     state.active[job_id] = None
 
 
-def _plan(text: str, job: str) -> Plan:
+def _plan(text: str, job: str, devices: int | None = None) -> Plan:
     try:
-        return Plan.parse(text)
+        plan = Plan.parse(text)
     except PlanError as error:
         raise UsageError(f"job {job}: {error}") from None
+    if devices is not None and plan.ranks != devices:
+        raise UsageError(f"job {job}: {plan} has {plan.ranks} ranks, and {devices} devices are given with it")
+    return plan

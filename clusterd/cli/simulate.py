@@ -32,6 +32,8 @@ _FIGURES = (
     ("pass_s", "pass", "time"),
 )
 
+_UNDONE_SHOWN = 5
+
 
 @click.command()
 @click.option("--cluster", default="8x8:a800", show_default=True, help="HOSTSxDEVICES:TYPE, several joined by +.")
@@ -135,6 +137,16 @@ def simulate(
         raise UsageError(f"--scale-steps {scale_steps:g}: give a number above 0, as in 0.2")
     if not 0 <= round_s < 1e6:
         raise UsageError(f"--round {round_s:g}: give seconds; 0 is without rounds")
+    for name, value, least, most in (
+        ("--start-cost", start_cost, 0, 1e6),
+        ("--faults", faults, 0, 1e3),
+        ("--repair", repair, 1, 1e9),
+        ("--checkpoint", checkpoint, 1, 1e9),
+        ("--horizon", horizon, 0, float("inf")),
+        ("--processes", processes if processes is not None else 1, 1, 1000),
+    ):
+        if not least <= value <= most:
+            raise UsageError(f"{name} {value:g}: give a number from {least:g} to {most:g}")
     if whole_steps and not round_s:
         raise UsageError("--whole-steps: steps are cut by rounds only; give --round SECONDS too")
     recorded: tuple[float, ...] = ()
@@ -162,6 +174,7 @@ def simulate(
         given = jobs.partly_guaranteed(given, guaranteed, random.Random(f"guaranteed {seed}"))
     if load is not None:
         given = jobs.at_load(given, world, hosts, load)
+    trace, given = len(given.arrivals), jobs.until(given, horizon)
     span_s = given.arrivals[-1].at_s * 3 + 86400.0
     broken = run.faults(hosts, faults, repair, span_s, seed) if faults > 0 else []
     setting = run.Setting(
@@ -194,6 +207,7 @@ def simulate(
         "left_out": given.left_out,
         "plans_replaced": given.replaced,
         "jobs": len(given.arrivals),
+        "after_horizon": trace - len(given.arrivals),
         "recorded_average_completion_s": sum(recorded) / len(recorded) if recorded else None,
         "recorded_finished": len(recorded),
     }
@@ -209,7 +223,7 @@ def simulate(
     if as_json:
         told = {**about, "policies": {name: one.figures for name, one in found.items()}}
         told["paired"] = _paired(found)
-        print(json.dumps(told, indent=2))
+        print(json.dumps(told, indent=2, allow_nan=False))
     else:
         _show(found, about)
 
@@ -266,8 +280,9 @@ def _show(found: dict[str, Outcome], about: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{about['jobs']} jobs on {about['cluster']} at load {about['load']:.2f}, {about['move_cost']} s per move"
-    console = Console()
+    load = "" if about["load"] is None else f" at load {about['load']:.2f}"
+    title = f"{about['jobs']} jobs on {about['cluster']}{load}, {about['move_cost']} s per move"
+    console = Console(markup=False)
     for part in (_FIGURES[:7], _FIGURES[7:]):
         table = Table(title=title, title_justify="left")
         table.add_column("policy", no_wrap=True)
@@ -280,6 +295,13 @@ def _show(found: dict[str, Outcome], about: dict[str, Any]) -> None:
     if about["recorded_finished"]:
         average = duration(about["recorded_average_completion_s"])
         console.print(f"as it was: {about['recorded_finished']} jobs finished, after {average} on average")
+    for name, one in found.items():
+        for job, why in sorted(one.undone.items())[:_UNDONE_SHOWN]:
+            console.print(f"{name}: {job} never ends, and counts as if it ended with the last: {why}")
+        if len(one.undone) > _UNDONE_SHOWN:
+            console.print(f"{name}: {len(one.undone) - _UNDONE_SHOWN} more jobs never end")
+    if about["after_horizon"]:
+        console.print(f"left out, for they arrive after the horizon: {about['after_horizon']} jobs")
     if about["left_out"]:
         missing = ", ".join(f"{count} {model}" for model, count in sorted(about["left_out"].items()))
         console.print(f"left out, for nothing says how fast they are: {missing}")

@@ -50,6 +50,9 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
         return Grant(None, placement, _started(job, placement, None))
     if job.description is not Description.DONE or job.shape is None:
         return Refusal(job.id, "its model is being learned, without devices")
+    outlook = view.outlooks.get(job.model)
+    if outlook is not None and outlook.is_whole:
+        return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
     usable = [d for d in known if wanted.kind is None or d.kind == wanted.kind]
     choice = _choice(job, max(wanted.devices, 1), usable)
     if isinstance(choice, Impossible):

@@ -120,7 +120,8 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
     total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
     needs = [count for count in waiting if count > 0]
     for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
-        if job.id in skip:
+        outlook = view.outlooks.get(job.model)
+        if job.id in skip or (outlook is not None and outlook.is_whole):
             continue
         attempt = movable(job, view)
         asked = max(job.spec.resources.devices, 1)

@@ -61,6 +61,7 @@ class Outlook:
     global_batch: int = 1
     measured: int = 0  # plans that were run; 0: nothing but beliefs about the hardware
     beyond: tuple[Estimate, ...] = ()  # on shapes for which no type has hosts: nothing to run on, part of mixed beliefs
+    is_whole: bool = False  # the model runs in these ways only: nothing else is to be tried
 
     @cached_property
     def by_shape(self) -> dict[tuple[str, Shape], tuple[Estimate, ...]]:

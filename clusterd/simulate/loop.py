@@ -18,6 +18,9 @@ from clusterd.types import JobId
 TURNS_MAX = 2000
 """Batches of one instant: beyond these a policy undoes what it has just done, again and again."""
 
+IDLE_MAX = 1000
+"""Batches in which nobody holds a device and nothing is to come but the policy's own timers: it will start nobody."""
+
 
 class Simulation(World):
     """One workload under one policy."""
@@ -33,14 +36,15 @@ class Simulation(World):
         for one in self._disturbances:
             self._at(one.at_s, "disturbance", one)
         end_s = start_s
-        turns = 0
-        while self._heap and self._unfinished:
+        turns = idle = 0
+        while self._heap and self._unfinished and idle < IDLE_MAX:
             at_s = self._heap[0][0]
             turns = turns + 1 if at_s == self.now_s else 0
             if turns > TURNS_MAX:
                 raise ArithmeticError(f"{self.policy.name} changes its mind for ever at {at_s:.3f} s: no time passes")
             if at_s > self.horizon_s:
                 self._advance(self.horizon_s)
+                end_s = self.horizon_s
                 break
             self._advance(at_s)
             events: list[e.Event] = []
@@ -49,12 +53,13 @@ class Simulation(World):
                 events += getattr(self, f"_when_{kind}")(what)
             if events:
                 self._tell([*self._progress(), *events])
-                end_s = at_s
-        failed = {
-            run.arrival.name: job.reason
-            for run in self.runs.values()
-            if (job := self.scheduler.state.jobs[run.job]).state.is_final and run.end_s is None
-        }
+                if self._going or any(kind != "timer" for _, _, kind, _ in self._heap):
+                    end_s, idle = at_s, 0
+                else:
+                    idle += 1
+        over = {run.arrival.name: self.scheduler.state.jobs[run.job] for run in self.runs.values() if run.end_s is None}
+        failed = {name: job.reason for name, job in over.items() if job.state.is_final}
+        stuck = {name: job.reason for name, job in over.items() if not job.state.is_final and end_s < self.horizon_s}
         return Result(
             policy=self.policy.name,
             runs=list(self.runs.values()),
@@ -65,6 +70,7 @@ class Simulation(World):
             passes=len(self.policy.seconds),
             pass_s=self.policy.seconds,
             failed=failed,
+            stuck=stuck,
             samples=self._samples,
         )
 

@@ -56,6 +56,7 @@ def figures(result: Result) -> dict[str, Any]:
         "pass_s_max": max(result.pass_s, default=0.0),
         "passes": result.passes,
         "failed": len(result.failed),
+        "stuck": len(result.stuck),
     }
 
 
@@ -98,7 +99,7 @@ def _contention(runs: Sequence[Run], end_s: float, devices: int) -> list[float]:
     found: list[float] = []
     for run in runs:
         begin, stop = run.arrival.at_s, run.arrival.at_s + _completion_s(run, end_s)
-        mean = (area_at(stop) - area_at(begin)) / (stop - begin)
+        mean = (area_at(stop) - area_at(begin)) / (stop - begin) if stop > begin else 0.0
         found.append(max(1.0, mean / devices))
     return found
 

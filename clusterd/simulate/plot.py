@@ -28,7 +28,7 @@ def write_plot(path: Path, found: Mapping[str, Outcome], about: Mapping[str, Any
     if path.suffix not in (".svg", ".html"):
         raise UsageError(f"--plot {path}: name a file that ends in .svg or .html")
     picture = _picture(found, about)
-    title = f"{about['jobs']} jobs on {about['cluster']}, load {about['load']:.2f}"
+    title = f"{about['jobs']} jobs on {about['cluster']}{_load(about)}"
     page = f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>\n{picture}\n"
     try:
         path.write_text(page if path.suffix == ".html" else picture, encoding="utf-8")
@@ -42,7 +42,7 @@ def _picture(found: Mapping[str, Outcome], about: Mapping[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH + 240}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="100%" height="100%" fill="white"/><text x="{_LEFT}" y="22" font-size="15">'
-        f"Share of jobs over by then: {about['jobs']} jobs, load {about['load']:.2f}</text>",
+        f"Share of jobs over by then: {about['jobs']} jobs{_load(about)}</text>",
         *_distribution(found),
     ]
     last_s = max((one.samples[-1][0] for one in found.values() if one.samples), default=1.0)
@@ -106,3 +106,7 @@ def _timeline(name: str, one: Outcome, top: float, first_s: float, last_s: float
             level += count
     parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_BAND}" fill="none" stroke="#888"/>')
     return parts
+
+
+def _load(about: Mapping[str, Any]) -> str:
+    return "" if about["load"] is None else f", load {about['load']:.2f}"

@@ -96,6 +96,7 @@ class Outcome:
     figures: dict[str, Any]
     completion_s: tuple[float, ...]  # of each job, in the order of arrival
     samples: tuple[tuple[float, dict[str, int]], ...]
+    undone: dict[str, str]  # jobs that were given up or would wait for ever, and why
 
 
 def outcome(setting: Setting, policy: str) -> Outcome:
@@ -103,7 +104,7 @@ def outcome(setting: Setting, policy: str) -> Outcome:
     result = simulate(setting, policy)
     end_s = result.ended_s
     times = tuple((r.end_s if r.end_s is not None else end_s) - r.arrival.at_s for r in result.runs)
-    return Outcome(policy, figures(result), times, tuple(result.samples))
+    return Outcome(policy, figures(result), times, tuple(result.samples), {**result.failed, **result.stuck})
 
 
 def side_by_side(
@@ -165,10 +166,10 @@ def drains(cluster: Cluster, texts: Sequence[str]) -> list[Disturbance]:
             start, _, end = span.partition("-")
             if not 0 <= int(host) < hosts:
                 raise ValueError
-            found += [
-                Disturbance(float(start), int(host), "drain"),
-                Disturbance(float(end), int(host), "undrain"),
-            ]
+            start_s, end_s = float(start), float(end)
+            if not 0 <= start_s < end_s:
+                raise ValueError
+            found += [Disturbance(start_s, int(host), "drain"), Disturbance(end_s, int(host), "undrain")]
         except ValueError:
             raise UsageError(
                 f"--drain {text}: write HOST@START-END with a host from 0 to {hosts - 1} and seconds, as in 3@3600-7200"

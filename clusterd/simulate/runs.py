@@ -53,11 +53,12 @@ class Result:
 
     policy: str
     runs: list[Run]
-    ended_s: float  # the last event
+    ended_s: float  # the last event, or the horizon
     started_s: float  # the first arrival
     device_s: float  # leased, in all
     devices: int
     passes: int
     pass_s: list[float]
     failed: dict[str, str] = field(default_factory=dict)  # jobs that the scheduler gave up, and why
+    stuck: dict[str, str] = field(default_factory=dict)  # jobs that would wait for ever, and what for
     samples: list[tuple[float, dict[str, int]]] = field(default_factory=list)  # devices of each job, at each change

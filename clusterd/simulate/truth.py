@@ -148,7 +148,9 @@ def _types_by_line(path: Path) -> dict[int, str]:
 def oracle(model: ModelTruth) -> Outlook:
     """The truth itself as what is believed."""
     known = model.known if model.known is not None else model.step_times_s
-    return Outlook(_certain(known), model.global_batch, measured=len(known), beyond=_certain(model.beyond))
+    return Outlook(
+        _certain(known), model.global_batch, measured=len(known), beyond=_certain(model.beyond), is_whole=True
+    )
 
 
 def _certain(times: Mapping[Key, float]) -> tuple[Estimate, ...]:
@@ -177,7 +179,7 @@ def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> Outlook:
         estimates |= _predicted(outcome.prediction, usable, kind)
         if others := [one for one in rows if _key(one, kind) in model.beyond]:
             beyond |= _predicted(outcome.fit.predict(Rows.of(one.row for one in others)), others, kind)
-    return Outlook(tuple(estimates.values()), model.global_batch, measured, tuple(beyond.values()))
+    return Outlook(tuple(estimates.values()), model.global_batch, measured, tuple(beyond.values()), is_whole=True)
 
 
 def _predicted(prediction: Prediction, rows: Sequence[Measured], kind: str) -> dict[Key, Estimate]:

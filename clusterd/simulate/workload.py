@@ -61,12 +61,12 @@ def asked_step_s(model: ModelTruth, arrival: Arrival) -> float:
     return min(some)[1]
 
 
-def load_of(workload: Workload, truth: Truth, cluster: Cluster) -> float:
-    """Device-seconds asked for over what the cluster offers from the first arrival to the last."""
+def load_of(workload: Workload, truth: Truth, cluster: Cluster) -> float | None:
+    """Device-seconds asked for over what the cluster offers from the first arrival to the last; None: all at once."""
     asked = workload.asked_s(truth)
     total = sum(asked[a.name] * a.devices for a in workload.arrivals)
     span_s = workload.arrivals[-1].at_s - workload.arrivals[0].at_s
-    return total / (cluster.devices * span_s) if span_s > 0 else float("inf")
+    return total / (cluster.devices * span_s) if span_s > 0 else None
 
 
 def at_load(workload: Workload, truth: Truth, cluster: Cluster, load: float) -> Workload:
@@ -75,9 +75,10 @@ def at_load(workload: Workload, truth: Truth, cluster: Cluster, load: float) -> 
     Raises:
         InputError: they arrive all at once.
     """
-    if workload.arrivals[-1].at_s == workload.arrivals[0].at_s:
+    given = load_of(workload, truth, cluster)
+    if given is None:
         raise InputError("--load moves arrivals apart, and all jobs of this workload arrive at one time; leave it out")
-    factor = load_of(workload, truth, cluster) / load
+    factor = given / load
     first = workload.arrivals[0].at_s
     arrivals = tuple(replace(a, at_s=first + (a.at_s - first) * factor) for a in workload.arrivals)
     return replace(workload, arrivals=arrivals)
@@ -168,7 +169,8 @@ def fit_to(
             replaced += 1
         elif devices != one.devices:
             replaced += 1
-        kept.append(replace(one, devices=devices, plan=plan, device_type=device_type))
+        cpus = -(-one.cpus * devices // one.devices)  # as many beside each
+        kept.append(replace(one, devices=devices, cpus=cpus, plan=plan, device_type=device_type))
     if not kept:
         raise InputError(
             f"{source}: none of its models ({', '.join(sorted(left_out)) or 'no jobs'}) is in {truth.source}: "
@@ -176,6 +178,20 @@ def fit_to(
         )
     kept.sort(key=lambda a: a.at_s)
     return Workload(tuple(kept), left_out, replaced)
+
+
+def until(workload: Workload, horizon_s: float) -> Workload:
+    """Without the jobs that would arrive later.
+
+    Raises:
+        InputError: none arrives before.
+    """
+    kept = tuple(a for a in workload.arrivals if a.at_s <= horizon_s)
+    if not kept:
+        raise InputError(
+            f"the first job arrives at {workload.arrivals[0].at_s:g} s, after the horizon: give a later one"
+        )
+    return replace(workload, arrivals=kept)
 
 
 def _held(model: ModelTruth, devices: int, device_type: str | None, wish: str | Plan | None) -> Plan | None:

@@ -35,8 +35,8 @@ def situation(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ask(*lines: str) -> Any:
-    return CliRunner().invoke(advise, ["--stdio"], input="\n".join(lines) + "\n")
+def ask(*lines: str, policy: str = "default") -> Any:
+    return CliRunner().invoke(advise, ["--stdio", "--policy", policy], input="\n".join(lines) + "\n")
 
 
 def test_a_waiting_job_is_given_what_is_free_and_the_other_is_left_alone() -> None:
@@ -58,6 +58,18 @@ def test_a_job_that_is_alone_grows() -> None:
     assert (a["action"], a["plan"], len(a["devices"])) == ("move", "dp=4", 4)
 
 
+@pytest.mark.parametrize("policy", ["default", "fifo", "tiresias", "gavel"])
+def test_a_job_is_started_in_ways_that_the_caller_gave_or_not_at_all(policy: str) -> None:
+    """Nobody said that it runs on one device, or on another type."""
+    given = situation()
+    wide = {"plan": "dp=8", "type": "g", "shape": [8], "step_time_s": 1.0}
+    other = {"plan": "dp=2", "type": "other", "shape": [2], "step_time_s": 1.0}
+    given["jobs"] = [{"id": "a", "submitted_s": 0.0, "steps_left": 100, "configurations": [wide, other]}]
+    (a,) = json.loads(ask(json.dumps(given), policy=policy).output)["jobs"]
+    assert a["action"] == "wait"
+    assert "none of the ways in which it can run fits" in a["reason"]
+
+
 def test_what_is_wrong_is_told_with_its_line() -> None:
     """Another version; a device that two jobs use."""
     answer = ask(json.dumps(situation()), json.dumps(situation(version=2)))
@@ -75,6 +87,10 @@ def test_what_is_wrong_is_told_with_its_line() -> None:
         (lambda s: s["jobs"][0]["configurations"][0].update(step_time_s=0), "> 0.0 - at `$.jobs[0].configurations[0]"),
         (lambda s: s["jobs"][0]["configurations"][0].update(shape=[]), "length >= 1 - at `$.jobs[0].configurations[0]"),
         (lambda s: s["jobs"][0]["configurations"][0].update(shape=[0]), ">= 1 - at `$.jobs[0].configurations[0].shape"),
+        (lambda s: s["jobs"][0]["configurations"][0].update(plan="dp=4"), "dp=4 has 4 ranks, and 1 devices are given"),
+        (lambda s: s["jobs"][0]["current"].update(devices=["h0"]), "dp=2 has 2 ranks, and 1 devices are given"),
+        (lambda s: s["jobs"][1].update(steps_left=0), ">= 1 - at `$.jobs[1].steps_left`"),
+        (lambda s: s.update(move_cost_s=-1.0), ">= 0.0 - at `$.move_cost_s`"),
         (lambda s: s.update(time_s=-1.0), ">= 0.0 - at `$.time_s`"),
         (lambda s: s["hosts"].append(s["hosts"][0]), "host h is there twice"),
         (lambda s: s["jobs"].append(s["jobs"][0]), "job a is there twice"),

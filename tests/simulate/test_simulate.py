@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from clusterd.cli.simulate import simulate as command
 from clusterd.core.invariants import violations
 from clusterd.core.policies import POLICIES
+from clusterd.errors import UsageError
 from clusterd.simulate import run, workload
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.simulate.errors import InputError
@@ -174,6 +175,70 @@ def test_a_wrong_line_is_told_with_its_number(files: tuple[Path, Path], tmp_path
     truth = Truth(read_truth(files[0], "g").models, "truth")
     with pytest.raises(InputError, match="line 3"):
         a800.read(wrong, truth)
+
+
+def test_what_is_over_at_the_horizon_is_counted_to_it(files: tuple[Path, Path]) -> None:
+    """Eight devices for as long as it is looked at, and jobs that wait all that time."""
+    cut = run.simulate(setting(files, horizon_s=500.0), "fifo")
+    told = figures(cut)
+    assert cut.ended_s == 500.0
+    assert told["makespan_s"] == 500.0
+    assert told["utilisation"] == pytest.approx(1.0)
+    assert told["average_completion_s"] == pytest.approx((500.0 + 490.0 + 480.0) / 3)
+    assert told["finished"] == told["stuck"] == 0
+
+
+@pytest.mark.parametrize("policy", ["fifo", "tiresias", "default"])
+def test_a_job_that_fits_nowhere_is_named_and_the_run_ends(files: tuple[Path, Path], policy: str) -> None:
+    """Policies that look at the queue by the clock would look for ever."""
+    text = files[1].read_text()
+    files[1].write_text(text + "e,40,0,net,4,4000,ga,50,0\n")
+    result = run.simulate(setting(files), policy)
+    assert result.stuck["e"].startswith("waits for")
+    assert figures(result)["finished"] == len(result.runs) - len(result.stuck)
+
+
+def test_a_job_that_is_given_another_size_keeps_its_cores_beside_each_device(files: tuple[Path, Path]) -> None:
+    files[1].write_text(files[1].read_text() + "e,40,0,net,16,128,ga,50,0\n")
+    arrival = setting(files).workload.arrivals[-1]
+    assert (arrival.devices, arrival.cpus) == (8, 64)
+
+
+def test_a_job_waits_for_a_host_that_is_away(files: tuple[Path, Path]) -> None:
+    """It was given up: no plan that the trace knows fits what is left."""
+    away = run.over(setting(files), disturbances=tuple(run.drains(parse_cluster("1x8:g"), ["0@0-1000"])))
+    result = run.simulate(away, "default")
+    assert figures(result)["finished"] == len(result.runs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--repair", "nan"),
+        ("--faults", "-1"),
+        ("--horizon", "-5"),
+        ("--checkpoint", "0"),
+        ("--processes", "0"),
+        ("--start-cost", "-1"),
+        ("--drain", "0@nan-nan"),
+        ("--drain", "0@100-50"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(files: tuple[Path, Path], options: tuple[str, str]) -> None:
+    given = ["--cluster", "1x8:g", "--workload", str(files[1]), "--truth", str(files[0]), "--oracle", *options]
+    answer = CliRunner().invoke(command, given)
+    assert isinstance(answer.exception, UsageError)
+    assert str(answer.exception).startswith(options[0])
+
+
+def test_jobs_that_come_at_one_time_are_told_in_json_that_parses(files: tuple[Path, Path]) -> None:
+    """And the names of models are no markup."""
+    lines = files[1].read_text().splitlines()
+    files[1].write_text("\n".join([*lines[:2], lines[4].replace(",30,", ",0,").replace("other", "[/x]")]) + "\n")
+    given = ["--cluster", "1x8:g", "--workload", str(files[1]), "--truth", str(files[0]), "--oracle"]
+    told = CliRunner().invoke(command, [*given, "--json"], catch_exceptions=False)
+    assert json.loads(told.output, parse_constant=pytest.fail)["load"] is None
+    assert "1 [/x]" in CliRunner().invoke(command, given, catch_exceptions=False).output
 
 
 def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Path], tmp_path: Path) -> None:

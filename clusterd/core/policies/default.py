@@ -83,7 +83,7 @@ class Default:
         if not any(black):
             steering.grow()
             steering.exchange()
-        proposal.moves += elastic.growth(view, black, skip=set(known))
+        proposal.moves += elastic.growth(view, black, skip={*known, *(move.job for move in proposal.moves)})
         cores.share_out(proposal)
         return proposal
 
