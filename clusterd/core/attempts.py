@@ -16,6 +16,9 @@ from plans.model_shape import ModelShape
 LOST_IN_A_ROW_MAX = 5
 """Times a job is queued again after faults that were not its own, without a step in between."""
 
+GOT_ON_S = 600.0
+"""An attempt of a job that tells of no steps has got on when it has run so long: the next fault is the first again."""
+
 RETRY_DELAY_S = 5.0
 """Before the second retry; doubled for each further one. The first is at once: most faults are single."""
 
@@ -116,6 +119,11 @@ def take_reports(attempt: Attempt, reports: Iterable[RankReport]) -> None:
             if attempt.plan is None and report.end.is_success:  # a command is one process, whatever it holds
                 for other in attempt.ranks.values():
                     other.end = other.end or report.end
+
+
+def got_on(attempt: Attempt, now_s: float) -> bool:
+    """Whether it must have done something, though its job tells of no steps."""
+    return now_s - attempt.started_s > GOT_ON_S
 
 
 # What explains the other ends comes first: when a host is lost, the ranks elsewhere fail for lack of it.

@@ -119,6 +119,9 @@ class Deciding:
 
     def _lost_once_more(self, job: Job, why: str) -> None:
         """Queue again after a fault that was not the job's, slower each time; give up when it never gets anywhere."""
+        last = job.attempts[-1] if job.attempts else None
+        if last is not None and job.spec.kind is not JobKind.ELASTIC and attempts.got_on(last, self._now_s):
+            job.lost_in_a_row = 0
         job.lost_in_a_row += 1
         if job.lost_in_a_row > attempts.LOST_IN_A_ROW_MAX:
             self._end_job(

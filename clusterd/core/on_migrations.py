@@ -52,6 +52,7 @@ class OnMigrations(Stopping):
             job.trial.failure, job.trial.is_refused = why, is_refused
             job.trials.append(job.trial)
             job.trial = None
+        job.tried = job.tried or job.being_tried  # it may be left under that plan, and is not to stay so
         job.being_tried = False
 
     def _on_job_unpinned(self, event: e.JobUnpinned) -> None:
@@ -126,6 +127,8 @@ class OnMigrations(Stopping):
             event.network_bytes,
             event.local_bytes,
         )
+        if job.trial is None:
+            job.tried = False
         old_generation = attempt.generation
         retired = migrations.switch(self.state, job, attempt)
         self._resume(attempt, f"the whole state of step {event.step} is there: {migration.reason}")

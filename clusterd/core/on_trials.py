@@ -36,7 +36,7 @@ class OnTrials(OnMigrations):
         if job is None or job.attempt is None:
             return
         if event.plan is None:
-            job.tried, job.trial, job.being_tried = job.being_tried, None, False
+            job.tried, job.trial, job.being_tried = job.tried or job.being_tried, None, False
         else:
             job.trial, job.being_tried = Trial(event.plan, event.steps, event.why), True
             self._set_timer(f"trial:{job.id}", event.at_s + TRIAL_S, f"{event.plan} is tried with {job.spec.name}")
@@ -118,7 +118,8 @@ class OnTrials(OnMigrations):
         if job is not None and job.trial is not None:
             self._fail_trial(job, job.trial, f"not measured within {TRIAL_S:.0f} s", is_refused=False)
         elif job is not None:
-            job.being_tried = False  # nobody said what to try next: the job must not wait for that for ever
+            # Nobody said what to try next: the job must not wait for that for ever.
+            job.tried, job.being_tried = job.tried or job.being_tried, False
 
     def _yields_to_trial(self, move: Move) -> bool:
         """Whether a policy's move has to wait: a job is measured for seconds, and then may be moved."""

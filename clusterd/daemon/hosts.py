@@ -226,7 +226,7 @@ class Hosts:
         self.on_rank_gone(message["job"], message["attempt"], message["generation"], message["rank"], str(end))
         await self._engine.report(
             e.RankExited(
-                at_s=float(message["at_s"]),
+                at_s=time.time(),  # the scheduler's clock is one: that of a host may be hours off
                 job=JobId(message["job"]),
                 attempt=message["attempt"],
                 generation=message["generation"],

@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.types import DeviceId, HostId, JobId, RankEnd, Reason
+from clusterd.types import DeviceId, HostId, JobId, JobKind, RankEnd, Reason
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_trials import move, propose, running
@@ -195,3 +195,19 @@ def test_a_survivor_a_step_behind_makes_that_step_or_is_left_out(spread: tuple[L
     assert start is not None
     assert start.step == 10
     assert start.lost == ((0,) if may_finish else (0, 1))
+
+
+def test_a_command_that_runs_for_days_between_its_hosts_faults_is_not_given_up(lab: Lab) -> None:
+    """It tells of no steps, and six faults in a month are no loop of its own."""
+    for host in ("a", "b"):
+        lab.host(host, gpus=1)
+    job, _ = lab.submit(devices=1, kind=JobKind.COMMAND)
+    for _ in range(8):
+        lab.run(job)
+        lab.now_s += 5 * 86400.0
+        host = lab.attempt(job).hosts[0]
+        lab.tell(e.HostDisconnected(**lab.at(), host=host, why="power"))
+        lab.now_s = lab.scheduler.state.timers[f"host-lost:{host}"]
+        lab.tell(e.TimerFired(**lab.at(), timer=f"host-lost:{host}"))
+        assert lab.state(job) == "starting", "on the other host, at once"
+        lab.connect(host)

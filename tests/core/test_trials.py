@@ -155,3 +155,31 @@ def test_a_trial_that_would_take_the_memory_of_who_trains_is_not_made(lab: Lab) 
     (trial,) = lab.scheduler.state.jobs[job].trials
     assert not trial.is_refused and "trains on the same device" in trial.failure
     assert lab.state(job) == "running"
+
+
+def test_a_move_by_hand_that_fails_leaves_no_job_under_a_plan_that_was_only_tried(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job = running(lab)
+    assert lab.attempt(job).plan == Plan(dp=4)
+    propose(lab, job, Plan(tp=4))
+    move(lab, job)
+    learned(lab, dp4=1.0, tp4=1.1)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2, tp=2), by="ann"))
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    decided = lab.tell(e.AttemptStopped(**lab.at(), **what, host=HostId("a")))
+    back = d.StartMigration.match(decided, new_plan=Plan(dp=4))
+    assert back is not None and "the fastest known" in back.reason
+
+
+def test_a_trial_that_nobody_follows_up_leaves_no_job_under_its_plan(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job = running(lab)
+    propose(lab, job, Plan(tp=4))
+    move(lab, job)
+    measured(lab, job, 50.0)
+    learned(lab, dp4=1.0, tp4=1.1)
+    lab.now_s = lab.scheduler.state.timers[f"trial:{job}"]
+    decided = lab.tell(e.TimerFired(**lab.at(), timer=f"trial:{job}"))
+    back = d.StartMigration.match(decided, new_plan=Plan(dp=4))
+    assert back is not None and "the fastest known" in back.reason

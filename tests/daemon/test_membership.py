@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -142,5 +143,22 @@ def test_the_address_of_a_host_that_is_gone_is_not_dialed(journal: Journal) -> N
             await again.hosts.restore()
             assert await again.known() == []
             assert again.hosts.link_row(HOST) == {}
+
+    anyio.run(run)
+
+
+def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of its host may be an hour ahead, and the scheduler's timers would wait for it."""
+    told: list[e.Event] = []
+
+    async def report(event: e.Event) -> None:
+        told.append(event)
+
+    async def run() -> None:
+        async with lab(journal) as made:
+            monkeypatch.setattr(made.engine, "report", report)
+            message = {"job": "1", "attempt": 1, "generation": 1, "rank": 0, "exit_code": 0, "reason": "exit"}
+            await made.hosts._on_rank_exited(HOST, {**message, "at_s": time.time() + 3600.0})
+        assert told[0].at_s <= time.time()
 
     anyio.run(run)
