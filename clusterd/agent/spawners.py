@@ -130,20 +130,23 @@ class Spawners:
         except OSError:
             path.unlink(missing_ok=True)
         process = self._run(programs.command(*arguments, python=python), env, log)
-        deadline = asyncio.get_running_loop().time() + START_TIMEOUT_S
+        now_s = asyncio.get_running_loop().time
+        deadline = now_s() + START_TIMEOUT_S
         pause_s = 0.005
         while True:
             if path.exists():
                 try:
-                    return await _Server.connect(path, self._on_exited)
+                    return await _Server.connect(path, self._on_exited, deadline - now_s())
                 except ConnectionError:
                     pass  # between bind and listen
+                except asyncio.TimeoutError:
+                    pass  # it still imports
             if process.poll() is not None:
                 text = log.read_text(errors="replace").strip().splitlines()
                 raise SpawnFailed(
                     "environment", f"{python or 'the fork server'} ended at once: {text[-1] if text else 'no output'}"
                 )
-            if asyncio.get_running_loop().time() > deadline:
+            if now_s() > deadline:
                 process.kill()
                 raise SpawnFailed("environment", f"{python} did not start within {START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(pause_s)
@@ -196,12 +199,14 @@ class _Server:
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, path: Path, on_exited: Callable[[str, dict[str, Any]], None]) -> _Server:
+    async def connect(
+        cls, path: Path, on_exited: Callable[[str, dict[str, Any]], None], patience_s: float = START_TIMEOUT_S
+    ) -> _Server:
         reader, writer = await asyncio.open_unix_connection(os.fspath(path))
         server = cls(reader, writer)
         server._task = asyncio.create_task(server._listen(on_exited))
         try:
-            answer = await asyncio.wait_for(server.request("hello", {}), START_TIMEOUT_S)
+            answer = await asyncio.wait_for(server.request("hello", {}), patience_s)
         except BaseException:
             await server.close()
             raise

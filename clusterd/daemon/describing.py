@@ -16,7 +16,7 @@ from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.facts import DESCRIPTION
 from clusterd.daemon.hosts import Hosts
-from clusterd.daemon.launching import CHUNK_BYTES, Launches
+from clusterd.daemon.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, Launches
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import HostId, JobId, JobSpec, Reason
 from plans.model_shape import ModelShape
@@ -24,6 +24,7 @@ from plans.model_shape import ModelShape
 log = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 300.0
+TIDY_TIMEOUT_S = 30.0
 
 
 class Describer:
@@ -118,7 +119,7 @@ class Describer:
         }
         ended = self._hosts.expect_exit(decision.host, decision.job, DESCRIPTION)
         try:
-            await self._hosts.request(decision.host, "launch", timeout_s=180.0, **base, ranks=[rank])
+            await self._hosts.request(decision.host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **base, ranks=[rank])
             with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
                 report = await ended.wait()
             if waiting.cancelled_caught:
@@ -133,7 +134,7 @@ class Describer:
             return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=told["model"], model=model)
         finally:
             ended.close()
-            with anyio.CancelScope(shield=True), anyio.move_on_after(30.0):
+            with anyio.CancelScope(shield=True):
                 await self._tidy_description(decision.host, who)
 
     async def _not_described(self, decision: d.DescribeModel, report: dict[str, Any]) -> e.Event:
@@ -156,7 +157,8 @@ class Describer:
 
     async def _tidy_description(self, host: HostId, who: dict[str, Any]) -> None:
         try:
-            await self._hosts.request(host, "stop", grace_s=0.0, reason="described", **who)
-            await self._hosts.request(host, "forget", job=who["job"], attempt=DESCRIPTION)
+            with anyio.move_on_after(TIDY_TIMEOUT_S):
+                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason="described", **who)
+                await self._hosts.request(host, "forget", timeout_s=None, job=who["job"], attempt=DESCRIPTION)
         except ClusterError as error:
             log.info("%s keeps the description of %s for now: %s", host, who["job"], error)

@@ -17,7 +17,7 @@ from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.keeper import Keeper
-from clusterd.daemon.launching import Launches
+from clusterd.daemon.launching import LAUNCH_TIMEOUT_S, Launches
 from clusterd.daemon.mover import Mover
 from clusterd.daemon.stops import Stops
 from clusterd.daemon.timers import Timers
@@ -166,7 +166,7 @@ class Executor:
                 # The host went and came back meanwhile, and its devices may be somebody else's by now.
                 raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
             try:
-                await self._hosts.request(host, "launch", timeout_s=180.0, **request)
+                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request)
             except AgentLost:
                 raise
             except ClusterError as error:
@@ -220,8 +220,9 @@ class Executor:
             which: dict[str, Any] = {
                 "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
             }  # fmt: skip
+            why = "the snapshot was not whole"
             for host in decision.hosts:
-                await self._hosts.request(host, "stop", grace_s=0.0, reason="the snapshot was not whole", **which)
+                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason=why, **which)
             raise
 
     async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
@@ -244,7 +245,9 @@ class Executor:
         async def on(host: HostId, request: dict[str, Any]) -> None:
             here = {**move, "host": host}
             try:
-                await self._hosts.request(host, "launch", timeout_s=180.0, **request, standby=True, move=here)
+                await self._hosts.request(
+                    host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request, standby=True, move=here
+                )
             except AgentLost:
                 raise
             except ClusterError as error:

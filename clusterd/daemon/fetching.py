@@ -48,7 +48,9 @@ class Fetching:
                     left[host] = (here.why or here.state.value) if here is not None else "it was removed"
                     continue
                 try:
-                    answer = await self._hosts.request(host, "files", job=known.id, attempt=attempt.number)
+                    answer = await self._hosts.request(
+                        host, "files", timeout_s=None, job=known.id, attempt=attempt.number
+                    )
                 except ClusterError as error:
                     if not (isinstance(error, AgentRefused) and error.kind == "unknown"):  # it was never launched there
                         left[host] = said_by(host, error)

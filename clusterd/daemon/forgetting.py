@@ -43,7 +43,7 @@ class Forgetting:
                 left[host] = state.hosts[host].why or state.hosts[host].state.value
                 continue
             try:
-                answer = await self._hosts.request(host, "forget", job=known.id, attempt=number)
+                answer = await self._hosts.request(host, "forget", timeout_s=None, job=known.id, attempt=number)
             except ClusterError as error:
                 left[host] = said_by(host, error)
             else:

@@ -325,9 +325,9 @@ class Hosts:
         """Ask the host's agent.
 
         Args:
-            timeout_s: None waits for as long as the link holds.
+            timeout_s: after this long the link is broken; None waits for as long as it holds.
         Raises:
-            AgentLost: not connected, or the link broke before the answer.
+            AgentLost: not connected, or the link broke before the answer, as it does where that is late.
             HostError: the agent refused; its words.
         """
         managed = self._managed.get(host)

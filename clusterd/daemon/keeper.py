@@ -73,8 +73,8 @@ class Keeper:
             if second is not None:
                 address = await self._admitted(of, host)
                 await self._hosts.request(
-                    second, "snapshot_keep", name=name, set=_set(of), token=self._token(of), address=address,
-                    bytes=message["bytes"],
+                    second, "snapshot_keep", timeout_s=None, name=name, set=_set(of), token=self._token(of),
+                    address=address, bytes=message["bytes"],
                 )  # fmt: skip
                 copy.holders.add(second)
         except ClusterError as error:

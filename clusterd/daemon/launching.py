@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+from clusterd.agent.spawners import START_TIMEOUT_S
 from clusterd.core import decisions as d
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.datasets import DataSets
@@ -18,6 +19,9 @@ from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 CHUNK_BYTES = 1 << 20
+LAUNCH_TIMEOUT_S = START_TIMEOUT_S + 60.0
+"""An agent that waits for an environment to start gives up first, and says so."""
+
 SNAPSHOT_EVERY = 20
 """Steps between snapshots in memory, where the job does not say."""
 

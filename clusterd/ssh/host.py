@@ -109,6 +109,7 @@ class HostLink:
         self._code = code
         self._jitter = jitter or random.Random()
         self._stream: AgentStream | None = None
+        self._broken: Callable[[AgentLost], None] = lambda lost: None  # ends what `_serve` does
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._next_id = 0
         self._wake = anyio.Event()
@@ -149,8 +150,8 @@ class HostLink:
         Args:
             timeout_s: None waits for as long as the link holds, as `stop` may need.
         Raises:
-            AgentLost: the link is down, breaks, or no answer came in time. Whether the request was carried out is
-                unknown then; all verbs may be repeated.
+            AgentLost: the link is down, or breaks, as it does when no answer came in time. Whether the request was
+                carried out is unknown then; all verbs may be repeated.
             AgentRefused: the agent declined.
         """
         if self._stream is None:
@@ -167,7 +168,10 @@ class HostLink:
                 await stream.send({**arguments, "id": number, "verb": verb})
                 return _unpack(self.name, await future)
         except TimeoutError:
-            raise AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s") from None
+            lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
+            # Whoever asked counts on what is compared after a new connection: no link stays up over an unknown outcome.
+            self._break(stream, lost)
+            raise lost from None
         finally:
             self._waiting.pop(number, None)
 
@@ -215,6 +219,14 @@ class HostLink:
         try:
             async with anyio.create_task_group() as tasks:
 
+                def broken(lost: AgentLost) -> None:
+                    failure.append(lost)
+                    self._stream = None
+                    self._fail_requests(lost)
+                    tasks.cancel_scope.cancel()
+
+                self._broken = broken
+
                 async def tell() -> None:
                     await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
                     while True:
@@ -229,14 +241,16 @@ class HostLink:
                         elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
                             future.set_result(message)
                 except AgentLost as lost:
-                    failure.append(AgentLost(f"{self.name}: {lost}"))
-                    self._stream = None
-                    self._fail_requests(failure[0])
-                    tasks.cancel_scope.cancel()
+                    self._break(stream, AgentLost(f"{self.name}: {lost}"))
         finally:
             self._stream = None
             self._fail_requests(AgentLost(f"{self.name}: the link was closed"))
         raise failure[0]
+
+    def _break(self, stream: AgentStream, lost: AgentLost) -> None:
+        """End the link over `stream`, unless that is over already."""
+        if self._stream is stream:
+            self._broken(lost)
 
     def _fail_requests(self, lost: AgentLost) -> None:
         for future in self._waiting.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent import processes
+from clusterd.agent import processes, spawners
 from clusterd.agent.home import Home
-from tests.agent.client import AgentClient, launch, rank, wait_until
+from tests.agent.client import AgentClient, end_all, launch, rank, wait_until
 
 
 def run(agent: AgentClient, tmp_path: Path, source: str, *arguments: str, **more: Any) -> dict[str, Any]:
@@ -324,3 +325,24 @@ def test_a_rank_that_does_not_heed_a_stop_shows_where_it_hangs(standin_agent: Ag
     assert "did not stop within 0.5 s of being asked" in said
     assert "in waits_for_a_peer_that_never_comes" in said
     assert standin_agent.event("rank_exited")["reason"] == "stopped"
+
+
+def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the daemon stops waiting for the launch: it would never hear why."""
+    (tmp_path / "imports_for_ever.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setattr(spawners, "START_TIMEOUT_S", 1.0)
+    home = Home(tmp_path / "agent")
+    home.make()
+
+    async def start() -> None:
+        started = spawners.Spawners(home, lambda state, record: None, "imports_for_ever")
+        with pytest.raises(spawners.SpawnFailed, match="did not start within 1 s"):
+            await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
+        wait_until(lambda: started.wait_for_ended() or not started._processes, "what was killed to be gone")
+
+    try:
+        asyncio.run(asyncio.wait_for(start(), 20.0))
+    finally:
+        end_all(home.root)

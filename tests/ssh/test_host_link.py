@@ -256,12 +256,18 @@ async def test_a_large_log_comes_through(host: EmbeddedHost, dialer: Dialer) -> 
         assert offset == 20_000_000
 
 
-async def test_a_request_that_gets_no_answer_in_time_fails(host: EmbeddedHost, dialer: Dialer) -> None:
+async def test_an_answer_that_does_not_come_in_time_breaks_the_link(host: EmbeddedHost, dialer: Dialer) -> None:
+    """Who asked does not know what became of it; the next connection's report tells, so there has to be one."""
     async with linked(host, dialer) as watched:
         await watched.up()
         pid = (read_json(Home(host.agent_home).record) or {})["pid"]
         os.kill(pid, signal.SIGSTOP)
+        other = asyncio.create_task(watched.link.request("facts"))
         with pytest.raises(AgentLost, match="gpu01 did not answer 'facts' within 0 s"):
             await watched.link.request("facts", timeout_s=0.2)
+        with pytest.raises(AgentLost, match="gpu01 did not answer 'facts' within 0 s"):
+            await other
+        assert "gpu01 did not answer 'facts'" in (await watched.waiting()).why
         os.kill(pid, signal.SIGCONT)
+        await watched.up(2)
         assert (await watched.link.request("facts"))["hostname"]

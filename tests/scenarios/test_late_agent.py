@@ -1,0 +1,32 @@
+"""An agent that is there, and does not answer: a host that swaps, a disk that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from clusterd.ssh.host import REQUEST_TIMEOUT_S
+from tests.conftest import RunningCluster
+from tests.scenarios.test_migration import agent_of
+
+ELASTIC = 'kind = "elastic"\ncommand = ["python", "train.py", "--steps", "3"]\nresources = { devices = 1 }\n'
+
+
+@pytest.mark.slow
+def test_jobs_that_an_agent_was_too_late_for_run_when_it_is_back(cluster: RunningCluster) -> None:
+    """They were starting, or their model was being learned, for ever."""
+    cluster.start(hosts=1)
+    cluster.wait_until_up(1)
+    agent = agent_of(cluster, 0)
+    os.kill(agent, signal.SIGSTOP)
+    jobs = [cluster.submit('command = ["true"]\n', "plain"), cluster.submit(ELASTIC, "elastic")]
+
+    def is_given_up(_: object) -> bool:
+        return bool(cluster.call("hosts")[0]["state"] == "unreachable")
+
+    cluster.wait_for(jobs[0], is_given_up, REQUEST_TIMEOUT_S + 20.0)
+    os.kill(agent, signal.SIGCONT)
+    for job in jobs:
+        cluster.wait_for(job, lambda row: row["state"] == "finished", 60.0)
