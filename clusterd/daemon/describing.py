@@ -12,6 +12,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon import facts
 from clusterd.daemon.archive import Archive
+from clusterd.daemon.bugs import in_a_line
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.facts import DESCRIPTION
@@ -52,6 +53,11 @@ class Describer:
                 event = e.ModelNotDescribed(
                     at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, lasts=error.lasts
                 )
+            except Exception as error:
+                # Nobody would ask again: its model would be learned for ever.
+                log.exception("learning the model of %s failed by a bug", decision.job)
+                why = in_a_line(error)
+                event = e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why, is_infrastructure=True)
             finally:
                 if self._asked.get(decision.job) is scope:  # it may have been put to another host already
                     del self._asked[decision.job]

@@ -13,6 +13,7 @@ import anyio.abc
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.archive import Archive
+from clusterd.daemon.bugs import in_a_line
 from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
@@ -114,6 +115,10 @@ class Executor:
             except AgentLost as lost:
                 # The reconnect tells what became of it, and the scheduler asks again.
                 log.info("launching %s.%d: %s", decision.job, decision.attempt, lost)
+            except Exception as error:
+                # Said as an event, or nobody would end it: its job would be starting, and hold its devices, for ever.
+                log.exception("launching %s.%d failed by a bug", decision.job, decision.attempt)
+                event = _launch_failed(decision, decision.hosts[0], in_a_line(error))
             finally:
                 del self._launching[key]
                 done.set()
@@ -128,15 +133,10 @@ class Executor:
             restored = await self._restored(decision)
         except AgentLost:
             raise
+        except NotStarted as error:
+            return _launch_failed(decision, HostId(error.host), str(error))
         except ClusterError as error:
-            return e.LaunchFailed(
-                at_s=time.time(),
-                job=decision.job,
-                attempt=decision.attempt,
-                generation=decision.generation,
-                host=decision.hosts[0],
-                why=f"the snapshot in memory could not be used: {error}",
-            )
+            return _launch_failed(decision, decision.hosts[0], f"the snapshot in memory could not be used: {error}")
         if restored is not None:
             return e.AttemptLaunched(
                 at_s=time.time(),
@@ -147,18 +147,7 @@ class Executor:
             )
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
-            failures.append(
-                e.LaunchFailed(
-                    at_s=time.time(),
-                    job=decision.job,
-                    attempt=decision.attempt,
-                    generation=decision.generation,
-                    host=host,
-                    why=said_by(host, error),
-                    is_infrastructure=is_infrastructure,
-                    lasts=error.lasts,
-                )
-            )
+            failures.append(_launch_failed(decision, host, said_by(host, error), is_infrastructure, error.lasts))
 
         async def on(host: HostId, request: dict[str, Any]) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
@@ -190,6 +179,8 @@ class Executor:
                     requests = await self._launches.requests(decision, spec, secrets)
                 except AgentLost:
                     raise
+                except NotStarted as error:
+                    failed(HostId(error.host), error)
                 except ClusterError as error:  # data that is not where it was said to be
                     failed(decision.hosts[0], error, is_infrastructure=isinstance(error, TryLater))
             if not failures:
@@ -216,7 +207,8 @@ class Executor:
             return await self._mover.restore(decision, whole, await self._keeper.admit(whole))
         except ClusterError as error:
             log.warning("%s cannot go on from the snapshot of step %d: %s", decision.job, whole.step, error)
-            await self._keeper.forget(decision.job)
+            if not isinstance(error, AgentLost | NotStarted):  # then it is not the snapshot that is at fault
+                await self._keeper.forget(decision.job)
             which: dict[str, Any] = {
                 "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
             }  # fmt: skip
@@ -275,3 +267,18 @@ class Executor:
             scope.cancel()
             await done.wait()
         await self._stops.stop(decision)
+
+
+def _launch_failed(
+    decision: d.LaunchAttempt, host: HostId, why: str, is_infrastructure: bool = True, lasts: bool = False
+) -> e.LaunchFailed:
+    return e.LaunchFailed(
+        at_s=time.time(),
+        job=decision.job,
+        attempt=decision.attempt,
+        generation=decision.generation,
+        host=host,
+        why=why,
+        is_infrastructure=is_infrastructure,
+        lasts=lasts,
+    )

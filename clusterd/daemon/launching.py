@@ -14,6 +14,7 @@ from clusterd.daemon.archive import Archive
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
+from clusterd.errors import NotStarted
 from clusterd.types import Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -47,7 +48,12 @@ class Launches:
     async def requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
     ) -> dict[HostId, dict[str, Any]]:
-        """What to ask of each host's agent."""
+        """What to ask of each host's agent.
+
+        Raises:
+            NotStarted: a host does not have a device any more that its ranks were given.
+            ClusterError: a host is silent or refuses, or data is not where it was said to be.
+        """
         state = self._engine.scheduler.state
         address, interface, port = "", "", 0
         first = decision.hosts[0]
@@ -178,7 +184,9 @@ def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[st
     threads = max(cores, 1)
     if place.device is None:
         return {"kind": "cpu", "uuid": "", "cores": [], "threads": threads}
-    device = devices[place.device]
+    device = devices.get(place.device)
+    if device is None:
+        raise NotStarted(place.host, f"it has no {place.device} any more")
     if device.kind == "cpu":  # its cores are its own
         threads = max(len(device.cores), 1)
     return {"kind": device.kind, "uuid": device.uuid, "cores": list(device.cores), "threads": threads}

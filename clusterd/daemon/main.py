@@ -29,6 +29,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import logs
 from clusterd.daemon.api import Api
 from clusterd.daemon.archive import Archive
+from clusterd.daemon.bugs import first_of
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
@@ -257,13 +258,6 @@ async def _watchdog() -> None:
         await anyio.sleep(interval_s)
 
 
-def _first(error: BaseException) -> BaseException:
-    """What is inside the groups that task groups make."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _raise_open_files() -> None:
     """Each `run` and `wait` of somebody's is an open file; hosts inside this machine inherit the limit."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -291,10 +285,10 @@ def main(argv: list[str]) -> int:
             try:
                 anyio.run(Daemon(config, options.local, options.devices, file).run)
             except* ClusterError as errors:
-                raise _first(errors) from None
+                raise first_of(errors) from None
             except* Exception as errors:
                 log.exception("the daemon ends by a bug of its own")
-                first = _first(errors)
+                first = first_of(errors)
                 raise ClusterError(
                     f"the daemon ended by a bug of its own: {type(first).__name__}: {first}: "
                     f"{config.state_dir}/daemon.log says where; jobs keep running"

@@ -26,6 +26,7 @@ import anyio.abc
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.daemon.bugs import first_of
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.keeper import Whole
@@ -108,7 +109,7 @@ class Saga:
             await self._quiesce()
             await self._transfer()
         except Exception as error:
-            cause = _first(error)
+            cause = first_of(error)
             if not isinstance(cause, ClusterError):
                 log.exception("the move of %s failed by a bug", self.id)
             refused = HostId(cause.host) if isinstance(cause, NotStarted) else None
@@ -120,7 +121,10 @@ class Saga:
         move["fabric"] = {**served, **move["fabric"]}
         move["snapshot"] = {"names": list(whole.names), "hosts": list(whole.hosts)}
         move["sets"] = whole.tokens
-        await self._launch_standby(self.decision, move)
+        try:
+            await self._launch_standby(self.decision, move)
+        except ExceptionGroup as errors:  # of several hosts
+            raise first_of(errors) from None
         wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
         loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
         steps = {int(said["step"]) for said in loaded.values()}
@@ -281,13 +285,6 @@ class Saga:
                 host=host,
             )
         )
-
-
-def _first(error: BaseException) -> BaseException:
-    """What is inside the groups that task groups make."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def move_id(job: str, attempt: int, generation: int) -> str:

@@ -1,0 +1,113 @@
+"""A launch starts its ranks or fails: nothing leaves a job starting for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.daemon.describing import Describer
+from clusterd.daemon.executor import Executor
+from clusterd.types import JobId, JobKind
+from tests.conftest import RunningCluster
+from tests.core.conftest import Lab
+from tests.scenarios.test_migration import agent_of
+
+
+class Broken:
+    """Launches with a bug."""
+
+    async def send_snapshot(self, *_: Any) -> None:
+        raise KeyError("nobody thought of this")
+
+
+def carried_out(lab: Lab, decided: list[d.Decision]) -> list[e.Event]:
+    """What is reported when every launch and question of a model meets the bug."""
+    reported: list[e.Event] = []
+
+    async def report(event: e.Event) -> None:
+        reported.append(event)
+
+    async def secrets(job: str) -> dict[str, str]:
+        return {}
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def run() -> None:
+        engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
+        archive: Any = SimpleNamespace(secrets=secrets, forget_secrets=nothing)
+        hosts: Any = SimpleNamespace()
+        timers: Any = SimpleNamespace(changed=lambda: None)
+        keeper: Any = SimpleNamespace(forget=nothing)
+        launches: Any = Broken()
+        describer = Describer(engine, hosts, archive, hosts, launches)
+        async with anyio.create_task_group() as tasks:
+            Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper).carry_out(
+                [x for x in decided if not isinstance(x, d.StopAttempt)]
+            )
+
+    anyio.run(run)
+    return reported
+
+
+def wait_for_retry(lab: Lab, job: JobId) -> list[d.Decision]:
+    """The next try, when it is time."""
+    due_s = lab.scheduler.state.timers.get(f"retry:{job}")
+    if due_s is None:
+        return []
+    lab.now_s = due_s
+    return lab.tell(e.TimerFired(**lab.at(), timer=f"retry:{job}"))
+
+
+def test_a_bug_in_a_launch_ends_it(caplog: pytest.LogCaptureFixture) -> None:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, decided = lab.submit()
+    while lab.state(job) != "failed":
+        assert any(isinstance(x, d.LaunchAttempt) for x in decided), "it is starting for ever"
+        lab.tell(*carried_out(lab, decided))
+        decided = lab.stopped(job)
+        if lab.state(job) == "queued":
+            decided = wait_for_retry(lab, job)
+    assert "a bug of clusterd's own, which daemon.log tells of: KeyError: 'nobody thought of this'" in lab.why(job)
+    assert "Traceback" in caplog.text
+    assert lab.scheduler.state.leases == {}
+
+
+def test_a_bug_while_a_model_is_learned_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, decided = lab.submit(kind=JobKind.ELASTIC)
+    while lab.state(job) != "failed":
+        assert any(isinstance(x, d.DescribeModel) for x in decided), "its model is learned for ever"
+        decided = lab.tell(*carried_out(lab, decided))
+        decided += wait_for_retry(lab, job)
+    assert "KeyError: 'nobody thought of this'" in lab.why(job)
+    assert "Traceback" in caplog.text
+
+
+def test_a_device_that_is_gone_when_the_launch_is_asked_for_again(cluster: RunningCluster) -> None:
+    """The daemon and a GPU died together: the job waits for another, and what is left serves others."""
+    cluster.start(hosts=1)
+    cluster.wait_until_up(1)
+    agent = agent_of(cluster, 0)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        job = cluster.submit('command = ["true"]\nresources = { devices = 2 }\n')
+        cluster.wait_for(job, lambda row: row["state"] == "starting")
+        cluster.kill()
+        (cluster.directory / "clusterd.toml").write_text("[hosts.local0]\ncpu_devices = 1\n")
+        cluster.environment["CLUSTERD_CONFIG"] = str(cluster.directory / "clusterd.toml")
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    cluster.start()
+    cluster.wait_for(job, lambda row: row["state"] == "queued")
+    assert "it has no local0:cpu1 any more" in cluster.run("why", job).stdout
+    cluster.run("run", "--devices", "1", "--", "true", timeout=30)
