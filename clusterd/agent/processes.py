@@ -32,6 +32,11 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def machine() -> str:
+    """This boot of this machine, or of this container: those of one kernel share its boot id."""
+    return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def machine_memory_bytes() -> tuple[int, int]:
     """Total and available memory of the whole machine, whatever a cgroup leaves of it."""
     with open("/proc/meminfo", encoding="ascii") as file:

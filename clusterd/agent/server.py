@@ -291,6 +291,7 @@ class Agent:
             "agent": self._id,
             "version": programs.version(),
             "boot_id": processes.boot_id(),
+            "machine": processes.machine(),
             "now_s": time.time(),
             "facts": found,
             "attempts": [attempt.report() for attempt in self._attempts],

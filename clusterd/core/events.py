@@ -83,6 +83,7 @@ class HostConnected(Event):
     host: HostId
     facts: HostFacts
     attempts: tuple[AttemptReport, ...] = ()
+    agent: str = ""  # who answered: no two hosts have the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

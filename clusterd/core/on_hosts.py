@@ -114,7 +114,7 @@ class OnHosts(OnAttempts):
         if host is None:
             return
         host.go(HostState.UP, event.at_s)
-        host.facts = event.facts
+        host.facts, host.agent = event.facts, event.agent
         self.state.recovering.discard(host.id)
         self.state.timers.pop(f"host-lost:{host.id}", None)
         self._is_fit_again(host.id)

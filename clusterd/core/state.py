@@ -54,6 +54,7 @@ class Host:
     id: HostId
     state: HostState = HostState.CONNECTING
     facts: HostFacts | None = None
+    agent: str = ""  # that answered last
     drained: str | None = None  # by whom and why; None: it may be used
     why: str = ""  # it is not up
     since_s: float = 0.0  # in this state

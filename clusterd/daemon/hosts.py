@@ -17,6 +17,7 @@ from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon import facts
+from clusterd.daemon.agents import Agents, identity
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.journal import Journal
 from clusterd.errors import AgentLost, ClusterError
@@ -90,6 +91,7 @@ class Hosts:
         self._tasks = tasks
         self._make_link = make_link
         self._managed: dict[HostId, _Managed] = {}
+        self._agents = Agents(engine.scheduler.state.hosts.values())
         self._progress: dict[tuple[str, int], float] = {}
         self._held_back: dict[tuple[str, int], dict[str, Any]] = {}
         self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
@@ -128,6 +130,7 @@ class Hosts:
         if host in self._engine.scheduler.state.hosts:
             return
         await self._drop_row(host)
+        self._agents.release(host)
         managed = self._managed.pop(host, None)
         if managed is None:
             return
@@ -168,7 +171,13 @@ class Hosts:
             self._tasks.start_soon(self._on_down, host, state.why)
 
     async def on_up(self, host: HostId, hello: dict[str, Any], reached_at: str) -> None:
-        """The agent answered: what it runs is news."""
+        """The agent answered: what it runs is news.
+
+        Raises:
+            HostError: it is another host's agent; nothing that it runs is this one's.
+        """
+        agent = identity(hello)
+        self._agents.claim(host, agent)
         managed = self._managed[host]
         managed.facts = {**hello["facts"], "clock_skew_s": hello["now_s"] - time.time()}
         address = facts.address(hello["facts"], reached_at)
@@ -178,7 +187,9 @@ class Hosts:
             if (host, job, facts.DESCRIPTION) not in self.expected:
                 self.on_description_left(host, job)
         reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
-        await self._engine.report(e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports))
+        await self._engine.report(
+            e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=agent)
+        )
 
     async def _on_down(self, host: HostId, why: str) -> None:
         for key, expected in list(self.expected.items()):

@@ -75,7 +75,8 @@ class HostLink:
         name: of the host, for messages.
         route_source: asked before every dial, so that an edited SSH configuration counts.
         on_state: at every change; must not block.
-        on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests.
+        on_up: with the agent's reply to hello, before any event that is newer than the reply. May send requests; a
+            ClusterError ends the link, to be tried again.
         on_event: with each unasked frame, one after the other.
         daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
         agent_home: the agent's directory on the host; None: its default.
@@ -109,7 +110,7 @@ class HostLink:
         self._code = code
         self._jitter = jitter or random.Random()
         self._stream: AgentStream | None = None
-        self._broken: Callable[[AgentLost], None] = lambda lost: None  # ends what `_serve` does
+        self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._next_id = 0
         self._wake = anyio.Event()
@@ -211,24 +212,27 @@ class HostLink:
         return _unpack(self.name, message)
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
-        """Until the link breaks; raises `AgentLost` then."""
+        """Until the link breaks; raises why then."""
         events: asyncio.Queue[Message] = asyncio.Queue()
-        failure: list[AgentLost] = []
+        failure: list[ClusterError] = []
         self._stream = stream
         self._become("up")
         try:
             async with anyio.create_task_group() as tasks:
 
-                def broken(lost: AgentLost) -> None:
-                    failure.append(lost)
+                def broken(error: ClusterError) -> None:
+                    failure.append(error)
                     self._stream = None
-                    self._fail_requests(lost)
+                    self._fail_requests(AgentLost(str(error)))
                     tasks.cancel_scope.cancel()
 
                 self._broken = broken
 
                 async def tell() -> None:
-                    await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
+                    try:
+                        await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
+                    except ClusterError as error:
+                        return self._break(stream, error)
                     while True:
                         await _call(self._on_event, await events.get())
 
@@ -247,10 +251,10 @@ class HostLink:
             self._fail_requests(AgentLost(f"{self.name}: the link was closed"))
         raise failure[0]
 
-    def _break(self, stream: AgentStream, lost: AgentLost) -> None:
+    def _break(self, stream: AgentStream, error: ClusterError) -> None:
         """End the link over `stream`, unless that is over already."""
         if self._stream is stream:
-            self._broken(lost)
+            self._broken(error)
 
     def _fail_requests(self, lost: AgentLost) -> None:
         for future in self._waiting.values():

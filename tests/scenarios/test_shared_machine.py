@@ -1,0 +1,73 @@
+"""A machine that is reached under two names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.agent.client import end_all
+from tests.conftest import RunningCluster
+from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
+
+pytestmark = needs_sshd
+
+HELD = 'command = ["sh", "-c", "echo ran >> {place}/runs; while [ ! -e {place}/go ]; do sleep 0.05; done"]\n'
+"""Runs until it is let go, and says each time that it was started."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[OpenSshServer]:
+    started = OpenSshServer("alpha", tmp_path / "alpha", make_key(tmp_path / "id_ed25519"))
+    started.start()
+    yield started
+    started.stop()
+    end_all(started.agent_home)
+
+
+def knows(cluster: RunningCluster, server: OpenSshServer, *names: str) -> None:
+    """The cluster's SSH configuration leads to the server under each of these names."""
+    known_hosts = cluster.directory / "known_hosts"
+    config = cluster.directory / "ssh_config"
+    text = server.config(known_hosts)
+    config.write_text("".join(text.replace(f"Host {server.name}", f"Host {name}") for name in names))
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text(f'[daemon]\nssh_config = "{config}"\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+
+
+def submit_held(cluster: RunningCluster, place: Path) -> str:
+    """A job that runs, on the one device that there is."""
+    work = place / "work"
+    work.mkdir()
+    job = cluster.submit(f'workdir = "{work}"\n{HELD.format(place=place)}resources = {{ devices = 1 }}\n')
+    cluster.wait_for(job, lambda row: row["state"] == "running" and (place / "runs").exists())
+    return job
+
+
+def runs_to_its_end(cluster: RunningCluster, job: str, place: Path) -> None:
+    """Once, for nobody stopped it meanwhile."""
+    (place / "go").touch()
+    row = cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"))
+    assert (row["state"], row["attempt"], (place / "runs").read_text()) == ("finished", 1, "ran\n")
+
+
+def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenSshServer, tmp_path: Path) -> None:
+    """Its devices would be offered twice, and each name would end what runs under the other."""
+    knows(cluster, server, "alpha", "beta")
+    cluster.start()
+    cluster.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
+    job = submit_held(cluster, tmp_path)
+    refused = cluster.run("host", "add", "--yes", "--cpu-devices", "1", "beta", check=False)
+    assert refused.returncode == 1
+    assert "beta is added but not up: it is alpha under another name" in refused.stderr
+    assert "clusterd host remove beta" in refused.stderr
+    assert [len(host["devices"]) for host in cluster.call("hosts")] == [1, 0]
+    os.kill(cluster.pid, 9)  # whichever name is dialed first by the next daemon
+    cluster.start()
+    cluster.wait_for(job, lambda _: {h["name"]: h["state"] for h in cluster.call("hosts")}["alpha"] == "up")
+    cluster.wait_for(job, lambda _: "it is alpha" in {h["name"]: h["why"] for h in cluster.call("hosts")}["beta"])
+    runs_to_its_end(cluster, job, tmp_path)
+    cluster.run("host", "remove", "beta")
