@@ -123,17 +123,19 @@ def forget_socket(path: Path) -> None:
 
 
 def default_home() -> Home:
-    """`$CLUSTERD_AGENT_HOME`, or a directory per host name in the user's state directory.
+    """`$CLUSTERD_AGENT_HOME`, or a directory per host name and cluster in the user's state directory.
 
     The host name is part of it because homes are shared between hosts over NFS, while an agent's sockets, locks and
-    process ids are one machine's.
+    process ids are one machine's; the cluster, because each numbers its jobs from 1, and ends what it does not know.
     """
     given = os.environ.get("CLUSTERD_AGENT_HOME")
     if given:
         return Home(Path(given).expanduser().absolute())
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()) or "host"
-    return Home(Path(state).expanduser().absolute() / "clusterd" / "agent" / host)
+    return Home(
+        Path(state).expanduser().absolute() / "clusterd" / "agent" / host / os.environ.get("CLUSTERD_AGENT_OF", "")
+    )
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:

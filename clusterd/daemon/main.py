@@ -90,15 +90,18 @@ class Daemon:
             if replayed:
                 log.info("replayed %d events in %.2f s", replayed, time.monotonic() - started_s)
             cluster = journal.fact("cluster", uuid.uuid4().hex[:12])
+            # Clusters of earlier versions have jobs under agents that were made for all clusters of a user.
+            agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
+            epoch = scheduler.state.epoch + 1
+            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch}
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             timers = Timers(engine)
             dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
             invite = Invite(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
-            epoch = scheduler.state.epoch + 1
 
             def make_link(hosts: Hosts, host: HostId, address: str) -> HostLink:
-                return self._link(hosts, host, address, dialer, invite, cluster, epoch)
+                return self._link(hosts, host, address, dialer, invite, leader)
 
             hosts = Hosts(engine, journal, config, tasks, make_link)
             archive = Archive(config.state_dir, journal)
@@ -201,7 +204,7 @@ class Daemon:
             yield
 
     def _link(
-        self, hosts: Hosts, host: HostId, address: str, dialer: Dialer, invite: Invite, cluster: str, epoch: int
+        self, hosts: Hosts, host: HostId, address: str, dialer: Dialer, invite: Invite, leader: dict[str, Any]
     ) -> HostLink:
         async def route() -> Route:
             if address.startswith(LOCAL):
@@ -215,12 +218,11 @@ class Daemon:
             host,
             route,
             dialer,
-            daemon_id=cluster,
-            epoch=epoch,
             on_state=lambda state: hosts.on_state(host, state),
             on_up=up,
             on_event=lambda message: hosts.on_event(host, message),
             agent_home=self._config.hosts.get(host, HostOptions()).agent_home,
+            **leader,
         )
 
 

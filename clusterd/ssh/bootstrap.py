@@ -69,13 +69,14 @@ class AgentStream:
 
 @asynccontextmanager
 async def attach(
-    connection: asyncssh.SSHClientConnection, name: str, bundle: Bundle, agent_home: str | None
+    connection: asyncssh.SSHClientConnection, name: str, bundle: Bundle, agent_home: str | None, cluster: str = ""
 ) -> AsyncIterator[AgentStream]:
     """The agent of the host at the other end, its code sent and its process started where need be.
 
     Args:
         name: of the host, for messages.
-        agent_home: where the agent keeps its records there; None: its default.
+        agent_home: where agents keep their records there; None: their default.
+        cluster: whose agent: each has its own, below that directory; "": the one of the directory itself.
     Raises:
         BootstrapFailed: no Python, one that is too old, no space, an agent that does not start.
         HostError: the connection broke.
@@ -88,7 +89,8 @@ async def attach(
     listening = asyncio.create_task(_keep_errors(process.stderr, said))
     try:
         try:
-            attached = await asyncio.wait_for(_speak(process, name, bundle, agent_home, said), TIMEOUT_S)
+            given = {"agent_home": agent_home, "cluster": cluster}
+            attached = await asyncio.wait_for(_speak(process, name, bundle, given, said), TIMEOUT_S)
         except TimeoutError:
             raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{_quote(said)}") from None
         except (OSError, asyncssh.Error) as error:
@@ -100,10 +102,10 @@ async def attach(
 
 
 async def _speak(
-    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, agent_home: str | None, said: bytearray
+    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, given: dict[str, Any], said: bytearray
 ) -> dict[str, Any]:
     stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
-    given = {"sha256": bundle.sha256, "bytes": len(bundle.data), "agent_home": agent_home}
+    given = {**given, "sha256": bundle.sha256, "bytes": len(bundle.data)}
     call = f"import json\nmain(json.loads({json.dumps(given)!r}), S)\n"
     source = f"S = {stage1!r}\nexec(compile(S, 'clusterd', 'exec'))\n{call}".encode()
     process.stdin.write(b"%d\n" % len(source) + source)

@@ -79,7 +79,8 @@ class HostLink:
             ClusterError ends the link, to be tried again.
         on_event: with each unasked frame, one after the other.
         daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
-        agent_home: the agent's directory on the host; None: its default.
+        agent_home: the directory of agents on the host; None: their default.
+        cluster: whose agent it is there; "": that of the directory itself.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class HostLink:
         on_up: Callback,
         on_event: Callback,
         agent_home: str | None = None,
+        cluster: str = "",
         code: Bundle | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -106,7 +108,7 @@ class HostLink:
         self._on_state = on_state
         self._on_up = on_up
         self._on_event = on_event
-        self._agent_home = agent_home
+        self._place = (agent_home, cluster)
         self._code = code
         self._jitter = jitter or random.Random()
         self._stream: AgentStream | None = None
@@ -126,7 +128,7 @@ class HostLink:
                     async with self._dialer.connect(await self._route_source()) as connection:
                         while True:
                             self._become("bootstrapping", failures=failures)
-                            async with attach(connection, self.name, self._bundle(), self._agent_home) as stream:
+                            async with attach(connection, self.name, self._bundle(), *self._place) as stream:
                                 hello = await self._greet(stream)
                                 if hello is None:
                                     continue  # an old agent that had nothing to do made room for a new one

@@ -68,8 +68,9 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
             "exec(compile(S, 'clusterd', 'exec'))\nmain(G, S)"
         )
         os.execv(newer, [newer, "-c", again, json.dumps(given), source])
+    os.environ["CLUSTERD_AGENT_OF"] = given["cluster"]
     if given["agent_home"]:
-        os.environ["CLUSTERD_AGENT_HOME"] = os.path.expanduser(given["agent_home"])
+        os.environ["CLUSTERD_AGENT_HOME"] = os.path.join(os.path.expanduser(given["agent_home"]), given["cluster"])
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     target = os.path.join(cache, "clusterd", "agent-" + given["sha256"][:16])
     try:

@@ -29,19 +29,27 @@ def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEAD
 
 
 def processes_of(root: Path) -> list[int]:
-    """Agents, fork servers and ranks that belong to the agent directory `root`, and what they left behind."""
-    identity = (read_json(root / "identity.json") or {}).get("agent", "?")
-    marks = (f"CLUSTERD_AGENT_HOME={root}".encode(), f"{processes.TAG}={identity}/".encode())
-    sockets = str(Home(root).sockets).encode()
+    """Agents, fork servers and ranks that belong to the agent directory `root`, and what they left behind.
+
+    Those of agents of clusters, one level below it, count too.
+    """
+    marks: list[bytes] = []
+    sockets: list[bytes] = []
+    for identity in [root / "identity.json", *root.glob("*/identity.json")]:
+        home = Home(identity.parent)
+        agent = (read_json(identity) or {}).get("agent", "?")
+        marks += [f"CLUSTERD_AGENT_HOME={home.root}\0".encode(), f"{processes.TAG}={agent}/".encode()]
+        sockets.append(str(home.sockets).encode())
     found = []
     for pid in processes.everyone():
         if pid == os.getpid():
             continue
-        environment = processes.environment(pid).split(b"\0")
-        ours = any(entry == marks[0] or entry.startswith(marks[1]) for entry in environment)
+        environment = processes.environment(pid) + b"\0"
+        ours = any(mark in environment for mark in marks)
         if not ours:
             try:
-                ours = sockets in Path(f"/proc/{pid}/cmdline").read_bytes()
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                ours = any(path in command for path in sockets)
             except OSError:
                 continue
         if ours:

@@ -1,15 +1,17 @@
-"""A machine that is reached under two names."""
+"""A machine that is reached under two names, or by two clusters."""
 
 from __future__ import annotations
 
 import os
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.agent.client import end_all
-from tests.conftest import RunningCluster
+from tests.conftest import RunningCluster, new_cluster
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd
 
 pytestmark = needs_sshd
@@ -71,3 +73,41 @@ def test_a_machine_is_in_the_cluster_once(cluster: RunningCluster, server: OpenS
     cluster.wait_for(job, lambda _: "it is alpha" in {h["name"]: h["why"] for h in cluster.call("hosts")}["beta"])
     runs_to_its_end(cluster, job, tmp_path)
     cluster.run("host", "remove", "beta")
+
+
+def test_two_clusters_of_one_user_leave_each_other_alone(
+    cluster: RunningCluster, server: OpenSshServer, tmp_path: Path
+) -> None:
+    """A trial beside the real one, or a laptop's: the second would end what the first one's jobs run."""
+    knows(cluster, server, "alpha")
+    cluster.start()
+    cluster.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
+    job = submit_held(cluster, tmp_path)
+    with new_cluster() as second:
+        knows(second, server, "alpha")
+        second.start()
+        second.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
+        assert second.run("run", "--", "echo", "of the second").stdout == "of the second\n"
+    runs_to_its_end(cluster, job, tmp_path)
+
+
+def test_a_cluster_that_starts_anew_is_told_nothing_of_the_one_before(server: OpenSshServer) -> None:
+    """Its jobs have the same ids: the output of the old ones was theirs, and they never started."""
+    for word in ("first", "second"):
+        with new_cluster() as made:
+            knows(made, server, "alpha")
+            made.start()
+            made.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
+            assert made.run("run", "--", "echo", word).stdout == f"{word}\n"
+
+
+def test_a_cluster_of_an_earlier_version_keeps_its_agents(cluster: RunningCluster, server: OpenSshServer) -> None:
+    """They were made for all clusters of a user, and its jobs run under them."""
+    knows(cluster, server, "alpha")
+    cluster.start()
+    cluster.kill()
+    with closing(sqlite3.connect(cluster.directory / "journal.db")) as journal, journal:
+        assert journal.execute("DELETE FROM facts WHERE name = 'agents_of'").rowcount == 1
+    cluster.start()
+    cluster.run("host", "add", "--yes", "--cpu-devices", "1", "alpha")
+    assert (server.agent_home / "agent.json").exists()

@@ -61,7 +61,8 @@ class OpenSshServer:
 
     @property
     def agent_home(self) -> Path:
-        return self.directory / "agent"
+        """Of agents of no cluster; each cluster's is below it."""
+        return self.directory / "state/clusterd/agent" / socket.gethostname()
 
     @property
     def log(self) -> str:
@@ -84,7 +85,7 @@ class OpenSshServer:
             f"ListenAddress 127.0.0.1\nPort {self.port}\nHostKey {self.directory}/host_key\n"
             f"AuthorizedKeysFile {self.client_key}.pub\nPidFile none\nUsePAM no\nStrictModes no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
-            f"SetEnv CLUSTERD_AGENT_HOME={self.agent_home} XDG_CACHE_HOME={self.directory}/cache\n"
+            f"SetEnv XDG_STATE_HOME={self.directory}/state XDG_CACHE_HOME={self.directory}/cache\n"
             "LogLevel VERBOSE\n"
         )
         with open(self.directory / "log", "wb") as log:
