@@ -35,6 +35,7 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
             show_json(answer, output) if output != "table" else None
             will = "would save, stop, and start" if dry_run else "saves, stops, and starts"
             note(f"{answer['name']} {will} as {answer['plan']} (now {answer['from']}): clusterd why {answer['job']}")
+            note(f"it is kept so until clusterd unpin {answer['job']}")
             return 0
         if dry_run:
             if output == "table":

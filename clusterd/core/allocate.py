@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, candidates, fitting, kinds_for, per_device, place
@@ -76,6 +76,27 @@ def sizes(job: Job) -> tuple[Plan, ...]:
     if job.restart_as is not None:
         return (job.restart_as,)
     return wanted.plans or (wanted.plan or Plan(dp=max(wanted.devices, 1)),)
+
+
+def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
+    """Why a checkpointable job that runs could not go on at this size whatever else ends; None: it could."""
+    said = Plan(**{name: getattr(plan, name) for name in ("dp", *_told_by(job.spec.command))})
+    if plan != said and plan not in job.spec.resources.plans:
+        return f"its command has no place for all of {plan}: it would be told of {said} alone"
+    here = len(job.attempt.devices) if job.attempt is not None else 0
+    beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
+    if beyond is not None:
+        return beyond
+    at_size = replace(job, restart_as=plan)
+    known = [d for h in view.hosts.values() if h.unusable is None and job.admits(h.id) for d in h.devices]
+    impossible = _never(at_size, view, known)
+    return impossible.reason if impossible else _beyond_every_host(at_size, view)
+
+
+def _told_by(command: Iterable[str]) -> list[str]:
+    """Sizes that a templated command is given; dp goes with the number of its processes."""
+    words = " ".join(command)
+    return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in words]
 
 
 def _at_some_size(job: Job, view: View) -> Grant | Refusal:

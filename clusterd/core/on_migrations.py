@@ -8,6 +8,7 @@ from dataclasses import replace
 from clusterd.core import attempts, elastic, migrations, trials
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.allocate import objection_to_size
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.core.stopping import Stopping
 from clusterd.core.view import Move, Refusal, View
@@ -42,7 +43,11 @@ class OnMigrations(Stopping):
         if attempt is None or attempt.state is not AttemptState.RUNNING or event.plan is None:
             self._hold(job, f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
             return
-        job.restart_as = event.plan
+        stale = objection_to_size(job, View(self.state, event.at_s), event.plan)
+        if stale:
+            self._hold(job, f"it was not started again as {event.plan}: {stale}")
+            return
+        job.restart_as, job.pinned = event.plan, True
         self._stop(attempt, Outcome.PREEMPTED, f"{event.by or 'its user'} wants it under {event.plan}: it saves, stops")
         self._pass_due = True
 

@@ -11,6 +11,7 @@ from clusterd import projection
 from clusterd.core import admission, elastic, migrations
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.allocate import objection_to_size
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.engine import Engine
@@ -60,6 +61,10 @@ class ByHand:
             raise UsageError(f"--plan: {error}") from None
         chosen = tuple(DeviceId(device) for device in devices or ())
         if known.spec.kind is JobKind.CHECKPOINTABLE:
+            if chosen:
+                raise UsageError(
+                    f"{known.spec.name} is a checkpointable job: it starts where there is room, not on --devices"
+                )
             return await self._restart(peer, known, wish, dry_run)
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
@@ -87,9 +92,9 @@ class ByHand:
             raise ClusterError(f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
         if job.attempt.plan == wish:
             raise ClusterError(f"{job.spec.name} runs under {wish} already")
-        count = sum(len(host.devices) for host in self._state.hosts.values() if host.unusable is None)
-        if wish.ranks > count:
-            raise ClusterError(f"{wish} needs {wish.ranks} devices, the cluster has {count}")
+        objection = objection_to_size(job, View(self._state, time.time()), wish)
+        if objection:
+            raise ClusterError(f"{job.spec.name} cannot be started as {wish}: {objection}")
         answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(wish)}
         if not dry_run:
             event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=wish, by=peer.user)

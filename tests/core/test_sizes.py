@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.types import JobId, JobKind, JobSpec, RankEnd, RankReport, Reason, Resources
+from clusterd.types import HostId, JobId, JobKind, JobSpec, RankEnd, RankReport, Reason, Resources, Tenant
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.plans.test_reshard import gpt
@@ -18,7 +20,8 @@ def submit(lab: Lab, **what: Any) -> tuple[JobId, list[d.Decision]]:
     lab.jobs += 1
     job = JobId(str(lab.jobs))
     plans = what.pop("plans", (Plan(dp=4), Plan(dp=2)))
-    resources = Resources(devices=max(p.ranks for p in plans), plans=plans)
+    hosts = what.pop("hosts", ())
+    resources = Resources(devices=max(p.ranks for p in plans), plans=plans, hosts=hosts)
     spec = JobSpec(name="own", kind=JobKind.CHECKPOINTABLE, command=("train",), resources=resources, **what)
     return job, lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
 
@@ -51,6 +54,45 @@ def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
     assert lab.scheduler.state.jobs[job].own_failures == 0
     requeued = d.RequeueJob.match(decided, job=job)
     assert requeued is not None and "what it saved" in requeued.reason
+
+
+def test_the_size_that_a_person_chose_is_kept_until_it_is_unpinned(lab: Lab) -> None:
+    lab.host("a", gpus=4)
+    job, _ = submit(lab)
+    lab.run(job)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
+    stopped_in_good_order(lab, job)
+    assert lab.scheduler.state.jobs[job].pinned
+    lab.tell(e.JobUnpinned(**lab.at(), job=job, by="ann"))
+    assert not lab.scheduler.state.jobs[job].pinned
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan(dp=4), "tenant vision may hold 2"),
+        (Plan(dp=8), "tenant vision may hold 2"),
+        (Plan(tp=2), "its command has no place for all of tp=2: it would be told of dp=1 alone"),
+    ],
+)
+def test_a_job_runs_on_where_another_size_could_never_start(lab: Lab, plan: Plan, why: str) -> None:
+    lab.tell(e.DaemonStarted(**lab.at(), epoch=2, tenants={"vision": Tenant(quota=2)}))
+    lab.host("a", gpus=8)
+    job, _ = submit(lab, plans=(Plan(dp=2),), tenant="vision")
+    lab.run(job)
+    decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=plan, by="ann"))
+    assert not d.StopAttempt.match(decided, job=job)
+    assert lab.state(job) == "running" and not lab.scheduler.state.jobs[job].pinned
+    assert why in lab.why(job)
+
+
+def test_only_hosts_and_devices_that_a_job_may_have_count_for_its_size(lab: Lab) -> None:
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=2)
+    job, _ = submit(lab, plans=(Plan(dp=2),), hosts=(HostId("a"),))
+    lab.run(job)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=4), by="ann"))
+    assert "asks for 4 devices, the cluster has 2 GPUs" in lab.why(job)
 
 
 def test_a_cancelled_job_that_exits_in_good_order_is_cancelled(lab: Lab) -> None:

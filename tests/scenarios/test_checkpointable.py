@@ -44,6 +44,12 @@ def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cl
     assert (saved / job / "newest.pt").exists()
     assert local_cluster.job(job)["checkpoint_step"] >= 5
 
+    for wish, why in (
+        (["dp=8"], "asks for 8"),
+        (["dp=1", "--devices", "local1:cpu0"], "it starts where there is room"),
+    ):
+        refused = local_cluster.run("migrate", job, "--plan", *wish, check=False)
+        assert refused.returncode and why in refused.stderr
     local_cluster.run("migrate", job, "--plan", "dp=1")
     row = local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["state"] == "running")
     assert (row["plan"], len(row["devices"])) == ("dp=1", 1)
