@@ -61,7 +61,7 @@ def job_row(job: Job, state: State) -> Row:
         "started_s": job.started_s,
         "ended_s": job.ended_s,
         "exit_code": job.exit_code,
-        "pinned": job.pinned,
+        "pinned": job.pinned is not None,
         "unfit": dict(job.unfit),
         "checkpoint": job.checkpoint,
         "checkpoint_step": job.checkpoint_step,

@@ -73,8 +73,8 @@ def _least(job: Job) -> int:
 def sizes(job: Job) -> tuple[Plan, ...]:
     """Plans that a checkpointable job may be started under, the best first."""
     wanted = job.spec.resources
-    if job.restart_as is not None:
-        return (job.restart_as,)
+    if job.pinned is not None:
+        return (job.pinned,)
     return wanted.plans or (wanted.plan or Plan(dp=max(wanted.devices, 1)),)
 
 
@@ -87,7 +87,7 @@ def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
     beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
     if beyond is not None:
         return beyond
-    at_size = replace(job, restart_as=plan)
+    at_size = replace(job, pinned=plan)
     known = [d for h in view.hosts.values() if h.unusable is None and job.admits(h.id) for d in h.devices]
     impossible = _never(at_size, view, known)
     return impossible.reason if impossible else _beyond_every_host(at_size, view)
@@ -115,6 +115,8 @@ def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossi
     """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
     shape = ModelShape.from_dict(job.shape or {})
     wish = job.spec.resources.plan
+    if job.pinned is not None and job.pinned.ranks == count:
+        wish = job.pinned
     kinds = {d.kind for d in devices}
     # "cuda" first: placement prefers it too.
     for kind in sorted(kinds, reverse=True):

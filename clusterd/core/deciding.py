@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from clusterd.core import attempts
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.outlook import evenly
 from clusterd.core.service import time_left_s
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import CoreGrant, Start
 from clusterd.types import Device, HostId, HostState, JobId, JobKind, JobState
+from plans.plan import Plan
 
 
 class Deciding:
@@ -45,12 +48,20 @@ class Deciding:
         stale = attempts.objection(self.state, job, start)
         if stale:
             return stale
+        start = replace(start, reason=f"{start.reason}{self._pin_is_over(job, start.plan)}")
         attempt = attempts.begin(self.state, job, start, self._now_s)
         left_s = time_left_s(job)
         if left_s is not None:
             self._set_timer(f"limit:{job.id}", self._now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
         self._launch(attempt, start.reason)
         return None
+
+    def _pin_is_over(self, job: Job, plan: Plan | None) -> str:
+        """An elastic job runs under `plan` from now on; said where that is not what it was pinned to."""
+        if job.pinned is None or plan is None or evenly(job.pinned) == evenly(plan):
+            return ""
+        pinned, job.pinned = job.pinned, None
+        return f"; it is not pinned to {pinned} any more"
 
     def _grant(self, grant: CoreGrant) -> None:
         """Book the cores anew, and tell the ranks."""

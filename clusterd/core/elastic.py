@@ -218,7 +218,7 @@ def movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
         return attempt
     # Trials follow one another; who needs the job's devices does not wait for the last of them.
     settling = last is not None and view.now_s - (last.ended_s or last.started_s) < SETTLE_S and not job.being_tried
-    if job.pinned or settling:
+    if job.pinned is not None or settling:
         return None
     left = (job.shape or {}).get("steps", 0) - job.step
     return attempt if left * (job.step_time_s or 0.0) >= WORTH_MOVING_S else None

@@ -28,7 +28,7 @@ class Growing(Bargain):
             if not why:
                 continue
             offers = p.curve.upto(len(p.devices))
-            if p.job.pinned:
+            if p.job.pinned is not None:
                 offers = tuple(x for x in offers if p.now is not None and x.plan == p.now.plan)
             found = self._or_mixed_elsewhere(p, self._find_anew(p, offers))
             if found is not None:
@@ -50,7 +50,7 @@ class Growing(Bargain):
                 len(p.devices),
                 lambda step_s, _: step_s,
                 (1.0 - WORTHWHILE) * found[0].step_time_s if found is not None else float("inf"),
-                lambda x: not p.job.pinned or (now is not None and evenly(x.plan) == evenly(now.plan)),
+                lambda x: p.job.pinned is None or (now is not None and evenly(x.plan) == evenly(now.plan)),
             )
 
         return as_if_free(self.room, p, look) or found

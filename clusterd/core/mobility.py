@@ -57,7 +57,7 @@ class Mobility:
     def may_move(self, p: Prospect) -> bool:
         """Not pinned, not moved a moment ago, and its hosts are there."""
         job = p.job
-        if job.pinned or job.step < 1 or p.now is None:
+        if job.pinned is not None or job.step < 1 or p.now is None:
             return False
         if any(self.view.hosts[d.host].state is not HostState.UP for d in p.devices):
             return False

@@ -29,13 +29,13 @@ class OnMigrations(Stopping):
         if isinstance(answer, Refusal):
             self._hold(job, answer.reason)
             return
-        if event.pin:
-            job.pinned = True
         self._give_up_trial(job, f"{event.by or 'its user'} moves it")
         if event.pin and migrations.is_there(job, answer):
+            job.pinned = answer.plan
             self._hold(job, f"pinned to {answer.plan} where it is, by {event.by or 'its user'}")
             return
-        self._move(replace(answer, may_restart=True))
+        if self._move(replace(answer, may_restart=True)) and (event.pin or job.pinned is not None):
+            job.pinned = answer.plan
 
     def _restart_as(self, job: Job, event: e.MigrationRequested) -> None:
         """What cannot be moved alive is asked to save, stopped, and started again at another size."""
@@ -47,7 +47,7 @@ class OnMigrations(Stopping):
         if stale:
             self._hold(job, f"it was not started again as {event.plan}: {stale}")
             return
-        job.restart_as, job.pinned = event.plan, True
+        job.pinned = event.plan
         self._stop(attempt, Outcome.PREEMPTED, f"{event.by or 'its user'} wants it under {event.plan}: it saves, stops")
         self._pass_due = True
 
@@ -63,15 +63,16 @@ class OnMigrations(Stopping):
     def _on_job_unpinned(self, event: e.JobUnpinned) -> None:
         job = self.state.jobs.get(event.job)
         if job is not None:
-            job.pinned, job.restart_as = False, None
+            job.pinned = None
             self._pass_due = True
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move) -> bool:
+        """Begin it, unless something is in the way; whether it was begun."""
         job = self.state.jobs[move.job]
         stale = migrations.objection(self.state, job, move)
         if stale:
             self._hold(job, f"a move was refused: {stale}")
-            return
+            return False
         attempt = attempts.running(self.state, job.id)
         full = migrations.crowded(self.state.hosts, job, attempt, move.plan, {place.device for place in move.ranks})
         if full is None:
@@ -81,6 +82,8 @@ class OnMigrations(Stopping):
             attempt.onward = migrations.through_memory(self.state, job, attempt, move, self._now_s)
         else:
             self._hold(job, f"a move was refused: {full}")
+            return False
+        return True
 
     def _begin_migration(
         self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = (), step: int | None = None
@@ -136,6 +139,7 @@ class OnMigrations(Stopping):
             job.tried = False
         old_generation = attempt.generation
         retired = migrations.switch(self.state, job, attempt)
+        job.reason += self._pin_is_over(job, migration.plan)
         self._resume(attempt, f"the whole state of step {event.step} is there: {migration.reason}")
         reason = f"its state has moved to generation {attempt.generation}"
         self._retire(attempt, old_generation, retired, self._grace_s(attempt), reason)

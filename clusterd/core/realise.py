@@ -90,7 +90,13 @@ class _Pass:
         ]
         for job in self.view.running:
             attempt = job.attempt
-            if attempt is None or not is_settled(job) or attempt.plan is None or job.pinned or job.id not in self.among:
+            if (
+                attempt is None
+                or not is_settled(job)
+                or attempt.plan is None
+                or job.pinned is not None
+                or job.id not in self.among
+            ):
                 continue
             devices = of_ranks(self.view.hosts, attempt)
             found = wanted.get(job.id)

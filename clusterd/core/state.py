@@ -232,8 +232,7 @@ class Job:
     migrations: list[Migration] = field(default_factory=list)  # that are over
     checkpoint: str | None = None  # newest directory with its state, as its hosts see it
     checkpoint_step: int = 0
-    pinned: bool = False  # plan and place are its user's
-    restart_as: Plan | None = None  # a checkpointable job's plan for its next attempt, if a person chose it
+    pinned: Plan | None = None  # under which its user wants it, and where; a checkpointable one: at its next start too
     description: Description = Description.NOT_NEEDED
     described_on: HostId | None = None
     shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape

@@ -129,7 +129,8 @@ class Stopping(Deciding):
         retired = migrations.fail(job, attempt, why, self._now_s)
         until_s = self._now_s + elastic.SETTLE_AFTER_FAILURE_S
         self._set_timer(f"settle:{job.id}", until_s, f"a move of {job.spec.name} failed")
-        reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on"
+        over = self._pin_is_over(job, attempt.plan)
+        reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on{over}"
         job.reason = reason
         self._abort(attempt, generation, attempt.hosts, reason)
         self._retire(attempt, generation, retired, 0.0, reason)

@@ -101,7 +101,7 @@ class Trying:
 
     def _may_begin(self, job: Job) -> bool:
         """One job of a model is tried at a time: others learn from it."""
-        if job.pinned or not self._trials or not job.spec.trials:
+        if job.pinned is not None or not self._trials or not job.spec.trials:
             return False
         others = [self._state.jobs[other] for other in self._state.active]
         return all(not other.being_tried or other.model != job.model for other in others)

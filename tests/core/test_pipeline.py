@@ -126,7 +126,7 @@ def test_a_pinned_job_is_not_moved(host_of_eight: Lab) -> None:
     lab = host_of_eight
     job, _ = submit(lab, "pinned", 30_000)
     progress(lab, job, 10)
-    lab.scheduler.state.jobs[job].pinned = True
+    lab.scheduler.state.jobs[job].pinned = Plan(dp=1)
     _, decided = submit(lab, "short", 40)
     assert d.StartMigration.match(decided) is None
 

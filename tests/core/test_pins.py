@@ -1,0 +1,65 @@
+"""Plans that a person pinned a job to: kept while the job runs so, and never by accident."""
+
+from __future__ import annotations
+
+from clusterd.core import events as e
+from clusterd.types import HostId, JobId
+from plans.plan import Plan
+from tests.core.conftest import Lab
+from tests.core.test_trials import move, running
+
+PINNED = Plan(tp=4)
+
+
+def pinned(lab: Lab) -> JobId:
+    """A job that was moved from dp=4 on host a to its pinned plan, there."""
+    lab.host("a", gpus=4)
+    job = running(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=PINNED, pin=True, by="ann"))
+    move(lab, job)
+    assert lab.attempt(job).plan == lab.scheduler.state.jobs[job].pinned == PINNED
+    return job
+
+
+def lose(lab: Lab, host: str) -> None:
+    """It is given up."""
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId(host), why="power"))
+    lab.now_s = lab.scheduler.state.timers[f"host-lost:{host}"]
+    lab.tell(e.TimerFired(**lab.at(), timer=f"host-lost:{host}"))
+
+
+def test_a_pin_to_a_plan_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -> None:
+    """It would be kept under the old plan by a pin that nobody asked for."""
+    lab.host("a", gpus=4)
+    job = running(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=PINNED, pin=True, by="ann"))
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    assert lab.scheduler.state.jobs[job].pinned is None
+    assert "dp=4 goes on; it is not pinned to tp=4 any more" in lab.why(job)
+
+
+def test_a_move_that_is_refused_pins_nothing(lab: Lab) -> None:
+    job = pinned(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=8), pin=True, by="ann"))
+    assert lab.scheduler.state.jobs[job].pinned == PINNED
+
+
+def test_a_pinned_job_whose_host_is_lost_starts_under_its_plan(lab: Lab) -> None:
+    job = pinned(lab)
+    lab.host("b", gpus=4)
+    lose(lab, "a")
+    assert lab.attempt(job).hosts == (HostId("b"),)
+    assert lab.attempt(job).plan == lab.scheduler.state.jobs[job].pinned == PINNED
+
+
+def test_a_pinned_job_that_leaves_a_drained_host_for_fewer_devices_is_pinned_no_more(lab: Lab) -> None:
+    """What it runs under then, its user did not choose; it may grow again."""
+    job = pinned(lab)
+    lab.host("b", gpus=2)
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
+    assert lab.attempt(job).migration is not None
+    move(lab, job)
+    assert len(lab.attempt(job).devices) == 2
+    assert lab.scheduler.state.jobs[job].pinned is None
+    assert "it is not pinned to tp=4 any more" in lab.why(job)
