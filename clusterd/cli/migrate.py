@@ -19,7 +19,7 @@ from clusterd.units import duration, size
 @click.argument("job", shell_complete=complete_job)
 @click.option("--plan", help="As in dp=2,tp=2; default: the plan it has.")
 @click.option("--devices", help="HOST:DEV,... rank by rank; default: clusterd chooses.")
-@click.option("--pin", is_flag=True, help="And keep it so until unpinned, or until what is left of the cluster forces another plan.")
+@click.option("--pin", is_flag=True, help="And keep it so until unpinned, or until it cannot be.")
 @click.option("--dry-run", is_flag=True, help="Say what would move and how long it would stand still.")
 @output_option
 def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run: bool, output: str) -> int:

@@ -106,6 +106,9 @@ class OnHosts(OnAttempts):
         if host is None:
             return
         host.drained = None
+        for attempt in self.state.attempts_on(event.host):
+            if attempt.state is AttemptState.RUNNING:
+                self._hold(self.state.jobs[attempt.job], f"{event.host} is in use again")
         self._is_fit_again(event.host)
         self._pass_due = True
 

@@ -105,6 +105,18 @@ class Scheduler(OnHosts):
             else:
                 self._hold(job, refusal.reason)
         self.proposed = replace(proposal, refusals=news)
+        self._say_who_stays()
+
+    def _say_who_stays(self) -> None:
+        """Whoever waits for a drained host is told what keeps it busy."""
+        drained = {host.id for host in self.state.hosts.values() if host.drained is not None}
+        for job in map(self.state.jobs.__getitem__, self.state.active if drained else ()):
+            attempt = job.attempt
+            if attempt is None or attempt.state is not AttemptState.RUNNING or attempt.migration or attempt.resuming:
+                continue
+            if leaving := sorted(drained.intersection(attempt.hosts)):
+                until = "there is room elsewhere, or its end" if job.spec.kind is JobKind.ELASTIC else "its end"
+                self._hold(job, f"{', '.join(leaving)} is drained: it stays there until {until}")
 
     def _next_round(self) -> None:
         """Keep a round timer for policies that want one, while there is work."""
