@@ -36,6 +36,13 @@ class DaemonStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSet(Event):
+    """The wall clock of the head node was set, as by NTP after a boot; `at_s` is by the new one."""
+
+    by_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired(Event):
     """A timer set by `SetTimer` is due."""
 
@@ -350,6 +357,7 @@ EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
         DaemonStarted,
+        ClockSet,
         TimerFired,
         HostAdded,
         HostRemoved,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core import attempts
+from clusterd.core import attempts, clock
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.on_attempts import OnAttempts
@@ -49,6 +49,8 @@ class OnHosts(OnAttempts):
         self._pass_due = True
 
     def _on_timer_fired(self, event: e.TimerFired) -> None:
+        if self.state.timers.get(event.timer, event.at_s) > event.at_s:
+            return  # it was due by a clock that has been set since
         self.state.timers.pop(event.timer, None)
         kind, _, about = event.timer.partition(":")
         if kind == "recovery":
@@ -70,6 +72,9 @@ class OnHosts(OnAttempts):
             if job is not None and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
                 self._stop(job.attempt, Outcome.TIME_LIMIT, f"its time limit of {job.spec.time_limit_s:.0f} s is over")
         self._pass_due = True
+
+    def _on_clock_set(self, event: e.ClockSet) -> None:
+        clock.shift(self.state, event.by_s)
 
     def _on_host_added(self, event: e.HostAdded) -> None:
         if event.host not in self.state.hosts:  # two may have asked at once; the first one's may have work by now

@@ -15,7 +15,7 @@ import anyio
 import anyio.abc
 
 from clusterd.core.decisions import Decision
-from clusterd.core.events import Event, EventId
+from clusterd.core.events import ClockSet, Event, EventId
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import codec
 from clusterd.daemon.journal import Journal, Statement, proposal_row
@@ -28,6 +28,9 @@ SNAPSHOT_EVERY = 2000
 
 BATCH_MAX = 512
 
+SET_S = 1.0
+"""A clock that was set by less is left to be what it is."""
+
 REPORT_AGAIN_S = 1.0
 """Between two tries to write down what has happened, while the disk is full."""
 
@@ -39,6 +42,23 @@ class _Posted:
     done: anyio.Event
     has_happened: bool = False  # it cannot be refused
     error: ClusterError | None = None
+
+
+class _Clock:
+    """The wall clock against one that nobody sets."""
+
+    def __init__(self) -> None:
+        self._ahead_s = self._now_ahead_s()
+
+    @staticmethod
+    def _now_ahead_s() -> float:
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # which goes on while the machine sleeps
+
+    def set_by_s(self) -> float:
+        """By how much the wall clock was set since the last call; 0 where it was not, or by next to nothing."""
+        ahead_s, before_s = self._now_ahead_s(), self._ahead_s
+        self._ahead_s = ahead_s
+        return ahead_s - before_s if abs(ahead_s - before_s) > SET_S else 0.0
 
 
 class Engine:
@@ -58,6 +78,7 @@ class Engine:
         self._wake = anyio.Event()
         self._last_id = 0
         self._snapshot_at = 0
+        self._clock = _Clock()
         self._unwritten: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start: the numerator of its cost."""
@@ -112,10 +133,19 @@ class Engine:
             with anyio.move_on_after(REPORT_AGAIN_S if self._posted else None):
                 await self._wake.wait()
             self._wake = anyio.Event()
+            self.mind_the_clock()
             is_written = True
             while self._posted and is_written:
                 batch, self._posted = self._posted[:BATCH_MAX], self._posted[BATCH_MAX:]
                 is_written = await self._handle(batch)
+
+    def mind_the_clock(self) -> None:
+        """If the wall clock was set, that comes before all that waits: jobs would have run for hours in a second."""
+        by_s = self._clock.set_by_s()
+        if by_s:
+            log.warning("the clock of this machine was set by %+.0f s", by_s)
+            self._posted.insert(0, _Posted(ClockSet(at_s=time.time(), by_s=by_s), (), anyio.Event(), has_happened=True))
+            self._wake.set()
 
     def _put_off(self, batch: list[_Posted], error: ClusterError) -> None:
         """Refuse what can be refused of all that waits; the rest stays, before whatever happens next."""

@@ -10,6 +10,9 @@ from clusterd.core.events import TimerFired
 from clusterd.core.state import State
 from clusterd.daemon.engine import Engine
 
+LOOK_S = 10.0
+"""A clock that was set is seen after this long, if nothing happens meanwhile."""
+
 
 class Timers:
     """Fires what the state has due: the state holds the timers, so that a restart forgets none."""
@@ -28,13 +31,12 @@ class Timers:
         while True:
             state = self._engine.scheduler.state
             due_s = min(state.timers.values(), default=None)
-            wait_s = max(due_s - time.time(), 0.0) if due_s is not None else None
+            wait_s = max(due_s - time.time(), 0.0) if due_s is not None else LOOK_S
             if wait_s:
-                with anyio.move_on_after(wait_s):
+                with anyio.move_on_after(min(wait_s, LOOK_S)):
                     await self._changed.wait()
-            elif wait_s is None:
-                await self._changed.wait()
             self._changed = anyio.Event()
+            self._engine.mind_the_clock()
             now_s = time.time()
             for name, at_s in sorted(state.timers.items(), key=lambda item: item[1]):
                 if at_s <= now_s:

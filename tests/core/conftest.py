@@ -65,6 +65,11 @@ class Lab:
         assert violations(self.scheduler.state) == []
         return decided
 
+    def fire(self, timer: str) -> list[d.Decision]:
+        """It is due, if it was not."""
+        self.now_s = max(self.now_s, self.scheduler.state.timers.get(timer, self.now_s))
+        return self.tell(e.TimerFired(**self.at(), timer=timer))
+
     def at(self) -> dict[str, Any]:
         self.now_s += 1.0
         return {"at_s": self.now_s, "id": e.EventId(len(self.log) + 1)}

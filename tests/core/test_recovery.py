@@ -111,7 +111,7 @@ def spread(lab: Lab) -> tuple[Lab, JobId]:
 
 def fire(lab: Lab, timer: str) -> list[d.Decision]:
     assert timer in lab.scheduler.state.timers
-    return lab.tell(e.TimerFired(**lab.at(), timer=timer))
+    return lab.fire(timer)
 
 
 def test_ranks_that_do_not_notice_are_told_before_they_are_given_up(spread: tuple[Lab, JobId]) -> None:
@@ -208,6 +208,6 @@ def test_a_command_that_runs_for_days_between_its_hosts_faults_is_not_given_up(l
         host = lab.attempt(job).hosts[0]
         lab.tell(e.HostDisconnected(**lab.at(), host=host, why="power"))
         lab.now_s = lab.scheduler.state.timers[f"host-lost:{host}"]
-        lab.tell(e.TimerFired(**lab.at(), timer=f"host-lost:{host}"))
+        lab.fire(f"host-lost:{host}")
         assert lab.state(job) == "starting", "on the other host, at once"
         lab.connect(host)

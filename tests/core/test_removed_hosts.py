@@ -37,7 +37,7 @@ def test_a_state_without_a_host_in_use_recovers(lab_with_two_hosts: Lab) -> None
     del lab.scheduler.state.hosts[A]
     lab.tell(e.DaemonStarted(**lab.at(), epoch=2))
     lab.connect("b")
-    lab.tell(e.TimerFired(**lab.at(), timer="host-lost:a"))
+    lab.fire("host-lost:a")
     assert lab.attempt(job).hosts == (B,)
     lab.tell(e.HostRemoved(**lab.at(), host=A))
     assert list(lab.scheduler.state.hosts) == [B]

@@ -147,7 +147,7 @@ def test_checkpoints_by_the_clock_take_turns_and_wait_for_progress(lab: Lab) -> 
     for step in (10, 20):
         attempt = lab.attempt(job).number
         lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=step, loss=1.0, step_time_s=0.1))
-        taken = d.TakeCheckpoint.match(lab.tell(e.TimerFired(**lab.at(), timer=f"checkpoint:{job}")), job=job)
+        taken = d.TakeCheckpoint.match(lab.fire(f"checkpoint:{job}"), job=job)
         assert taken is not None
         paths.append(taken.path)
         lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=attempt, step=step, path=taken.path))
