@@ -19,6 +19,7 @@ _DRIVER_NOT_LOADED = 9
 _LIBRARY_MISMATCH = 18
 _NOT_AVAILABLE = (1 << 64) - 1
 _PROCESSES_MAX = 1024
+_NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
 
 
 class NvmlError(Exception):
@@ -163,7 +164,7 @@ class Probe:
         except NvmlError as error:
             return [], str(error)
         try:
-            return parse_query(devices, apps), None
+            return parse_query(devices, apps)
         except ValueError as error:
             return [], f"nvidia-smi answers in an unknown form: {error}"
 
@@ -172,39 +173,48 @@ class Probe:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
         )
+        text = (done.stdout + done.stderr).strip()
+        if text.startswith("No devices were found"):  # some versions call it a success
+            return ""
         if done.returncode != 0:
-            text = (done.stdout + done.stderr).strip()
             if "version mismatch" in text:
                 raise NvmlError(f"{text.splitlines()[0]}: reboot this host")
             raise NvmlError(f"nvidia-smi fails: {text.splitlines()[0] if text else f'exit code {done.returncode}'}")
         return done.stdout
 
 
-def parse_query(devices: str, apps: str) -> list[Gpu]:
-    """GPUs out of the two lists of `nvidia-smi`.
+def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
+    """GPUs out of the two lists of `nvidia-smi`, and what is wrong with the others.
 
     Raises:
         ValueError: a line that is none of its.
     """
-    processes: dict[str, list[dict[str, Any]]] = {}
+    users: dict[str, list[dict[str, Any]]] = {}
     for line in filter(None, map(str.strip, apps.splitlines())):
         uuid, pid, used = (part.strip() for part in line.split(","))
-        processes.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
-    gpus = []
+        if pid.isdigit():  # of a process that it may not name, there is nothing to tell
+            users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
+    gpus, wrong = [], []
     for line in filter(None, map(str.strip, devices.splitlines())):
         uuid, index, name, total, memory_used, utilisation = (part.strip() for part in line.split(","))
+        memory_bytes = _mebibytes(total)
+        if total in _NO_SUCH_VALUE:
+            memory_bytes, _ = processes.machine_memory_bytes()  # it has none of its own
+        if memory_bytes is None:
+            wrong.append(f"GPU {index}: nvidia-smi says of its memory: {total}")
+            continue
         gpus.append(
             {
                 "uuid": uuid,
                 "index": int(index),
                 "name": name,
-                "memory_bytes": _mebibytes(total),
+                "memory_bytes": memory_bytes,
                 "memory_used_bytes": _mebibytes(memory_used),
                 "utilisation": int(utilisation) / 100 if utilisation.isdigit() else None,
-                "processes": processes.get(uuid, []),
+                "processes": users.get(uuid, []),
             }
         )
-    return gpus
+    return gpus, "; ".join(wrong) or None
 
 
 def _mebibytes(text: str) -> int | None:

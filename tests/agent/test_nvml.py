@@ -106,6 +106,34 @@ def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
     assert error == "Failed to initialize NVML: Driver/library version mismatch: reboot this host"
 
 
+@pytest.mark.parametrize("code", [0, 6])
+def test_a_program_that_finds_no_gpus_is_not_taken_for_one_that_fails(tmp_path: Path, code: int) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho 'No devices were found'; exit {code}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert Probe("libabsent.so", str(program)).gpus() == ([], None)
+
+
 def test_values_that_the_program_does_not_know_are_unknown() -> None:
-    [gpu] = parse_query("GPU-a, 0, NVIDIA GB10, [N/A], [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
-    assert (gpu["memory_bytes"], gpu["utilisation"], gpu["processes"][0]["memory_bytes"]) == (None, None, None)
+    [gpu], error = parse_query("GPU-a, 0, NVIDIA L4, 23034, [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
+    assert error is None
+    assert (gpu["memory_used_bytes"], gpu["utilisation"], gpu["processes"][0]["memory_bytes"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("said", ["[N/A]", "[Not Supported]"])
+def test_a_gpu_without_memory_of_its_own_has_the_host_s_by_the_program_too(said: str) -> None:
+    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {said}, {said}, 0\n", "")
+    assert error is None
+    assert gpu["memory_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_gpu_whose_memory_may_not_be_told_leaves_the_others() -> None:
+    devices = "GPU-a, 0, A100, [Insufficient Permissions], [N/A], [N/A]\nGPU-b, 1, A100, 81920, 1, 0\n"
+    gpus, error = parse_query(devices, "")
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
+    assert error == "GPU 0: nvidia-smi says of its memory: [Insufficient Permissions]"
+
+
+def test_a_process_that_the_program_does_not_name_leaves_the_others() -> None:
+    [gpu], _ = parse_query("GPU-a, 0, A100, 81920, 1, 0\n", "GPU-a, [N/A], [N/A]\nGPU-a, 42, 500\n")
+    assert gpu["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
