@@ -1,7 +1,6 @@
 """GPUs of this host: through the driver's NVML library, or where that cannot be loaded, through `nvidia-smi`.
 
-Read-only. Names and structures: NVML API Reference; the entry points with `_v2` and `_v3` are those of drivers since
-2021 (510), older ones are tried after them.
+Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have every entry point.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class Nvml:
 
     def _process_list(self, name: str, handle: ctypes.c_void_p) -> list[_Process]:
         entries = (_Process * _PROCESSES_MAX)()
-        for suffix in ("_v3", "_v2"):
+        for suffix in ("_v2", "_v3"):  # _v3 fills a longer structure in drivers 535.43 to 535.86
             if not hasattr(self._library, name + suffix):
                 continue
             count = ctypes.c_uint(_PROCESSES_MAX)

@@ -17,7 +17,8 @@ FAKE = r"""
 #include <string.h>
 typedef struct { unsigned long long total, free, used; } memory;
 typedef struct { unsigned gpu, memory; } utilisation;
-typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process_v2;
+typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; MORE } process_v3;
 int nvmlInit_v2(void) { return INIT; }
 const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
@@ -28,10 +29,14 @@ int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
 int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
 int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
 int nvmlDeviceGetName(void *h, char *b, unsigned n) { (void)h; snprintf(b, n, "Fake H100"); return 0; }
-int nvmlDeviceGetComputeRunningProcesses_v3(void *h, unsigned *n, process *p) {
-    if ((unsigned long)h == 2) { *n = 0; return 0; }
-    p[0].pid = 1; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; }
-int nvmlDeviceGetGraphicsRunningProcesses_v3(void *h, unsigned *n, process *p) { (void)h; (void)p; *n = 0; return 0; }
+#define PROCESSES(version) \
+int nvmlDeviceGetComputeRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
+    if ((unsigned long)h == 2) { *n = 0; return 0; } \
+    p[0].pid = 1; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
+int nvmlDeviceGetGraphicsRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
+    (void)h; (void)p; *n = 0; return 0; }
+PROCESSES(v2)
+PROCESSES(v3)
 """
 
 pytestmark = pytest.mark.skipif(
@@ -39,10 +44,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def fake_driver(tmp_path: Path, init: int = 0, second: int = 0) -> str:
+def fake_driver(tmp_path: Path, init: int = 0, second: int = 0, more: str = "") -> str:
     source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
     source.write_text(FAKE)
-    answers = [f"-DINIT={init}", f"-DSECOND={second}"]
+    answers = [f"-DINIT={init}", f"-DSECOND={second}", f"-DMORE={more}"]
     subprocess.run(["gcc", "-shared", "-fPIC", *answers, "-o", library, source], check=True)
     return str(library)
 
@@ -54,6 +59,12 @@ def test_gpus_come_with_uuid_memory_and_the_processes_on_them(tmp_path: Path) ->
     assert gpus[0]["name"] == "Fake H100"
     assert (gpus[0]["memory_bytes"], gpus[0]["memory_used_bytes"]) == (80 << 30, 1 << 30)
     assert [gpu["utilisation"] for gpu in gpus] == [0.5, None]
+    assert gpus[0]["processes"] == [{"pid": 1, "memory_bytes": 1 << 30}, {"pid": 7, "memory_bytes": None}]
+
+
+def test_a_driver_whose_newest_process_list_is_of_another_form_is_read_right(tmp_path: Path) -> None:
+    """R535.43 to R535.86: 32 bytes for each process, not 24."""
+    gpus, _ = Probe(fake_driver(tmp_path, more="unsigned long long protected;")).gpus()
     assert gpus[0]["processes"] == [{"pid": 1, "memory_bytes": 1 << 30}, {"pid": 7, "memory_bytes": None}]
 
 
