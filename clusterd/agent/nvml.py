@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
 from typing import Any
 
 from clusterd.agent import processes
@@ -51,6 +52,10 @@ class Nvml:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._check(self._call("nvmlInit_v2"))
+
+    def close(self) -> None:
+        """Let go of the driver: it counts those who hold it, and looks anew only for the first of them."""
+        self._call("nvmlShutdown")
 
     def gpus(self) -> tuple[list[Gpu], str | None]:
         """Devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
@@ -137,9 +142,14 @@ class Probe:
         self._library = library
         self._program = program
         self._nvml: Nvml | None = None
+        self._lock = threading.Lock()  # no look closes what another one uses
 
     def gpus(self) -> tuple[list[Gpu], str | None]:
         """GPUs, and what is wrong with them; a host without NVIDIA's driver has none, and nothing is wrong."""
+        with self._lock:
+            return self._gpus()
+
+    def _gpus(self) -> tuple[list[Gpu], str | None]:
         try:
             if self._nvml is None:
                 self._nvml = Nvml(ctypes.CDLL(self._library))
@@ -148,7 +158,8 @@ class Probe:
             return self._by_program()
         except (NvmlError, AttributeError) as error:
             found, wrong = [], str(error)
-        if wrong is not None:
+        if wrong is not None and self._nvml is not None:
+            self._nvml.close()
             self._nvml = None  # to be loaded anew at the next look: a reset, or a driver that came back
         return found, wrong
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import stat
@@ -19,12 +20,16 @@ typedef struct { unsigned long long total, free, used; } memory;
 typedef struct { unsigned gpu, memory; } utilisation;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } process_v2;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; MORE } process_v3;
-int nvmlInit_v2(void) { return INIT; }
+static int holders, there = THERE, seen; /* what came back is seen by the first holder alone */
+void come_back(void) { there = 2; }
+int nvmlInit_v2(void) { if (INIT == 0 && holders++ == 0) seen = there; return INIT; }
+int nvmlShutdown(void) { holders--; return 0; }
 const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
     if ((unsigned long)h == 2 && SECOND) return SECOND;
+    if ((int)(unsigned long)h > seen) return 15;
     m->total = 80ULL << 30; m->used = 1ULL << 30; return 0; }
 int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
 int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
@@ -44,10 +49,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def fake_driver(tmp_path: Path, init: int = 0, second: int = 0, more: str = "") -> str:
+def fake_driver(tmp_path: Path, init: int = 0, second: int = 0, more: str = "", there: int = 2) -> str:
     source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
     source.write_text(FAKE)
-    answers = [f"-DINIT={init}", f"-DSECOND={second}", f"-DMORE={more}"]
+    answers = [f"-DINIT={init}", f"-DSECOND={second}", f"-DMORE={more}", f"-DTHERE={there}"]
     subprocess.run(["gcc", "-shared", "-fPIC", *answers, "-o", library, source], check=True)
     return str(library)
 
@@ -82,6 +87,15 @@ def test_a_gpu_that_fell_off_the_bus_leaves_the_others(tmp_path: Path) -> None:
     gpus, error = Probe(fake_driver(tmp_path, second=15)).gpus()
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
     assert error == "GPU 1: the NVIDIA driver says: Unknown Error"
+
+
+def test_a_gpu_that_came_back_is_seen(tmp_path: Path) -> None:
+    library = fake_driver(tmp_path, there=1)
+    probe = Probe(library)
+    for _ in range(2):
+        assert [gpu["uuid"] for gpu in probe.gpus()[0]] == ["GPU-1"]
+    ctypes.CDLL(library).come_back()
+    assert [gpu["uuid"] for gpu in probe.gpus()[0]] == ["GPU-1", "GPU-2"]
 
 
 def test_a_gpu_without_memory_of_its_own_has_the_host_s(tmp_path: Path) -> None:
