@@ -19,6 +19,7 @@ _DRIVER_NOT_LOADED = 9
 _LIBRARY_MISMATCH = 18
 _NOT_AVAILABLE = (1 << 64) - 1
 _PROCESSES_MAX = 1024
+_MIG_IS_ON = "MIG is on: a GPU that is cut into instances is not offered (off: `nvidia-smi -mig 0`)"
 _NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
 
 
@@ -78,6 +79,10 @@ class Nvml:
     def _gpu(self, index: int) -> Gpu:
         handle = ctypes.c_void_p()
         self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
+        mode, pending = ctypes.c_uint(), ctypes.c_uint()
+        self._call("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending))  # most cannot: then 0
+        if mode.value:
+            raise NvmlError(_MIG_IS_ON)
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         if code == _NOT_SUPPORTED:
@@ -165,7 +170,9 @@ class Probe:
 
     def _by_program(self) -> tuple[list[Gpu], str | None]:
         try:
-            devices = self._query("--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu")
+            devices = self._query(
+                "--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu,mig.mode.current"
+            )
             apps = self._query("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
         except FileNotFoundError:
             return [], None
@@ -206,7 +213,10 @@ def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
             users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
     gpus, wrong = [], []
     for line in filter(None, map(str.strip, devices.splitlines())):
-        uuid, index, name, total, memory_used, utilisation = (part.strip() for part in line.split(","))
+        uuid, index, name, total, memory_used, utilisation, mig = (part.strip() for part in line.split(","))
+        if mig == "Enabled":
+            wrong.append(f"GPU {index}: {_MIG_IS_ON}")
+            continue
         memory_bytes = _mebibytes(total)
         if total in _NO_SUCH_VALUE:
             memory_bytes, _ = processes.machine_memory_bytes()  # it has none of its own

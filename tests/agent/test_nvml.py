@@ -27,6 +27,9 @@ int nvmlShutdown(void) { holders--; return 0; }
 const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned long)(i + 1); return 0; }
+int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) {
+    if ((unsigned long)h == 1) return 3;
+    *now = *next = MIG; return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
     if ((unsigned long)h == 2 && SECOND) return SECOND;
     if ((int)(unsigned long)h > seen) return 15;
@@ -49,10 +52,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def fake_driver(tmp_path: Path, init: int = 0, second: int = 0, more: str = "", there: int = 2) -> str:
+def fake_driver(tmp_path: Path, init: int = 0, second: int = 0, more: str = "", there: int = 2, mig: int = 0) -> str:
     source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
     source.write_text(FAKE)
-    answers = [f"-DINIT={init}", f"-DSECOND={second}", f"-DMORE={more}", f"-DTHERE={there}"]
+    answers = [f"-DINIT={init}", f"-DSECOND={second}", f"-DMORE={more}", f"-DTHERE={there}", f"-DMIG={mig}"]
     subprocess.run(["gcc", "-shared", "-fPIC", *answers, "-o", library, source], check=True)
     return str(library)
 
@@ -89,6 +92,14 @@ def test_a_gpu_that_fell_off_the_bus_leaves_the_others(tmp_path: Path) -> None:
     assert error == "GPU 1: the NVIDIA driver says: Unknown Error"
 
 
+@pytest.mark.parametrize("memory", [0, 4])  # 4: it may not be told to everybody then
+def test_a_gpu_with_mig_on_is_not_offered_and_that_is_said(tmp_path: Path, memory: int) -> None:
+    gpus, error = Probe(fake_driver(tmp_path, second=memory, mig=1)).gpus()
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
+    assert error is not None
+    assert error.startswith("GPU 1: MIG is on")
+
+
 def test_a_gpu_that_came_back_is_seen(tmp_path: Path) -> None:
     library = fake_driver(tmp_path, there=1)
     probe = Probe(library)
@@ -112,7 +123,7 @@ def test_without_the_library_the_program_is_asked(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\ncase $1 in\n"
-        "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7';;\n"
+        "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7, Disabled';;\n"
         "*) echo 'GPU-a, 42, 500';;\nesac\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -140,25 +151,33 @@ def test_a_program_that_finds_no_gpus_is_not_taken_for_one_that_fails(tmp_path: 
 
 
 def test_values_that_the_program_does_not_know_are_unknown() -> None:
-    [gpu], error = parse_query("GPU-a, 0, NVIDIA L4, 23034, [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
+    [gpu], error = parse_query("GPU-a, 0, NVIDIA L4, 23034, [N/A], [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
     assert error is None
     assert (gpu["memory_used_bytes"], gpu["utilisation"], gpu["processes"][0]["memory_bytes"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("said", ["[N/A]", "[Not Supported]"])
 def test_a_gpu_without_memory_of_its_own_has_the_host_s_by_the_program_too(said: str) -> None:
-    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {said}, {said}, 0\n", "")
+    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {said}, {said}, 0, [N/A]\n", "")
     assert error is None
     assert gpu["memory_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_gpu_whose_memory_may_not_be_told_leaves_the_others() -> None:
-    devices = "GPU-a, 0, A100, [Insufficient Permissions], [N/A], [N/A]\nGPU-b, 1, A100, 81920, 1, 0\n"
+    devices = "GPU-a, 0, A100, [Insufficient Permissions], 0, 0, Disabled\nGPU-b, 1, A100, 81920, 1, 0, Disabled\n"
     gpus, error = parse_query(devices, "")
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
     assert error == "GPU 0: nvidia-smi says of its memory: [Insufficient Permissions]"
 
 
 def test_a_process_that_the_program_does_not_name_leaves_the_others() -> None:
-    [gpu], _ = parse_query("GPU-a, 0, A100, 81920, 1, 0\n", "GPU-a, [N/A], [N/A]\nGPU-a, 42, 500\n")
+    [gpu], _ = parse_query("GPU-a, 0, A100, 81920, 1, 0, Disabled\n", "GPU-a, [N/A], [N/A]\nGPU-a, 42, 500\n")
     assert gpu["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
+
+
+def test_mig_is_said_by_the_program_too() -> None:
+    devices = "GPU-a, 0, A100, 81920, 1, [N/A], Enabled\nGPU-b, 1, A100, 81920, 1, 0, Disabled\n"
+    gpus, error = parse_query(devices, "")
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
+    assert error is not None
+    assert error.startswith("GPU 0: MIG is on")
