@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,19 @@ _SIOCGIFADDR = 0x8915
 Facts = dict[str, Any]
 
 
-def gather(probe: Probe, disk: Path, own_tag: str = processes.TAG) -> Facts:
+def gather(probe: Probe, disk: Path, held: Collection[str] = (), own_tag: str = processes.TAG) -> Facts:
     """The Facts of the protocol.
 
     Args:
         disk: a path on the file system that jobs write to.
+        held: uuids of the GPUs that ranks of ours run on.
         own_tag: the variable that marks processes as ours; every other user of a GPU is foreign.
     """
     memory = memory_bytes()
     gpus, gpu_error = probe.gpus()
     for gpu in gpus:
-        gpu["processes"] = [_with_owner(process, own_tag) for process in gpu["processes"]]
+        gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
+        gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)
     shm = _space(Path("/dev/shm"))
     return {
         "hostname": socket.gethostname(),
@@ -57,15 +60,27 @@ def gather(probe: Probe, disk: Path, own_tag: str = processes.TAG) -> Facts:
     }
 
 
-def _with_owner(process: dict[str, Any], own_tag: str) -> dict[str, Any]:
+def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, Any]:
+    """The process and whose it is.
+
+    In a container the driver may tell pids of outside, which cannot be looked up. On a GPU with a rank of ours they are
+    taken for that rank's.
+    """
     pid = process["pid"]
     try:
         user = _user(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
-        user = "?"  # in another container, or just gone
+        # In another container, outside of ours, or just gone.
+        return {"pid": pid, "user": "?", "memory_bytes": process["memory_bytes"], "ours": held}
     environment = processes.environment(pid)
     ours = any(entry.startswith(f"{own_tag}=".encode()) for entry in environment.split(b"\0"))
     return {"pid": pid, "user": user, "memory_bytes": process["memory_bytes"], "ours": ours}
+
+
+def _unlisted_bytes(gpu: dict[str, Any]) -> int:
+    """What is used by no process that the driver lists; it may leave out those of other containers."""
+    listed = sum(process["memory_bytes"] or 0 for process in gpu["processes"])
+    return max((gpu["memory_used_bytes"] or 0) - listed, 0)
 
 
 def _user(uid: int) -> str:

@@ -1,6 +1,7 @@
 """GPUs of this host: through the driver's NVML library, or where that cannot be loaded, through `nvidia-smi`.
 
-Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have every entry point.
+Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have every entry point that is not
+looked for first.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Nvml:
     def gpus(self) -> tuple[list[Gpu], str | None]:
         """Devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
 
+        What is used of a memory that is the host's too, is not said: anything may be in it.
+
         Returns:
             Those that answer, and what is wrong with the others.
         Raises:
@@ -86,8 +89,7 @@ class Nvml:
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         if code == _NOT_SUPPORTED:
-            total, free = processes.machine_memory_bytes()  # it has none of its own
-            memory = _Memory(total=total, free=free, used=total - free)
+            memory = _Memory(total=processes.machine_memory_bytes()[0])  # it has none of its own
         else:
             self._check(code)
         utilisation = _Utilisation()
@@ -97,10 +99,17 @@ class Nvml:
             "index": index,
             "name": self._text("nvmlDeviceGetName", handle),
             "memory_bytes": memory.total,
-            "memory_used_bytes": memory.used,
+            "memory_used_bytes": None if code == _NOT_SUPPORTED or self._is_numa_node(handle) else memory.used,
             "utilisation": utilisation.gpu / 100 if known else None,
             "processes": self._processes(handle),
         }
+
+    def _is_numa_node(self, handle: ctypes.c_void_p) -> bool:
+        """Whether the kernel gives its memory out as any other, and may keep there what nobody uses any more."""
+        name, node = "nvmlDeviceGetNumaNodeId", ctypes.c_uint()
+        if not hasattr(self._library, name):  # a driver from before there were such GPUs
+            return False
+        return self._call(name, handle, ctypes.byref(node)) == _SUCCESS
 
     def _processes(self, handle: ctypes.c_void_p) -> list[dict[str, Any]]:
         found: dict[int, int | None] = {}

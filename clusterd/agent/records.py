@@ -122,6 +122,13 @@ class Attempt:
         return any(rank.state == "running" for rank in self.ranks.values())
 
     @property
+    def held(self) -> set[str]:
+        """Uuids of the devices that its running ranks have."""
+        running = {rank.rank for rank in self.ranks.values() if rank.state == "running"}
+        devices = [given.get("device") or {} for given in self.launch["ranks"] if int(given["rank"]) in running]
+        return {uuid for device in devices for uuid in str(device.get("uuid", "")).split(",")}
+
+    @property
     def stop_marker(self) -> Path:
         """Written before the first signal of a stop, so that whoever reaps a rank knows why it ended."""
         return self.directory / "stop.json"

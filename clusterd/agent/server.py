@@ -314,7 +314,8 @@ class Agent:
     # ---- chores --------------------------------------------------------------------------------------------------
 
     async def _gather(self) -> Message:
-        found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._home.root)
+        held = {uuid for attempt in self._attempts for uuid in attempt.held}
+        found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._home.root, held)
         return found
 
     @staticmethod
@@ -373,7 +374,11 @@ class Agent:
 def _worth_telling(found: Message) -> object:
     """Devices, and what others hold of them; our own ranks' memory changes all the time and is no news."""
     devices = [
-        (gpu["uuid"], sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]))
+        (
+            gpu["uuid"],
+            gpu["unlisted_bytes"] >> 28,
+            sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]),
+        )
         for gpu in found["gpus"]
     ]
     return (found["gpu_error"], devices, found["cpu_ids"])

@@ -24,6 +24,10 @@ DESCRIPTION = 0
 FOREIGN_BYTES_MIN = 256 << 20
 """Less than this, used by somebody else, is a display or a monitor: the GPU is offered all the same."""
 
+UNLISTED_BYTES_MIN = 2 << 30
+UNLISTED_SHARE_MIN = 0.05
+"""Less than this, used by no process that the driver lists, is its own; it takes more of a larger GPU."""
+
 
 def host_facts(host: HostId, facts: Mapping[str, Any], options: HostOptions, address: str) -> HostFacts:
     """What the core knows of a host, from its agent's facts."""
@@ -50,6 +54,10 @@ def host_facts(host: HostId, facts: Mapping[str, Any], options: HostOptions, add
 def _gpu(host: HostId, gpu: Mapping[str, Any]) -> Device:
     foreign = [p for p in gpu.get("processes", ()) if not p.get("ours") and _used(p) >= FOREIGN_BYTES_MIN]
     said = ", ".join(f"{p.get('user') or 'someone'} (pid {p['pid']})" for p in foreign)
+    use = f"in use by {said}" if said else ""
+    unlisted = gpu.get("unlisted_bytes", 0)  # an agent from before does not say
+    if not use and unlisted >= max(UNLISTED_BYTES_MIN, UNLISTED_SHARE_MIN * gpu["memory_bytes"]):
+        use = "in use, the driver does not say by whom"
     return Device(
         id=DeviceId(f"{host}:gpu{gpu['index']}"),
         host=host,
@@ -57,7 +65,7 @@ def _gpu(host: HostId, gpu: Mapping[str, Any]) -> Device:
         uuid=str(gpu["uuid"]),
         name=str(gpu["name"]),
         memory_bytes=int(gpu["memory_bytes"]),
-        foreign=f"in use by {said}" if said else "",
+        foreign=use,
     )
 
 

@@ -7,11 +7,16 @@ import os
 import shutil
 import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from clusterd.agent.nvml import Probe, parse_query
+from tests.agent.client import AgentClient, rank
+
+OUTSIDE = 1 << 30
+"""A pid that no kernel gives."""
 
 FAKE = r"""
 #include <stdio.h>
@@ -33,14 +38,15 @@ int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) {
 int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
     if ((unsigned long)h == 2 && SECOND) return SECOND;
     if ((int)(unsigned long)h > seen) return 15;
-    m->total = 80ULL << 30; m->used = 1ULL << 30; return 0; }
+    m->total = 80ULL << 30; m->used = (unsigned long long)USED_GIB << 30; return 0; }
+int nvmlDeviceGetNumaNodeId(void *h, unsigned *n) { (void)h; *n = 1; return NUMA; }
 int nvmlDeviceGetUtilizationRates(void *h, utilisation *u) { u->gpu = 50; return (unsigned long)h == 2 ? 3 : 0; }
 int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { snprintf(b, n, "GPU-%lu", (unsigned long)h); return 0; }
 int nvmlDeviceGetName(void *h, char *b, unsigned n) { (void)h; snprintf(b, n, "Fake H100"); return 0; }
 #define PROCESSES(version) \
 int nvmlDeviceGetComputeRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
     if ((unsigned long)h == 2) { *n = 0; return 0; } \
-    p[0].pid = 1; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
+    p[0].pid = PID; p[0].used = 1ULL << 30; p[1].pid = 7; p[1].used = ~0ULL; *n = 2; return 0; } \
 int nvmlDeviceGetGraphicsRunningProcesses_##version(void *h, unsigned *n, process_##version *p) { \
     (void)h; (void)p; *n = 0; return 0; }
 PROCESSES(v2)
@@ -52,11 +58,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def fake_driver(tmp_path: Path, init: int = 0, second: int = 0, more: str = "", there: int = 2, mig: int = 0) -> str:
-    source, library = tmp_path / "fake.c", tmp_path / "libfake.so"
+def fake_driver(tmp_path: Path, name: str = "libfake.so", **answers: object) -> str:
+    source, library = tmp_path / "fake.c", tmp_path / name
     source.write_text(FAKE)
-    answers = [f"-DINIT={init}", f"-DSECOND={second}", f"-DMORE={more}", f"-DTHERE={there}", f"-DMIG={mig}"]
-    subprocess.run(["gcc", "-shared", "-fPIC", *answers, "-o", library, source], check=True)
+    usual = {"init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "pid": 1, "used_gib": 1, "numa": 3}
+    defined = [f"-D{key.upper()}={value}" for key, value in {**usual, **answers}.items()]
+    subprocess.run(["gcc", "-shared", "-fPIC", *defined, "-o", library, source], check=True)
     return str(library)
 
 
@@ -80,7 +87,7 @@ def test_a_driver_whose_newest_process_list_is_of_another_form_is_read_right(tmp
     ("init", "words"), [(18, "driver/library version mismatch"), (9, "not loaded"), (999, "Unknown Error")]
 )
 def test_a_driver_that_refuses_is_quoted(tmp_path: Path, init: int, words: str) -> None:
-    gpus, error = Probe(fake_driver(tmp_path, init)).gpus()
+    gpus, error = Probe(fake_driver(tmp_path, init=init)).gpus()
     assert gpus == []
     assert error is not None
     assert words in error
@@ -113,6 +120,32 @@ def test_a_gpu_without_memory_of_its_own_has_the_host_s(tmp_path: Path) -> None:
     gpus, error = Probe(fake_driver(tmp_path, second=3)).gpus()
     assert error is None
     assert gpus[1]["memory_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert gpus[1]["memory_used_bytes"] is None  # what others use of that is no use of the GPU
+
+
+def test_memory_that_the_kernel_gives_out_is_not_told_as_used(tmp_path: Path) -> None:
+    """Grace Hopper: the kernel keeps pages there after those who used them have ended."""
+    gpus, _ = Probe(fake_driver(tmp_path, used_gib=70, numa=0)).gpus()
+    assert (gpus[0]["memory_bytes"], gpus[0]["memory_used_bytes"]) == (80 << 30, None)
+
+
+def test_in_a_container_a_rank_s_own_use_of_its_gpu_is_not_foreign(
+    connect: Callable[..., AgentClient], tmp_path: Path
+) -> None:
+    """The driver tells pids as they are outside, where the agent cannot look."""
+    fake_driver(tmp_path, "libnvidia-ml.so.1", pid=OUTSIDE, used_gib=60)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+
+    def seen() -> tuple[list[bool], int]:
+        gpu = agent.ok("facts")["gpus"][0]
+        return [process["ours"] for process in gpu["processes"] if process["pid"] == OUTSIDE], gpu["unlisted_bytes"]
+
+    assert seen() == ([False], 59 << 30)
+    device = {"kind": "cuda", "uuid": "GPU-2,GPU-1", "cores": [], "threads": 1}
+    agent.launch(["sleep", "1000"], ranks=[rank(device=device)])
+    assert seen() == ([True], 0)
+    agent.stop(grace_s=0.0)
+    assert seen() == ([False], 59 << 30)
 
 
 def test_a_host_without_a_driver_has_no_gpus_and_nothing_is_wrong() -> None:
