@@ -143,8 +143,8 @@ def show(name: str, output: str) -> None:
     for gpu in facts.get("gpus", ()):
         for process in gpu["processes"]:
             if not process["ours"]:
-                used = size(process["memory_bytes"])
-                tell(f"  gpu{gpu['index']}: {used} used outside the queue by {process['user']} (pid {process['pid']})")
+                used = f"{size(process['memory_bytes'])} " if process["memory_bytes"] is not None else ""
+                tell(f"  gpu{gpu['index']}: {used}used outside the queue by {process['user']} (pid {process['pid']})")
 
 
 @host.command()
