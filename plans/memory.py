@@ -10,6 +10,8 @@ gathered           whole parameters that sharding makes for a while. ZeRO-2: P (
 gradients          T; ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where they are reduced once at the end;
                    and T again for buckets under dp with tp or pp (`clusterd.train.replicate`)
 optimizer          ratio * T; ZeRO-1, 2, 3: ratio * T/dp; none on the device when offloaded
+temporaries        of an update, on CUDA alone, where torch updates all tensors at once: another ratio * T, or T/dp;
+                   none when offloaded. Gathered parameters and activations are gone by then: the larger counts
 activations        per micro-batch in flight m * (whole + cut/tp), or with checkpointing m * the blocks' inputs; once
                    more the largest block's, when recomputing; the loss function's on the last stage. Beside them
                    copies of parameters in another precision (autocast), where activations are, for any m.
@@ -47,16 +49,16 @@ class MemoryEstimate:
     overhead_bytes: int
     host_bytes: int  # offloaded, in host memory
     build_bytes: int  # in host memory while the model is built, before the plan cuts it
+    temporaries_bytes: int = 0  # of an update
 
     @property
     def device_bytes(self) -> int:
         """What must fit the device."""
         return (
             self.parameters_bytes
-            + self.gathered_bytes
             + self.gradients_bytes
             + self.optimizer_bytes
-            + self.activations_bytes
+            + max(self.gathered_bytes + self.activations_bytes, self.temporaries_bytes)
             + self.buffers_bytes
             + self.overhead_bytes
         )
@@ -97,14 +99,16 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
     elif plan.dp > 1 and plan.tp * plan.pp > 1:
         gradients += trainable
 
-    state = int(shape.optimizer_state_ratio * shard)
+    updated = shard
     if plan.zero == 1:
         largest = max((p.local_bytes(plan.tp) for p in mine if p.trainable), default=0)
-        state = int(shape.optimizer_state_ratio * max(-(-trainable // plan.dp), largest))
+        updated = max(-(-trainable // plan.dp), largest)
+    state = int(shape.optimizer_state_ratio * updated)
+    temporaries = int(shape.optimizer_temporaries_ratio * updated) if kind == "cuda" else 0
 
     host = 0
     if plan.offload != "none":
-        host, state = state + 2 * shard, 0
+        host, state, temporaries = state + 2 * shard, 0, 0
     if plan.offload == "parameters":
         parameters = 0
         gradients -= shard
@@ -125,6 +129,7 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
         overhead_bytes=OVERHEAD_BYTES[kind],
         host_bytes=host,
         build_bytes=shape.parameter_bytes,
+        temporaries_bytes=temporaries,
     )
 
 

@@ -68,6 +68,8 @@ class OddSlot:
     dtype_bytes: int
 
 
+_NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio")
+
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
 )  # fmt: skip
@@ -96,6 +98,7 @@ class ModelShape:
     loss_bytes: int = 0  # kept by the loss function for the backward pass, per sample
     optimizer: str = "AdamW"
     optimizer_state_ratio: float = 2.0  # bytes of optimizer state per byte of trainable parameter
+    optimizer_temporaries_ratio: float = 0.0  # the same of what an update on CUDA makes beside it; 0 if not known, too
     optimizer_elementwise: bool = True  # whether parts of a tensor can be updated apart
     optimizer_by_tensor: bool = True  # whether tensors can be updated apart
     find_unused_parameters: bool = False  # whether steps or replicas may use different parameters
@@ -125,8 +128,8 @@ class ModelShape:
 
     @property
     def signature(self) -> str:
-        """The same for jobs whose steps cost the same: how long they train, and on what, is left out."""
-        values = {k: v for k, v in self.to_dict().items() if k not in ("steps", "samples")}
+        """The same for jobs whose steps take the same time: how long they train, and on what, is left out."""
+        values = {k: v for k, v in self.to_dict().items() if k not in _NOT_SIGNED}
         for name in _SIGNED_SINCE:
             if values[name] == _DEFAULTS[name]:
                 del values[name]

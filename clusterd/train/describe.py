@@ -21,7 +21,8 @@ from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import Job
 from clusterd.train.operations import Operations
 from clusterd.train.precision import under
-from clusterd.train.slots import OptimizerState, optimizer_state
+from clusterd.train.slots import OptimizerState, Outline, optimizer_state
+from clusterd.train.temporaries import temporaries_ratio
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
 from clusterd.train.trace import LOSS, Trace, layer_shapes
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
@@ -55,7 +56,9 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     tp_dims = _tp_dims(model, styles)
     with forward.real():
         elementwise, by_tensor, optimizer = optimizer_traits(job)
-        state = _optimizer_state(job, model)
+        trained = [(tuple(p.shape), p.dtype, p.requires_grad) for _, p in build.named_parameters(model)]
+        state = _optimizer_state(job, trained)
+        temporaries = temporaries_ratio(job.optimizer, trained)
     parameters = tuple(
         ParameterShape(
             name=name,
@@ -94,6 +97,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
         optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
+        optimizer_temporaries_ratio=temporaries,
         parameter_groups=state.parameter_groups if state is not None else (),
         slots=state.slots if state is not None else (),
         parameter_slots=state.parameter_slots if state is not None else (),
@@ -105,11 +109,9 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     )
 
 
-def _optimizer_state(job: Job, model: nn.Module) -> OptimizerState | None:
+def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState | None:
     try:
-        return optimizer_state(
-            job.optimizer, [(tuple(p.shape), p.dtype, p.requires_grad) for _, p in build.named_parameters(model)]
-        )
+        return optimizer_state(job.optimizer, parameters)
     except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
         return None
 

@@ -20,6 +20,10 @@ _SIZES = (7, 5, 3, 2)
 """Of the stand-ins' dimensions, all different, so that a slot's shape tells which of them it follows."""
 
 
+Outline = tuple[tuple[int, ...], torch.dtype, bool]
+"""Of a parameter: shape, dtype, trainable."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """The fields of `plans.model_shape.ModelShape` that tell of the optimizer's state."""
@@ -31,22 +35,14 @@ class OptimizerState:
     ratio: float  # bytes of slots of the parameter's shape per byte of trainable parameter
 
 
-def optimizer_state(
-    factory: OptimizerFactory, parameters: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]
-) -> OptimizerState:
-    """Of an optimizer over the trainable ones of `parameters` (shape, dtype, trainable).
+def optimizer_state(factory: OptimizerFactory, parameters: Sequence[Outline]) -> OptimizerState:
+    """Of an optimizer over the trainable ones of `parameters`.
 
     Raises:
         Exception: whatever the factory or its optimizer raises when tried.
     """
     indices = [i for i, (_, _, trainable) in enumerate(parameters) if trainable]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        plain = [nn.Parameter(torch.randn(_small(parameters[i][0])).to(parameters[i][1])) for i in indices]
-        optimizer = factory(plain)
-        for parameter in plain:
-            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
-        optimizer.step()
+    optimizer, plain = tried(factory, [parameters[i] for i in indices])
     index_of = {id(parameter): index for index, parameter in zip(indices, plain, strict=True)}
     kept = {
         index: {n: v for n, v in optimizer.state.get(parameter, {}).items() if isinstance(v, torch.Tensor)}
@@ -77,6 +73,18 @@ def optimizer_state(
     return OptimizerState(
         tuple(kinds), tuple(of_parameter), tuple(odd), groups, state_bytes / own_bytes if own_bytes else 0.0
     )
+
+
+def tried(factory: OptimizerFactory, parameters: Sequence[Outline]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        plain = [nn.Parameter(torch.randn(_small(shape)).to(dtype)) for shape, dtype, _ in parameters]
+        optimizer = factory(plain)
+        for parameter in plain:
+            parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        optimizer.step()
+    return optimizer, plain
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:

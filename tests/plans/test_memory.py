@@ -11,6 +11,7 @@ from shapes import gpt
 
 from plans.enumerate import legal_plans
 from plans.memory import MemoryEstimate, estimate
+from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 SHAPE = gpt(depth=6, width=256)
@@ -85,6 +86,28 @@ def test_copies_of_weights_in_another_precision_do_not_grow_with_the_batch() -> 
     assert 1000 * blocks // 2 <= more("tp=2", 16) < 1000 * blocks
     bare = replace(SHAPE, layers=())
     assert estimate(Plan.parse("dp=1"), bare).activations_bytes == SHAPE.global_batch * SHAPE.loss_bytes
+
+
+@pytest.mark.parametrize("plan", ["dp=1,accumulation=16", "dp=1,checkpointing,accumulation=16", "dp=4,zero=3"])
+def test_what_an_update_makes_must_fit_beside_parameters_gradients_and_state(plan: str) -> None:
+    """On CUDA; activations are gone by then, and with offload the update is made in host memory."""
+    hungry, chosen = replace(SHAPE, optimizer_temporaries_ratio=1.0), Plan.parse(plan)
+    without, need = estimate(chosen, SHAPE), estimate(chosen, hungry)
+    shard = SHAPE.parameter_bytes // chosen.dp
+    assert need.temporaries_bytes == shard
+    assert need.device_bytes >= need.parameters_bytes + need.gradients_bytes + 3 * shard
+    more = max(0, shard - without.gathered_bytes - without.activations_bytes)
+    assert need.device_bytes == without.device_bytes + more
+    assert estimate(chosen, hungry, kind="cpu").device_bytes == estimate(chosen, SHAPE, kind="cpu").device_bytes
+    offloaded = replace(chosen, offload="optimizer", zero=0)
+    assert estimate(offloaded, hungry) == estimate(offloaded, SHAPE)
+
+
+def test_a_model_described_before_updates_were_counted_is_the_same_model() -> None:
+    told = SHAPE.to_dict()
+    del told["optimizer_temporaries_ratio"]
+    assert ModelShape.from_dict(told) == SHAPE
+    assert replace(SHAPE, optimizer_temporaries_ratio=1.0).signature == SHAPE.signature
 
 
 def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:

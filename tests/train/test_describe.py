@@ -88,6 +88,37 @@ def test_optimizers_are_known_by_what_they_do(optimizer: str, ratio: float, elem
     assert (shape.optimizer_state_ratio, shape.optimizer_elementwise) == (ratio, elementwise)
 
 
+@pytest.mark.parametrize(
+    ("factory", "ratio"),
+    [
+        (torch.optim.AdamW, 1.0),
+        (lambda p: torch.optim.AdamW(p, fused=True), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), 1.0),
+        (torch.optim.Adagrad, 2.0),
+    ],
+)
+def test_what_an_update_makes_is_counted_as_torch_updates_on_cuda(factory: Any, ratio: float) -> None:
+    assert describe(replace(job(Recorded(64)), optimizer=factory)).optimizer_temporaries_ratio == ratio
+
+
+def test_an_update_is_made_group_by_group() -> None:
+    """Stand-ins of vectors are a sixth of those of matrices, real ones are next to nothing."""
+    shape = describe(replace(job(Recorded(64)), optimizer=by_dimensions))
+    matrices = sum(p.size_bytes for p in shape.parameters if len(p.shape) == 2)
+    assert shape.optimizer_temporaries_ratio == pytest.approx(matrices / shape.parameter_bytes)
+
+
+def by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    groups = [{"params": [p for p in parameters if p.dim() == 2]}, {"params": [p for p in parameters if p.dim() != 2]}]
+    return torch.optim.AdamW(groups)
+
+
+def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time() -> None:
+    plain = replace(job(Recorded(64)), optimizer=lambda p: torch.optim.AdamW(p, foreach=False))
+    assert 0 < describe(plain).optimizer_temporaries_ratio < 0.25
+
+
 def test_mixed_precision_keeps_less_of_a_sample_and_a_copy_of_the_weights() -> None:
     """The copy is no activation: a larger batch has no more of it."""
     whole, mixed = described(), described(precision="bf16")
