@@ -145,14 +145,15 @@ def _copied(copies: Sequence[_Copy]) -> list[torch.Tensor]:
 
 
 def _on_stream(copies: Sequence[_Copy], device: torch.device) -> list[torch.Tensor]:
-    """On a side stream, all at once and one wait at the end."""
+    """On a side stream, all at once and one wait at the end, whatever happens: what is copied may be unpinned then."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream), torch.no_grad():
-        _copy(copies)
-        sums = list(map(_word_sum, copies))
-    stream.synchronize()
-    return sums
+    try:
+        with torch.cuda.stream(stream), torch.no_grad():
+            _copy(copies)
+            return list(map(_word_sum, copies))
+    finally:
+        stream.synchronize()
 
 
 def _copy(copies: Sequence[_Copy]) -> None:

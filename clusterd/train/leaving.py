@@ -97,22 +97,37 @@ class Leaving:
             return self._move
 
     def _hand_over(self, move: Move, at_s: float) -> None:
+        with self._news:
+            if self._move is not move:
+                return
+            # This thread's alone for as long as it copies: an abort must not unmap, or unpin, what is written to.
+            segment, self._segment = self._segment, None
+        try:
+            self._fill(move, segment, at_s)
+        finally:
+            with self._news:
+                if self._move is move:
+                    self._segment = segment
+                elif segment is not None:
+                    segment.close()
+
+    def _fill(self, move: Move, segment: Segment | None, at_s: float) -> None:
         training = self._training
         live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
         outbox = move.packing.outbox(training.context.rank)
         began_s = time.time()
         sums: list[int] = []
-        if self._segment is not None:
+        if segment is not None:
             if outbox.size_bytes > TOUCHED_AHEAD_BYTES and training.device.type == "cpu":
                 # The next step begins without gradients anyway; their room is the segment's now.
                 training.optimizer.zero_grad()
                 give_back()
-                self._segment.touch_rest()
+                segment.touch_rest()
             tensors = move.moves.old.tensors
             pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
-            sums = fills(self._segment, pieces).run(copy_threads(move.old.hosts, training.context.rank))
+            sums = fills(segment, pieces).run(copy_threads(move.old.hosts, training.context.rank))
         copied = [began_s, time.time()] if sums else []
-        if self._segment is not None:
+        if segment is not None:
             meta = {
                 "step": training.step,
                 "sums": sums_to_bytes(sums),
@@ -198,6 +213,8 @@ class Leaving:
             sys.setswitchinterval(before)
         with self._news:
             if self._move is not move:
+                if segment is not None:
+                    segment.close()
                 return
             self._segment, self._ready = segment, True
             self._news.notify_all()

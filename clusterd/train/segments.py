@@ -83,14 +83,11 @@ class Segment:
             torch.ones(1, device="cuda")  # CUDA tells a refusal once more, to the next kernel: not to one that matters
 
     def close(self) -> None:
-        """Lets go of the memory, as soon as no tensor looks at it."""
+        """Lets go of the memory; whoever touches a view of it from now on crashes, for views do not hold it."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
-        try:
-            self._map.close()
-        except BufferError:
-            return  # a view is alive; the mapping ends with it
+        self._map.close()
 
 
 def room_bytes(share: float) -> int:

@@ -1,0 +1,95 @@
+"""The old side of a move that is called off, at moments that a whole move does not always meet."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scenarios import Recorded, job
+
+from clusterd.train import leaving
+from clusterd.train.context import Context
+from clusterd.train.control import Control, Message
+from clusterd.train.copying import Copies
+from clusterd.train.describe import describe
+from clusterd.train.entry import Training
+from clusterd.train.leaving import Leaving
+from clusterd.train.segments import Segment
+
+MOVE = "test.1.2"
+
+
+class Agent(Control):
+    """Gives the rank its segment, and can call the move off."""
+
+    def __init__(self, context: Context, directory: Path) -> None:
+        super().__init__(context)
+        self.said: list[str] = []
+        self.aborts_at = ""
+        self._directory = directory
+
+    def ask(self, verb: str, timeout_s: float = 0.0, **arguments: Any) -> Message:
+        self.passes(verb)
+        path = self._directory / arguments["name"]
+        if verb == "segment":
+            path.write_bytes(bytes(arguments["bytes"]))
+        return {"path": str(path)}
+
+    def say(self, what: str, **more: Any) -> None:
+        self.said.append(what)
+
+    def passes(self, what: str) -> None:
+        """Calls the move off if this is the moment, on the thread that hears of it."""
+        if what == self.aborts_at:
+            hearing = threading.Thread(target=self._dispatch, args=[{"event": "abort", "move": MOVE}])
+            hearing.start()
+            hearing.join()
+
+    def begin(self, shape: Message) -> None:
+        side = {"plan": {"dp": 1}, "hosts": ["a"]}
+        sides = {"old": {**side, "generation": 1, "devices": ["a:0"]}, "new": {**side, "generation": 2, "devices": []}}
+        self._dispatch({"event": "move", "move": {"id": MOVE, "shape": shape, **sides}})
+        for thread in threading.enumerate():
+            if thread.name == "clusterd-prepare":
+                thread.join()
+        self._dispatch({"event": "quiesce", "move": MOVE})
+
+
+@pytest.mark.parametrize("moment", ["segment", "copy", "publish", "never"])
+def test_memory_is_let_go_of_once_and_never_under_a_copy(
+    moment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A copy into memory that is not there any more ends the process; on a GPU one that is not pinned any more may."""
+    closed: list[bool] = []  # whether a copy was under way
+    copying = threading.Event()
+    close, run = Segment.close, Copies.run
+    context = Context()
+    agent = Agent(context, tmp_path)
+
+    def closes(segment: Segment) -> None:
+        closed.append(copying.is_set())
+        close(segment)
+
+    def runs(copies: Copies, threads: int = 1) -> list[int]:
+        copying.set()
+        agent.passes("copy")
+        sums = run(copies, threads)
+        copying.clear()
+        return sums
+
+    monkeypatch.setattr(leaving.Segment, "close", closes)
+    monkeypatch.setattr(Copies, "run", runs)
+    task = job(Recorded(32), depth=1)
+    training = Training(task, context, torch.device("cpu"), None)
+    departing = Leaving(training, agent)
+    agent.aborts_at = moment
+    agent.begin(describe(task, trace=False).to_dict())
+    if moment == "never":
+        agent.request("stop", "moved")
+    assert departing.depart(at_s=0.0) == ("stop" if moment == "never" else "abort")
+    assert closed == ([] if moment == "never" else [False])
+    assert ("resumed" in agent.said) == (moment in ("copy", "publish"))
+    assert ("quiesced" in agent.said) == (moment != "segment")
