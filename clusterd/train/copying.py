@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -146,7 +146,7 @@ def _copied(copies: Sequence[_Copy]) -> list[torch.Tensor]:
 
 def _on_stream(copies: Sequence[_Copy], device: torch.device) -> list[torch.Tensor]:
     """On a side stream, all at once and one wait at the end, whatever happens: what is copied may be unpinned then."""
-    stream = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.stream(stream), torch.no_grad():
@@ -154,6 +154,16 @@ def _on_stream(copies: Sequence[_Copy], device: torch.device) -> list[torch.Tens
             return list(map(_word_sum, copies))
     finally:
         stream.synchronize()
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    """One for all copies: torch has 32 in turn, so that a new one may be another's, and keeps memory for each apart."""
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]
 
 
 def _copy(copies: Sequence[_Copy]) -> None:

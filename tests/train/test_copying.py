@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from clusterd.train import copying
 from clusterd.train.copying import BATCH_BYTES, Piece, fills, loads
 from clusterd.train.segments import Segment
 
@@ -85,3 +88,30 @@ def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -
     corner = torch.zeros(4, 3)
     assert loads(segment, [Piece(0, (corner,), whole.nbytes, ((10, 6), (5, 2)))]).run() == sums
     assert torch.equal(corner, whole[5:9, 2:5])
+
+
+def test_every_copy_of_a_gpu_takes_the_same_stream(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one each time is, sooner or later, one that the training itself waits for."""
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            made.append(self)
+
+        def wait_stream(self, other: Any) -> None:
+            """Nothing is queued."""
+
+        def synchronize(self) -> None:
+            """Nothing is queued."""
+
+    made: list[Stream] = []
+    used: list[Stream] = []
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
+    monkeypatch.setattr(copying, "_side_streams", {})
+    copies = fills(segment, laid_out(tensors()))._copies
+    for _ in range(3):
+        copying._on_stream(copies, torch.device("cuda", 0))
+    copying._on_stream(copies, torch.device("cuda", 1))
+    assert len(made) == 2
+    assert used == [made[0]] * 3 + [made[1]]
