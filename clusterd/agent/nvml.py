@@ -1,7 +1,7 @@
 """GPUs of this host: through the driver's NVML library, or where that cannot be loaded, through `nvidia-smi`.
 
-Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have every entry point that is not
-looked for first.
+Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have the entry points that are not looked
+for first.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ class Nvml:
         handle = ctypes.c_void_p()
         self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
         mode, pending = ctypes.c_uint(), ctypes.c_uint()
-        self._call("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending))  # most cannot: then 0
-        if mode.value:
+        if self._tell("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)) and mode.value:
             raise NvmlError(_MIG_IS_ON)
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
@@ -93,23 +92,18 @@ class Nvml:
         else:
             self._check(code)
         utilisation = _Utilisation()
-        known = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation)) == _SUCCESS
+        known = self._tell("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation))
+        # Where its memory is a NUMA node of the host, the kernel keeps there what nobody uses any more.
+        shared = code == _NOT_SUPPORTED or self._tell("nvmlDeviceGetNumaNodeId", handle, ctypes.byref(ctypes.c_uint()))
         return {
             "uuid": self._text("nvmlDeviceGetUUID", handle),
             "index": index,
             "name": self._text("nvmlDeviceGetName", handle),
             "memory_bytes": memory.total,
-            "memory_used_bytes": None if code == _NOT_SUPPORTED or self._is_numa_node(handle) else memory.used,
+            "memory_used_bytes": None if shared else memory.used,
             "utilisation": utilisation.gpu / 100 if known else None,
             "processes": self._processes(handle),
         }
-
-    def _is_numa_node(self, handle: ctypes.c_void_p) -> bool:
-        """Whether the kernel gives its memory out as any other, and may keep there what nobody uses any more."""
-        name, node = "nvmlDeviceGetNumaNodeId", ctypes.c_uint()
-        if not hasattr(self._library, name):  # a driver from before there were such GPUs
-            return False
-        return self._call(name, handle, ctypes.byref(node)) == _SUCCESS
 
     def _processes(self, handle: ctypes.c_void_p) -> list[dict[str, Any]]:
         found: dict[int, int | None] = {}
@@ -133,6 +127,10 @@ class Nvml:
         buffer = ctypes.create_string_buffer(96)
         self._check(self._call(name, handle, buffer, ctypes.c_uint(96)))
         return buffer.value.decode(errors="replace")
+
+    def _tell(self, name: str, *arguments: Any) -> bool:
+        """Whether this driver and this GPU can tell that."""
+        return hasattr(self._library, name) and self._call(name, *arguments) == _SUCCESS
 
     def _call(self, name: str, *arguments: Any) -> int:
         return int(getattr(self._library, name)(*arguments))

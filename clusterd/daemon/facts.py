@@ -24,9 +24,9 @@ DESCRIPTION = 0
 FOREIGN_BYTES_MIN = 256 << 20
 """Less than this, used by somebody else, is a display or a monitor: the GPU is offered all the same."""
 
-UNLISTED_BYTES_MIN = 2 << 30
-UNLISTED_SHARE_MIN = 0.05
-"""Less than this, used by no process that the driver lists, is its own; it takes more of a larger GPU."""
+UNLISTED_BYTES_MIN = 4 << 30
+UNLISTED_SHARE_MIN = 0.1
+"""Less than this, used by no process that the driver lists, is its own, or a desktop's; more of a larger GPU."""
 
 
 def host_facts(host: HostId, facts: Mapping[str, Any], options: HostOptions, address: str) -> HostFacts:

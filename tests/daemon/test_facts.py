@@ -29,7 +29,7 @@ def test_a_process_of_somebody_else_keeps_the_gpu_from_being_offered() -> None:
 
 
 @pytest.mark.parametrize(("total_gib", "unlisted_gib", "is_foreign"), [
-    (80, 60, True), (80, 3, False), (24, 3, True), (24, 1, False),
+    (80, 60, True), (80, 6, False), (24, 6, True), (24, 3, False),
 ])  # fmt: skip
 def test_use_by_somebody_who_is_not_listed_is_foreign(total_gib: int, unlisted_gib: int, is_foreign: bool) -> None:
     """In another container, say; a little is the driver's own."""
