@@ -83,15 +83,18 @@ def _copies(device: torch.device) -> float:
 
 
 def _ring(device: torch.device) -> tuple[float, float]:
-    """Bytes per second of one rank's ring, and seconds of one of its hops."""
+    """Bytes per second of one rank's ring, 0 if noise hides them, and seconds of one of its hops."""
     ranks = dist.get_world_size()
+    # Between GPUs, 4 MiB take little longer than a launch does.
+    large_bytes = LARGE_BYTES * (16 if device.type == "cuda" else 1)
     times = {}
-    for size in (SMALL_BYTES, LARGE_BYTES):
+    for size in (SMALL_BYTES, large_bytes):
         data = torch.ones(size // 4, device=device)
         # As often on every rank: who repeats by the clock repeats differently.
         times[size] = _seconds(lambda: dist.all_reduce(data), device, repeats=8)  # noqa: B023 (called at once)
     share = 2.0 * (ranks - 1) / ranks
-    rate = share * (LARGE_BYTES - SMALL_BYTES) / max(times[LARGE_BYTES] - times[SMALL_BYTES], 1e-9)
+    longer_s = times[large_bytes] - times[SMALL_BYTES]
+    rate = share * (large_bytes - SMALL_BYTES) / longer_s if longer_s > 0 else 0.0
     return rate, times[SMALL_BYTES] / (2.0 * (ranks - 1))
 
 
