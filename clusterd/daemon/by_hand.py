@@ -72,7 +72,7 @@ class ByHand:
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)
-        objection = None if stays else migrations.objection(self._state, known, answer)
+        objection = None if stays else self._unlike(answer) or migrations.objection(self._state, known, answer)
         if objection:
             raise ClusterError(objection)
         preview = await self._preview(known, answer)
@@ -83,6 +83,16 @@ class ByHand:
             await self._engine.post(event)
         moves = {"migrations": len(known.migrations), "stays": stays}
         return {"job": known.id, "name": known.spec.name, **moves, **preview}
+
+    def _unlike(self, move: Move) -> str | None:
+        """Why shards of a tensor cannot be on these GPUs: what all of them draw alike depends on the type of GPU."""
+        names = {d.id: d.name for host in self._state.hosts.values() for d in host.devices if d.kind == "cuda"}
+        places = sorted(move.ranks, key=lambda place: place.rank)
+        for first in range(0, len(places), move.plan.tp):
+            types = sorted({names[p.device] for p in places[first : first + move.plan.tp] if p.device in names})
+            if len(types) > 1:
+                return f"{move.plan} cuts tensors across {' and '.join(types)}, whose dropout differs: use one type"
+        return None
 
     async def _restart(self, peer: Peer, job: Job, wish: Plan | None, dry_run: bool) -> dict[str, Any]:
         """A checkpointable job at another size: it saves, stops and starts again."""
