@@ -83,6 +83,7 @@ class StartMigration(Decision):
     new_ranks: tuple[RankPlace, ...]
     lost: tuple[int, ...] = ()  # old ranks that are dead, or behind those that are left
     step: int | None = None  # with lost ranks: that those that are left are to end, if they have not
+    makes_room: bool = False  # new ranks find memory only where the old ones, who wait, have handed over and let go
 
     @property
     def devices(self) -> int:

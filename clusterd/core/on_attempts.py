@@ -177,7 +177,9 @@ class OnAttempts(OnTrials):
         elif stale := migrations.objection(self.state, job, answer, after_loss=True):
             self._stop(attempt, Outcome.HOST_LOST, stale)
         else:
-            self._begin_migration(job, attempt, answer, lost, step)
+            self._begin_migration(
+                job, attempt, answer, lost, step, recovery.is_crowded(job, attempt, answer, view.hosts)
+            )
 
     def _on_attempt_stopped(self, event: e.AttemptStopped) -> None:
         host = self.state.hosts.get(event.host)

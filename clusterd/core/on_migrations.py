@@ -86,7 +86,13 @@ class OnMigrations(Stopping):
         return True
 
     def _begin_migration(
-        self, job: Job, attempt: Attempt, move: Move, lost: Iterable[int] = (), step: int | None = None
+        self,
+        job: Job,
+        attempt: Attempt,
+        move: Move,
+        lost: Iterable[int] = (),
+        step: int | None = None,
+        makes_room: bool = False,
     ) -> None:
         old_plan, old_ranks = attempt.plan, tuple(rank.place for _, rank in sorted(attempt.ranks.items()))
         migration = migrations.begin(self.state, job, move, self._now_s, lost)
@@ -106,6 +112,7 @@ class OnMigrations(Stopping):
                 new_ranks=migration.places,
                 lost=migration.lost,
                 step=step,
+                makes_room=makes_room,
             )
         )
 

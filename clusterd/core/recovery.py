@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from clusterd.core import elastic, trials
+from clusterd.core import elastic, migrations, trials
 from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
@@ -69,6 +69,13 @@ def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
 def outlived_by(attempt: Attempt, step: int) -> set[int]:
     """Survivors that hold the state of the end of `step`, or can make it."""
     return {r for r, at in attempt.orphaned.items() if at == step or (at == step - 1 and r in attempt.may_finish)}
+
+
+def is_crowded(job: Job, attempt: Attempt, move: Move, hosts: Mapping[HostId, Host]) -> bool:
+    """Whether its new ranks may find no memory beside survivors, which hold parameters and optimizer state there."""
+    waiting = {attempt.ranks[rank].place.device for rank in attempt.orphaned}
+    shared = waiting.intersection(place.device for place in move.ranks)
+    return migrations.crowded(hosts, job, attempt, move.plan, shared) is not None
 
 
 def way_on(job: Job, attempt: Attempt, view: View, lost: Sequence[int]) -> Move | Refusal:

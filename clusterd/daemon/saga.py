@@ -105,8 +105,12 @@ class Saga:
     async def run(self) -> None:
         """All phases up to the switch; a failure becomes an event."""
         try:
-            await self._prepare()
-            await self._quiesce()
+            move = await self._describe()
+            if self.decision.makes_room:
+                await self._make_room(move)
+            else:
+                await self._prepare(move)
+                await self._quiesce()
             await self._transfer()
         except Exception as error:
             cause = first_of(error)
@@ -135,23 +139,37 @@ class Saga:
             await self._hosts.request(host, "drop", move=self.id)
         return whole.step
 
-    async def _prepare(self) -> None:
-        move = await self._describe()
-
-        async def tell_old(host: HostId) -> None:
-            await self._ask(host, "move", self.decision.generation, {"move": {**move, "host": host}})
-
+    async def _prepare(self, move: dict[str, Any]) -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(self._launch_standby, self.decision, move)
+            group.start_soon(self._tell_old, move)
+        await self._stand_by()
+
+    async def _make_room(self, move: dict[str, Any]) -> None:
+        """Old ranks that wait anyway hand over and let go of their devices' memory before the new ones are made."""
+        await self._tell_old(move)
+        await self._wait("prepared", self._old(), PREPARE_TIMEOUT_S)
+        await self._quiesce()
+        self._phase = "prepare"
+        await self._launch_standby(self.decision, move)
+        await self._stand_by()
+
+    async def _tell_old(self, move: dict[str, Any]) -> None:
+        async with anyio.create_task_group() as group:
             for host in self.old_hosts:
-                group.start_soon(tell_old, host)
-        both = {(self.decision.generation, p.rank) for p in self.old_ranks}
-        both |= {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
-        prepared = await self._wait("prepared", both, PREPARE_TIMEOUT_S)
+                group.start_soon(self._ask, host, "move", self.decision.generation, {"move": {**move, "host": host}})
+
+    def _old(self) -> set[tuple[int, int]]:
+        return {(self.decision.generation, p.rank) for p in self.old_ranks}
+
+    async def _stand_by(self) -> None:
+        """Old and new ranks are ready, and mean the same move."""
+        new = {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
+        prepared = await self._wait("prepared", self._old() | new, PREPARE_TIMEOUT_S)
         digests = {said["digest"] for said in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
-        await self._advance(f"{len(self.decision.new_ranks)} ranks stand by")
+        await self._advance(f"{len(self.decision.new_ranks)} ranks stand by", post=not self.decision.makes_room)
 
     async def _describe(self) -> dict[str, Any]:
         """What everyone has to know to compute the same move."""
@@ -168,6 +186,7 @@ class Saga:
             "shape": state.jobs[decision.job].shape,
             "lost": list(decision.lost),
             "step": decision.step,
+            "makes_room": decision.makes_room,
             "old": _side(decision.generation, decision.plan.to_dict(), decision.ranks),
             "new": _side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
             "fabric": fabric,
@@ -179,8 +198,7 @@ class Saga:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
                 group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
-        wanted = {(self.decision.generation, place.rank) for place in self.old_ranks}
-        quiesced = await self._wait("quiesced", wanted, QUIESCE_TIMEOUT_S)
+        quiesced = await self._wait("quiesced", self._old(), QUIESCE_TIMEOUT_S)
         steps = {said["step"] for said in quiesced.values()}
         if len(steps) != 1:
             raise MoveFailed(f"old ranks stopped at different steps: {sorted(steps)}")

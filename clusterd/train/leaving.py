@@ -134,6 +134,8 @@ class Leaving:
                 "scalars": scalars.collect(training.optimizer, training.scheduler, move.shape),
             }
             self._control.ask("publish", name=move.outbox_name(training.context.rank), meta=meta)
+        if move.makes_room:
+            let_go(training, live)
         self._control.say("quiesced", id=move.id, step=training.step, at_s=at_s, copied=copied)
 
     def _wait(self, move: Move) -> str:
@@ -232,6 +234,19 @@ class Leaving:
         if self._segment is not None:
             self._segment.close()
         self._move, self._segment, self._ready, self._failed = None, None, False, ""
+
+
+def let_go(training: Trained, live: dict[tuple[str, str], Holding]) -> None:
+    """Frees what was handed over, and gradients: this rank is only waited for by those who are to take its place."""
+    training.optimizer.zero_grad()
+    for holding in live.values():
+        for tensor in holding.tensors:
+            if tensor is not None and tensor.untyped_storage().resizable():
+                tensor.untyped_storage().resize_(0)
+    if training.device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        give_back()
 
 
 def piece_of(part: Part | Any, tensor: Tensor, live: dict[tuple[str, str], Holding], offset: int) -> Piece:

@@ -258,7 +258,7 @@ class Loop:
                 training.stepper.update()
                 training.step += 1
                 may_finish = False
-            if self._leaving.depart(self._ended_at_s) == "stop":
+            if self._leaving.depart(self._ended_at_s) == "stop" or move.makes_room:
                 break
         if not self._control.requested("stop"):
             raise error

@@ -60,6 +60,7 @@ class Move:
     fabric: Mapping[str, tuple[str, int]]
     snapshot: Snapshot | None  # that the old side is, instead of ranks
     step: int | None  # with lost ranks: that survivors are to end, if they can and have not
+    makes_room: bool  # the old ranks let go of their memory once they have handed over, for the new ones to be made
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Move:
@@ -77,6 +78,7 @@ class Move:
             {host: (str(a), int(p)) for host, (a, p) in (values.get("fabric") or {}).items()},
             Snapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
             None if values.get("step") is None else int(values["step"]),
+            bool(values.get("makes_room")),
         )
 
     @cached_property

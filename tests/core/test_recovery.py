@@ -9,9 +9,11 @@ import pytest
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.types import DeviceId, HostId, JobId, JobKind, RankEnd, Reason
+from plans.memory import estimate
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_trials import move, propose, running
+from tests.plans.test_reshard import gpt
 
 KILLED = RankEnd(reason=Reason.SIGNAL, signal=9)
 
@@ -50,6 +52,21 @@ def orphan(lab: Lab, job: str, rank: int, step: int, **more: Any) -> list[d.Deci
     attempt = lab.attempt(job)
     who: dict[str, Any] = {"job": job, "attempt": attempt.number, "generation": attempt.generation}
     return lab.tell(e.RankOrphaned(**lab.at(), **who, rank=rank, step=step, **more))
+
+
+@pytest.mark.parametrize("share", [0.8, 0.3])
+def test_survivors_make_room_where_new_ranks_find_none_beside_them(lab: Lab, share: float) -> None:
+    """They hold parameters and optimizer state there: the new ranks ran out of memory, and steps were lost."""
+    shape = gpt(layers=8, width=2048)
+    need = estimate(Plan(dp=2), shape, kind="cuda").device_bytes
+    lab.host("a", gpus=2, gpu_bytes=int(need / share))
+    job, _ = lab.submit(kind=JobKind.ELASTIC, devices=2)
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape={**shape.to_dict(), "steps": 1000}, model="m"))
+    lab.run(job)
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=500, loss=1.0, step_time_s=1.0))
+    lab.exit(job, rank=1, end=KILLED)
+    start = d.StartMigration.match(orphan(lab, job, 0, 500), job=job)
+    assert start is not None and start.makes_room == (share > 0.5)
 
 
 def test_a_trial_that_runs_out_of_memory_takes_its_job_back(lab_with_two_hosts: Lab) -> None:

@@ -213,3 +213,15 @@ def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: Runnin
     assert [len(m["devices"]) for m in row["migrations"]][:2] == [2, 4]
     assert "makes room for morning" in row["migrations"][0]["reason"]
     trains_on(local_cluster, night)
+
+
+def test_survivors_hand_over_before_there_is_room_for_new_ranks(cluster: RunningCluster) -> None:
+    """Devices that hold one rank and not two: what lives on lets go of its memory once others have its state."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cluster.start(hosts=1, devices=total // (550 << 20))
+    job = train(cluster, devices=2, plan="{ dp = 2 }")
+    os.kill(ranks(cluster, job, 1)[-1], signal.SIGKILL)
+    move = last_move(cluster, job)
+    assert move["failure"] == "" and "died" in move["reason"]
+    assert [phase["phase"] for phase in move["phases"]][:2] == ["quiesce", "prepare"], "in this order"
+    assert trains_on(cluster, job)["attempt"] == 1

@@ -91,13 +91,21 @@ class Mover:
 
     def start(self, plan: str, hosts: str = "") -> Generation:
         """The first generation."""
-        generation = self._launch(plan, hosts, None)
+        generation = self._made(plan, hosts)
+        self._launch(generation, None)
         self.generations.append(generation)
         self.wait(lambda: sum(a.ready(generation.number) for a in self.agents.values()) == generation.plan.ranks)
         return generation
 
     def move(
-        self, plan: str, hosts: str = "", *, abort_after: str = "", lost: Sequence[int] = (), step: int | None = None
+        self,
+        plan: str,
+        hosts: str = "",
+        *,
+        abort_after: str = "",
+        lost: Sequence[int] = (),
+        step: int | None = None,
+        makes_room: bool = False,
     ) -> Moved | None:
         """To another plan.
 
@@ -105,24 +113,31 @@ class Mover:
             hosts: one letter per new rank; default: all on the first host.
             abort_after: undo once all ranks concerned have said this.
             lost: old ranks that are gone; step: the one that the others are to end.
+            makes_room: the others hand over, and let go of what they hold, before the new ranks are made.
         """
         old = self.now
         old.lost = tuple(lost)
-        number = len(self._launched) + 1
+        new = self._made(plan, hosts)
         move = {
-            "id": f"test.1.{number}",
+            "id": f"test.1.{new.number}",
             "token": "00",
             "shape": self.shape.to_dict(),
             "lost": list(lost),
             "step": step,
+            "makes_room": makes_room,
             "old": old.side,
-            "new": {},
+            "new": new.side,
             "fabric": {host: [host, 1] for host in self.hosts},
             "host": None,
         }
-        new = self._launch(plan, hosts, move)
+        if not makes_room:
+            self._launch(new, move)
         self._tell(old, {"event": "move", "move": move})
         self.all_say(old, "prepared", move["id"])
+        if makes_room:
+            self._tell(old, {"event": "quiesce", "move": move["id"]})
+            self.all_say(old, "quiesced", move["id"])
+            self._launch(new, move)
         self.all_say(new, "prepared", move["id"])
         self._move = Move.from_dict(move)
         digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
@@ -169,15 +184,16 @@ class Mover:
             os.kill(self.agents[old.hosts[rank]].pid(old.number, rank), signal.SIGKILL)
         old.run.result(DEADLINE_S)
         names, step = self.newest_snapshot()
-        number = len(self._launched) + 1
+        new = self._made(plan, hosts)
         move = {
-            "id": f"test.1.{number}",
+            "id": f"test.1.{new.number}",
             "shape": self.shape.to_dict(),
             "snapshot": {"names": names, "hosts": old.hosts},
             "old": old.side,
+            "new": new.side,
             "fabric": {host: [host, 1] for host in self.hosts},
         }
-        new = self._launch(plan, hosts, move)
+        self._launch(new, move)
         loaded = self.all_say(new, "loaded", move["id"])
         assert {said["step"] for said in loaded.values()} == {step}
         self._tell(new, {"event": "resume", "move": move["id"]})
@@ -285,26 +301,26 @@ class Mover:
         steps = self.now.steps()
         return int(steps[-1]["step"]) if steps else 0
 
-    def _launch(self, text: str, hosts: str, move: Message | None) -> Generation:
+    def _made(self, text: str, hosts: str) -> Generation:
+        """The next one, before it is launched."""
         plan = Plan.parse(text)
         placed = list(hosts or self.hosts[0] * plan.ranks)
         number = len(self._launched) + 1
-        directory = self.directory / str(number)
         pool = self.pools[0] if not self.generations or self.now.pool is self.pools[1] else self.pools[1]
-        generation = Generation(number, plan, placed, Future(), directory, pool)
+        return Generation(number, plan, placed, Future(), self.directory / str(number), pool)
+
+    def _launch(self, generation: Generation, move: Message | None) -> None:
         self._launched.append(generation)
-        if move is not None:
-            move["new"] = generation.side
 
         def more(rank: int) -> Message:
             here = {
                 **self.rank_file,
                 "generation": generation.number,
-                "control_socket": str(self.agents[placed[rank]].path),
+                "control_socket": str(self.agents[generation.hosts[rank]].path),
             }
             return here if move is None else {**here, "standby": True, "move": move}
 
+        what = [{**self.options, "steps": STEPS}]
         generation.run = self._threads.submit(
-            pool.run_each, directory, text, [{**self.options, "steps": STEPS}], more=more, patience_s=DEADLINE_S
+            generation.pool.run_each, generation.directory, str(generation.plan), what, more=more, patience_s=DEADLINE_S
         )
-        return generation

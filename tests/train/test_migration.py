@@ -202,23 +202,33 @@ def test_an_undone_move_leaves_the_old_ranks_as_they_were(
 
 
 @pytest.mark.parametrize(
-    "old, dies, new",
+    "old, dies, new, makes_room",
     [
-        ("dp=2,tp=2", [1], "dp=2"),
-        pytest.param("dp=2", [0], "dp=1", marks=pytest.mark.slow),
-        pytest.param("dp=2,pp=2,accumulation=2", [0, 3], "tp=2", marks=pytest.mark.slow),
+        ("dp=2,tp=2", [1], "dp=2", False),
+        ("dp=2", [1], "dp=1", True),
+        pytest.param("dp=2", [0], "dp=1", False, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", [2], "dp=2,zero=3", True, marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2,accumulation=2", [0, 3], "tp=2", False, marks=pytest.mark.slow),
     ],
 )
 def test_replicas_take_over_from_ranks_that_died(
-    old: str, dies: list[int], new: str, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
+    old: str,
+    dies: list[int],
+    new: str,
+    makes_room: bool,
+    moving: Callable[..., Mover],
+    undisturbed: Callable[..., list[float]],
 ) -> None:
-    """Every rank notices, also one that waits for a rank that is alive and waits itself."""
+    """Every rank notices, also one that waits for a rank that is alive and waits itself.
+
+    Where new ranks find no memory beside the old ones, these hand over first, and let go of theirs.
+    """
     expected = undisturbed()
     mover = moving()
     mover.start(old)
     mover.train(3)
     steps = mover.kill(*dies)
-    moved = mover.move(new, lost=dies, step=max(steps))
+    moved = mover.move(new, lost=dies, step=max(steps), makes_room=makes_room)
     assert moved is not None
     assert moved.step == max(steps)
     mover.train(10)
