@@ -68,6 +68,10 @@ class Attempts:
             raise Refused("unknown", f"attempt {attempt} of {job} was never here, or is forgotten")
         return found
 
+    def are_over(self, job: str, attempt: int) -> bool:
+        """Whether no generation of the attempt runs here, or is about to."""
+        return all((known.stopped or known.ranks) and not known.running for known in self.generations(job, attempt))
+
     def tag(self, name: str) -> str:
         """What marks the processes of attempt `name`. The agent's id tells apart agents that share a machine."""
         return f"{self._agent_id}/{name}"

@@ -96,6 +96,13 @@ class Moves:
         self._store.drop(move)
         return {}
 
+    def end(self, job: str, attempt: int) -> None:
+        """Nothing of the attempt runs here: what its moves hold is dropped, whoever was to say so; snapshots stay."""
+        mine = re.compile(rf"{re.escape(job)}\.{attempt}\.\d+")
+        for move in {*self._tokens, *(segment.move for segment in self._store.all())}:
+            if mine.fullmatch(move):
+                self.drop(move)
+
     # ---- ranks' requests -----------------------------------------------------------------------------------------
 
     def missed(self, attempt: Attempt) -> Message | None:

@@ -75,21 +75,25 @@ class Verbs:
 
     async def _launch(self, message: Message) -> Message:
         snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
-        if message.get("move"):
-            self._moves.admit(message["move"])
         if message.get("datasets"):
             await in_thread(lambda: make_room(self._home.root / "data"), "data")
+        if message.get("move"):
+            self._moves.admit(message["move"])
         return await self._attempts.launch(message, self._home.socket, snapshot)
 
     async def _stop(self, message: Message) -> Message:
-        return await self._attempts.stop(
-            message["job"],
-            message["attempt"],
+        job, attempt = message["job"], message["attempt"]
+        report = await self._attempts.stop(
+            job,
+            attempt,
             int(message["generation"]),
             float(message.get("grace_s") or 0.0),
             str(message.get("reason") or "stopped"),
             {wish: bool(message.get(wish)) for wish in ("keep", "done")},
         )
+        if self._attempts.are_over(job, attempt):
+            self._moves.end(job, attempt)
+        return report
 
     async def _forget(self, message: Message) -> Message:
         generations = self._attempts.generations(message["job"], message["attempt"])
