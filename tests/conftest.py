@@ -139,8 +139,9 @@ class RunningCluster:
             until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
         kill_everything_of(self.directory)
         for owner in Path("/dev/shm").glob("clusterd-*/owner"):  # agents that were killed removed nothing
-            if owner.read_text().startswith(str(self.directory)):
-                shutil.rmtree(owner.parent, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # of an agent of another test
+                if owner.read_text().startswith(str(self.directory)):
+                    shutil.rmtree(owner.parent, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

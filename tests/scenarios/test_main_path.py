@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tests.conftest import RunningCluster, crash_host, processes_of, until
@@ -12,6 +13,7 @@ kind = "elastic"
 command = ["python", "train.py", "--steps", "{steps}"]
 resources = {{ devices = {devices}, plan = {plan} }}
 """
+STUBBORN = ["sleep", f"1000.{os.getpid()}"]  # whose alone
 
 
 def test_run_streams_the_log_and_returns_the_exit_code(local_cluster: RunningCluster) -> None:
@@ -68,7 +70,7 @@ def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: Runn
 
 def test_cancel_leaves_no_process_and_frees_the_devices(local_cluster: RunningCluster) -> None:
     """A script that ignores SIGTERM and has sent a child into its own session."""
-    script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; sleep 1000 & wait; sleep 1000' & sleep 1000; sleep 1000"
+    script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; {0} & wait; {0}' & {0}; {0}".format(" ".join(STUBBORN))
     limits = "limits = { grace = '1s' }\nresources = { devices = 2 }"
     text = f"command = ['sh', '-c', '''{script}''']\nworkdir = '.'\n{limits}"
     job = local_cluster.submit(text, "stubborn")
@@ -82,10 +84,11 @@ def test_cancel_leaves_no_process_and_frees_the_devices(local_cluster: RunningCl
 
 
 def _sleepers() -> list[int]:
+    command = b"".join(word.encode() + b"\0" for word in STUBBORN)
     found = []
     for place in Path("/proc").iterdir():
         try:
-            if place.name.isdigit() and (place / "cmdline").read_bytes() == b"sleep\x001000\x00":
+            if place.name.isdigit() and (place / "cmdline").read_bytes() == command:
                 found.append(int(place.name))
         except OSError:
             continue
