@@ -20,6 +20,8 @@ from clusterd.agent.spawners import Spawners
 
 STRAGGLER_GRACE_S = 1.0
 """What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
+CLEAR_S = 10.0
+"""The end of one rank of several is told after this long, whatever still lingers of it: its peers wait."""
 
 Emit = Callable[[dict[str, Any]], object]
 Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
@@ -165,31 +167,43 @@ class Attempts:
     def _settle(self, attempt: Attempt) -> None:
         """Tell the ends that came in; the last when nothing of the attempt is left, for that frees the devices."""
         if any(rank.state == "running" and rank.end is None for rank in attempt.ranks.values()):
-            self._tell_ends(attempt)
+            for rank in attempt.ranks.values():
+                if rank.end is not None:
+                    self._in_background(self._clear_and_tell(attempt, rank))
         elif any(rank.end for rank in attempt.ranks.values()):
             self._in_background(self._sweep_and_tell(attempt))
 
+    async def _clear_and_tell(self, attempt: Attempt, rank: Rank) -> None:
+        """The end of one of several: its place may be taken at once, by a rank that takes over from it."""
+        if rank.pid in attempt.sessions and attempt.launch["kind"] == "elastic":  # of others, all end
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # one of Python 3.10, where they are two
+                await asyncio.wait_for(stopping.clear_session(rank.pid, self.tag(attempt.name)), CLEAR_S)
+        self._tell_end(attempt, rank)
+
     async def _sweep_and_tell(self, attempt: Attempt) -> None:
         async with attempt.lock:
-            await stopping.sweep(self.tag(attempt.name), STRAGGLER_GRACE_S)
+            await stopping.sweep(self.tag(attempt.name), STRAGGLER_GRACE_S, attempt.sessions)
             self._tell_ends(attempt)
 
     def _tell_ends(self, attempt: Attempt) -> None:
-        self._before_end(attempt)
         for rank in attempt.ranks.values():
-            if rank.end is None:
-                continue
-            rank.take(attempt.judged(rank.end))
-            rank.end = None
-            self._emit(
-                {
-                    "event": "rank_exited",
-                    "job": attempt.job,
-                    "attempt": attempt.attempt,
-                    "generation": attempt.generation,
-                    **{k: v for k, v in rank.report().items() if k not in ("pid", "state")},
-                }
-            )
+            self._tell_end(attempt, rank)
+
+    def _tell_end(self, attempt: Attempt, rank: Rank) -> None:
+        if rank.end is None:
+            return
+        self._before_end(attempt)
+        rank.take(attempt.judged(rank.end))
+        rank.end = None
+        self._emit(
+            {
+                "event": "rank_exited",
+                "job": attempt.job,
+                "attempt": attempt.attempt,
+                "generation": attempt.generation,
+                **{k: v for k, v in rank.report().items() if k not in ("pid", "state")},
+            }
+        )
 
     def _in_background(self, work: Awaitable[object]) -> None:
         task = asyncio.ensure_future(work)
@@ -298,6 +312,7 @@ class Attempts:
         async with attempt.lock:
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),
+                attempt.sessions,
                 self.tag(attempt.name),
                 grace_s,
                 lambda: self._ask(attempt, reason, grace_s, wishes or {}),

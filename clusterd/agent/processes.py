@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +24,7 @@ class Stat(NamedTuple):
     group: int
     session: int
     start_time: int  # clock ticks since boot
+    memory_bytes: int  # of addresses; none left: it is on its way out
 
 
 @lru_cache(maxsize=1)
@@ -52,7 +53,7 @@ def stat(pid: int) -> Stat | None:
         return None
     # The command's name stands in parentheses and may hold spaces and parentheses itself.
     fields = text[text.rindex(b")") + 2 :].split()
-    return Stat(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]))
+    return Stat(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]), int(fields[20]))
 
 
 def lives(pid: int, start_time: int, boot: str | None = None) -> bool:
@@ -88,6 +89,30 @@ def tagged(tag: str) -> list[int]:
         if wanted in text and wanted in text.split(b"\0"):
             found.append(pid)
     return found
+
+
+def ending(sessions: Container[int]) -> list[int]:
+    """Pids in these sessions that have given back their memory, but not yet what else they hold.
+
+    The kernel takes a process' memory first, and with it its environment, by which `tagged` knows it; then closes its
+    files, the devices among them, which for a GPU with a full memory takes seconds. A process whose first thread has
+    ended shows as a zombie while others run on.
+    """
+    found = []
+    for pid in everyone():
+        seen = stat(pid)
+        if not seen or seen.session not in sessions or seen.memory_bytes:
+            continue
+        if seen.state not in "ZX" or _threads(pid) > 1:
+            found.append(pid)
+    return found
+
+
+def _threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 def tags(prefix: str) -> set[str]:

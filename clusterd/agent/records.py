@@ -122,6 +122,11 @@ class Attempt:
         return any(rank.state == "running" for rank in self.ranks.values())
 
     @property
+    def sessions(self) -> set[int]:
+        """Each rank leads one of its own, which outlives it as long as a process is left in it."""
+        return {rank.pid for rank in self.ranks.values() if rank.pid and rank.boot_id == processes.boot_id()}
+
+    @property
     def held(self) -> set[str]:
         """Uuids of the devices that its running ranks have."""
         running = {rank.rank for rank in self.ranks.values() if rank.state == "running"}

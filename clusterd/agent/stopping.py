@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from clusterd.agent import processes
 
@@ -15,6 +15,7 @@ _TICK_S = 0.02
 
 async def end_ranks(
     leaders: Callable[[], list[tuple[int, int]]],
+    sessions: Set[int],
     tag: str,
     grace_s: float,
     ask: Callable[[], set[int]],
@@ -28,6 +29,7 @@ async def end_ranks(
 
     Args:
         leaders: pid and start time of each rank that still runs, each the leader of its session.
+        sessions: of all ranks, also of those that have ended.
         ask: sends the control message, and returns the pids of the ranks that got it.
         unheeded: is told of pid and start time of each rank that was asked in vain, and of the seconds that it had.
     """
@@ -56,7 +58,7 @@ async def end_ranks(
             signal_session(pid, start_time, signal.SIGKILL)
         await asyncio.sleep(_TICK_S)
     remaining_s = max(0.0, min(1.0, grace_s - (loop.time() - begun)))
-    return await sweep(tag, remaining_s)
+    return await sweep(tag, remaining_s, sessions)
 
 
 def signal_session(leader: int, start_time: int, number: int) -> None:
@@ -70,10 +72,11 @@ def signal_session(leader: int, start_time: int, number: int) -> None:
             processes.send(pid, found.start_time, number)
 
 
-async def sweep(tag: str, grace_s: float) -> list[int]:
+async def sweep(tag: str, grace_s: float, sessions: Set[int] = frozenset()) -> list[int]:
     """End whatever carries `tag`, wherever it was re-parented to; the pids found.
 
-    Looks again until a look finds nothing: what is being killed may fork, and its child be missed by one look.
+    Looks again until a look finds nothing: what is being killed may fork, and its child be missed by one look. Waits
+    for what is on its way out in these sessions: it may still hold a device.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -81,7 +84,7 @@ async def sweep(tag: str, grace_s: float) -> list[int]:
     told: set[int] = set()
     pause_s = _TICK_S
     while True:
-        left = await loop.run_in_executor(None, processes.tagged, tag)
+        left = await loop.run_in_executor(None, lambda: [*processes.tagged(tag), *processes.ending(sessions)])
         if not left:
             return sorted(found)
         found.update(left)
@@ -97,3 +100,22 @@ async def sweep(tag: str, grace_s: float) -> list[int]:
         await asyncio.sleep(pause_s)
         if late:
             pause_s = min(pause_s * 1.5, 1.0)
+
+
+async def clear_session(leader: int, tag: str) -> None:
+    """Kill what a rank that is dead has left in its session, and wait until it holds nothing any more.
+
+    Args:
+        tag: what the rank's processes carry, for its pid may by now be another's.
+    """
+    loop = asyncio.get_running_loop()
+    while left := await loop.run_in_executor(None, _left_in, leader, tag):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(_TICK_S)
+
+
+def _left_in(session: int, tag: str) -> list[int]:
+    members = set(processes.in_session(session))
+    return [pid for pid in processes.tagged(tag) if pid in members] + processes.ending({session})

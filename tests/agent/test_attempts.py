@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +28,38 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(100)
 """
+
+HOLDER = """
+import ctypes, fcntl, os, sys, threading, time
+held = open(sys.argv[1], "w")  # as /dev/nvidia0: free when the last copy of the open file is closed
+fcntl.flock(held, fcntl.LOCK_EX)
+"""
+LOADER = (
+    HOLDER
+    + """
+if sys.argv[2] == "0" and os.fork() == 0:
+    print("loads", flush=True)
+    time.sleep(100)
+time.sleep(100)
+"""
+)
+HALF_GONE = (
+    HOLDER
+    + """
+threading.Thread(target=time.sleep, args=(100,)).start()
+print("half gone", flush=True)
+ctypes.CDLL(None).syscall(60, 0)  # ends this thread alone: its process has no environment to be known by any more
+"""
+)
+
+
+def held(place: Path) -> bool:
+    with place.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def alive(pid: int) -> bool:
@@ -255,6 +289,31 @@ def test_the_last_rank_to_end_takes_what_it_left_behind_with_it(agent: AgentClie
     agent.launch(["sh", "-c", "setsid sleep 100 & echo $!"])
     agent.event("rank_exited")
     assert not alive(int(agent.log()))
+
+
+def test_an_end_is_not_told_while_what_is_on_its_way_out_holds_a_device(agent: AgentClient, tmp_path: Path) -> None:
+    """The last rank's, of whose child the kernel still closes the files."""
+    (tmp_path / "holder.py").write_text(HALF_GONE)
+    agent.launch(["sh", "-c", f"{sys.executable} {tmp_path}/holder.py {tmp_path}/device & while :; do sleep 0.1; done"])
+    wait_until(agent.log, "the child to be half gone")
+    assert held(tmp_path / "device")
+    agent.stop(grace_s=0.2)
+    assert not held(tmp_path / "device")
+
+
+def test_the_end_of_one_of_several_is_not_told_while_its_loaders_hold_a_device(
+    agent: AgentClient, tmp_path: Path
+) -> None:
+    """A rank that takes over from it would find no memory there."""
+    (tmp_path / "loader.py").write_text(LOADER)
+    script = f"exec {sys.executable} {tmp_path}/loader.py {tmp_path}/device$RANK $RANK"
+    ranks = agent.launch(["sh", "-c", script], kind="elastic", ranks=[rank(0, 2), rank(1, 2)])["ranks"]
+    wait_until(agent.log, "the loader to run")
+    assert held(tmp_path / "device0")
+    os.kill(ranks[0]["pid"], signal.SIGKILL)
+    assert agent.event("rank_exited", rank=0)["signal"] == signal.SIGKILL
+    assert not held(tmp_path / "device0")
+    assert alive(ranks[1]["pid"])
 
 
 def test_stopping_what_was_never_here_is_fine(agent: AgentClient) -> None:
