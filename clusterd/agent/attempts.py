@@ -48,6 +48,7 @@ class Attempts:
         self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before they came
         self._background: set[asyncio.Future[Any]] = set()
         self.spawners = Spawners(home, self._on_exited, preload)
+        self.gpu_indices: Mapping[str, int] = {}  # as CUDA counts them, by uuid; none where that is not certain
         self._launcher = launching.Launcher(self.spawners, self.tag, self._in_background)
 
     # ---- what there is -------------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class Attempts:
                 ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
-        launch = launching.kept(request, self._home.root / "data")
+        launch = launching.kept(request, self._home.root / "data", self.gpu_indices)
         directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)
         if attempt is None:

@@ -73,13 +73,17 @@ def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
     """The GPUs that a rank may see.
 
     Its own, and where a script is started as by torchrun those of all its ranks on this host: LOCAL_RANK is the place
-    of its own among them.
+    of its own among them. By index for programs that are not ours, as some know no other names (vLLM, DeepSpeed).
     """
     ranks = [rank]
     if launch["kind"] == "checkpointable":
         ranks = sorted(launch["ranks"], key=lambda r: int(r["local_rank"]))
     devices = [r.get("device") or {} for r in ranks]
-    return ",".join(device["uuid"] for device in devices if device.get("kind") == "cuda")
+    uuids = ",".join(device["uuid"] for device in devices if device.get("kind") == "cuda").split(",")
+    indices = launch.get("gpu_indices") or {}
+    if launch["kind"] != "elastic" and all(uuid in indices for uuid in uuids):
+        return ",".join(str(indices[uuid]) for uuid in uuids)
+    return ",".join(uuids)
 
 
 def forget_rank(env: dict[str, str]) -> None:

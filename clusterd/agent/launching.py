@@ -14,11 +14,12 @@ from clusterd.agent.records import Attempt, Rank, Refused
 from clusterd.agent.spawners import Spawners, SpawnFailed
 
 
-def kept(request: Mapping[str, Any], data: Path) -> dict[str, Any]:
+def kept(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int]) -> dict[str, Any]:
     """What goes to disk of a launch: everything but the secrets.
 
     Args:
         data: where data sets are cached unless the request names a place.
+        gpu_indices: by uuid, if they are certain.
     """
     launch = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
     more = ("env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
@@ -29,6 +30,7 @@ def kept(request: Mapping[str, Any], data: Path) -> dict[str, Any]:
         "data_cache": request.get("data_cache") or str(data),
         "snapshot_every": request.get("snapshot_every") or 0,
         "probe": bool(request.get("probe")),
+        "gpu_indices": dict(gpu_indices),
     }
 
 

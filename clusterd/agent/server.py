@@ -316,6 +316,10 @@ class Agent:
     async def _gather(self) -> Message:
         held = {uuid for attempt in self._attempts for uuid in attempt.held}
         found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._home.root, held)
+        # One that does not answer may be counted here and not by CUDA.
+        self._attempts.gpu_indices = (
+            {} if found["gpu_error"] else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
+        )
         return found
 
     @staticmethod

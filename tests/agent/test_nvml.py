@@ -148,6 +148,20 @@ def test_in_a_container_a_rank_s_own_use_of_its_gpu_is_not_foreign(
     assert seen() == ([False], 59 << 30)
 
 
+@pytest.mark.parametrize("kind", ["command", "checkpointable", "elastic"])
+@pytest.mark.parametrize("second", [0, 15])
+def test_programs_find_their_gpus_by_index_where_that_is_certain(
+    connect: Callable[..., AgentClient], tmp_path: Path, kind: str, second: int
+) -> None:
+    """Launchers parse integers; where a GPU does not answer, who knows whether CUDA counts it."""
+    fake_driver(tmp_path, "libnvidia-ml.so.1", second=second)
+    agent = connect(env={"LD_LIBRARY_PATH": str(tmp_path)})
+    device = {"kind": "cuda", "uuid": "GPU-1", "cores": [], "threads": 1}
+    agent.launch(["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], kind=kind, ranks=[rank(device=device)])
+    agent.event("rank_exited")
+    assert agent.log() == ("0\n" if kind != "elastic" and not second else "GPU-1\n")
+
+
 def test_a_host_without_a_driver_has_no_gpus_and_nothing_is_wrong() -> None:
     assert Probe("libabsent.so", "absent-smi").gpus() == ([], None)
 
