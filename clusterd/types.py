@@ -67,6 +67,7 @@ class Reason(StrEnum):
     SIGNAL = "signal"
     OOM = "oom"  # the kernel killed it for host memory
     DEVICE_OOM = "device-oom"
+    CROWDED = "crowded"  # out of device memory while a move prepared other ranks beside it, as the core finds
     PORT = "port"  # the rendezvous port was taken
     NO_TORCH = "no-torch"
     PLAN = "plan"  # the plan cannot run here
@@ -77,7 +78,7 @@ class Reason(StrEnum):
     @property
     def is_infrastructure(self) -> bool:
         """Not the job's fault: the job is queued again rather than failed."""
-        return self in (Reason.LOST, Reason.PORT, Reason.DATA)
+        return self in (Reason.LOST, Reason.PORT, Reason.DATA, Reason.CROWDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,7 @@ class RankEnd:
 _ENDS = {
     Reason.OOM: "killed by the kernel: out of host memory",
     Reason.DEVICE_OOM: "out of device memory",
+    Reason.CROWDED: "out of device memory, beside ranks that a move prepared there",
     Reason.PORT: "the rendezvous port was taken",
     Reason.NO_TORCH: "its Python environment has no torch that works there",
     Reason.PLAN: "the plan cannot run there",

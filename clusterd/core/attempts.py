@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterd.core import migrations
 from clusterd.core.choose import below
@@ -116,9 +116,17 @@ def take_reports(attempt: Attempt, reports: Iterable[RankReport]) -> None:
         rank = attempt.ranks.get(report.rank)
         if rank is not None and rank.end is None and report.end is not None:
             rank.end = report.end
+            if report.end.reason is Reason.DEVICE_OOM and _has_company(attempt, rank):
+                rank.end = replace(report.end, reason=Reason.CROWDED)
             if attempt.plan is None and report.end.is_success:  # a command is one process, whatever it holds
                 for other in attempt.ranks.values():
                     other.end = other.end or report.end
+
+
+def _has_company(attempt: Attempt, rank: Rank) -> bool:
+    """Whether a rank of a move may take memory of its device."""
+    onward = attempt.migration
+    return onward is not None and any(place.device == rank.place.device for place in onward.places)
 
 
 def got_on(attempt: Attempt, now_s: float) -> bool:
@@ -129,6 +137,7 @@ def got_on(attempt: Attempt, now_s: float) -> bool:
 # What explains the other ends comes first: when a host is lost, the ranks elsewhere fail for lack of it.
 _CAUSES = (
     Reason.LOST,
+    Reason.CROWDED,
     Reason.PORT,
     Reason.DATA,
     Reason.OOM,

@@ -67,6 +67,8 @@ def crowded(
     shared = [d for d in of_ranks(hosts, attempt) if d.id in devices]
     if not shared or attempt.plan is None or job.shape is None:
         return None
+    if job.needs_room:
+        return "a rank of it ran out of memory before while others were made ready beside it"
     tightest = min(shared, key=lambda d: d.memory_bytes)
     return crowding(ModelShape.from_dict(job.shape), attempt.plan, plan, tightest.kind, tightest.memory_bytes)
 

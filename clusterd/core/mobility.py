@@ -77,8 +77,10 @@ class Mobility:
 
 def fits_beside(p: Prospect, offer: Estimate) -> bool:
     """Its ranks can be made ready while the old ones train; of a simulated job nobody knows the memory."""
+    if not p.devices:
+        return True
     there = p.now.device_bytes if p.now is not None else 0
-    return not p.devices or there + offer.device_bytes <= USABLE_SHARE * min(d.memory_bytes for d in p.devices)
+    return not p.job.needs_room and there + offer.device_bytes <= USABLE_SHARE * min(d.memory_bytes for d in p.devices)
 
 
 def _of_model(job: Job, known: Mapping[str, float], guess_s: float) -> float:

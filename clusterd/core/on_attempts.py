@@ -94,6 +94,8 @@ class OnAttempts(OnTrials):
         if attempt is None or rank is None or rank.end is not None:
             return
         attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)])
+        if any(r.end is not None and r.end.reason is Reason.CROWDED for r in attempt.ranks.values()):
+            self.state.jobs[event.job].needs_room = True
         self._after_end(attempt)
 
     def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:

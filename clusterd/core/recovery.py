@@ -24,7 +24,7 @@ NOTICE_S = 5.0
 WAIT_FOR_SURVIVORS_S = 90.0
 """For ranks that were told to say what they hold."""
 
-_SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM)
+_SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM, Reason.CROWDED)
 """Ends without a word of the job's own: the code did not fail, something took its process away."""
 
 

@@ -247,6 +247,7 @@ class Job:
     not_before_s: float = 0.0
     own_failures: int = 0
     at_most_bytes: int | None = None  # per device, as estimated: a plan that was thought to need more ran out of memory
+    needs_room: bool = False  # a rank of it ran out of memory beside another generation's, against all estimates
     lost_in_a_row: int = 0
     unfit: dict[HostId, str] = field(default_factory=dict)  # hosts that could not start it, and why
     step: int = 0

@@ -80,6 +80,9 @@ class Profiler:
                     self._trying.forget(event.job)
                 case e.RankOrphaned(out_of_memory=True) | e.RankExited(end=RankEnd(reason=Reason.DEVICE_OOM)):
                     attempt = self._state.attempt(event.job, event.attempt, event.generation)
+                    rank = attempt.ranks.get(event.rank) if attempt is not None else None
+                    if rank is not None and rank.end is not None and rank.end.reason is Reason.CROWDED:
+                        continue  # it was not its plan's fault
                     if attempt is not None and attempt.plan is not None:
                         # As it is now: the way back may be over when this is looked at.
                         shape = shape_of(of_ranks(self._state.hosts, attempt))

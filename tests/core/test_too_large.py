@@ -24,13 +24,12 @@ def need(plan: Plan) -> int:
     return estimate(plan, MODEL, kind="cuda").device_bytes
 
 
-def submitted(lab: Lab, plan: Plan | None = None) -> JobId:
-    """An elastic job of a large model on four GPUs, with its ranks up."""
+def submitted(lab: Lab, plan: Plan | None = None, devices: int = 4) -> JobId:
+    """An elastic job of a large model on some of four GPUs, with its ranks up."""
     lab.host("a", gpus=4)
     job = JobId("1")
-    spec = JobSpec(
-        name="large", kind=JobKind.ELASTIC, command=("python", "t.py"), resources=Resources(devices=4, plan=plan)
-    )
+    asked = Resources(devices=devices, plan=plan)
+    spec = JobSpec(name="large", kind=JobKind.ELASTIC, command=("python", "t.py"), resources=asked)
     lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
     lab.tell(e.ModelDescribed(**lab.at(), job=job, shape={**MODEL.to_dict(), "steps": 1000}, model="m"))
     lab.run(job)
@@ -82,3 +81,32 @@ def test_a_policy_offers_nothing_that_needs_as_much(lab: Lab, room: bool) -> Non
     outlook = Outlook((row(Plan(dp=4), 1.0), row(small, 10.0)), global_batch=MODEL.global_batch, measured=7)
     decided = lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=outlook, why="trials"))
     assert (d.StartMigration.match(decided, job=job, new_plan=Plan(dp=4)) is not None) == room
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_rank_that_runs_out_beside_those_of_a_move_is_not_its_plan_s_fault(lab: Lab, devices: int) -> None:
+    """It trained there for hours; what came beside it took more than was thought. That is not tried again."""
+    asked = Plan(dp=devices)
+    job, at = submitted(lab, asked, devices), {"attempt": 1}
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=1.0))
+    other = Plan(dp=devices, checkpointing=True)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=other, by="ann"))
+    gone = e.AttemptStopped(
+        **lab.at(), job=job, **at, generation=lab.attempt(job).migration.generation, host=lab.attempt(job).hosts[0]
+    )
+    lab.exit(job, rank=0, end=OOM)
+    if devices > 1:  # a replica of it is left, and makes room
+        lab.tell(e.RankOrphaned(**lab.at(), job=job, **at, generation=1, rank=1, step=500))
+        start = d.StartMigration.match(lab.tell(gone), job=job)
+        assert start is not None
+        assert (start.makes_room, start.lost) == (True, (0,))
+        return
+    lab.tell(gone)
+    lab.stopped(job)
+    assert lab.state(job) == "starting"
+    assert lab.attempt(job).plan == asked
+    lab.run(job)
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=2, step=500, loss=1.0, step_time_s=1.0))
+    decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=other, by="ann"))
+    assert d.StartMigration.match(decided, job=job) is None  # but through host memory
+    assert d.StopAttempt.match(decided, job=job) is not None
