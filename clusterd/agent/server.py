@@ -285,7 +285,10 @@ class Agent:
             raise Refused("stale", f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over")
         if epoch > known:
             self._epochs[name] = epoch
-            write_json(self._home.root / "epochs.json", self._epochs)
+            try:
+                write_json(self._home.root / "epochs.json", self._epochs)
+            except OSError as error:  # a job that filled the disk is best looked after by who leads this host
+                say(f"agent: cannot write which daemon leads it: {error}")
         connection.daemon = (name, epoch)
         return {
             "agent": self._id,

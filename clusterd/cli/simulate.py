@@ -127,7 +127,11 @@ def simulate(
     from clusterd.simulate.importers import read
 
     names = tuple(POLICIES) if "all" in policies else tuple(dict.fromkeys(policies)) or ("default",)
-    run.check_policies((*names, journal_policy))
+    run.check_policies(names)
+    if journal_policy not in POLICIES:
+        raise UsageError(
+            f"--journal-policy {journal_policy}: there is none of that name; there are {', '.join(POLICIES)}"
+        )
     for name, share in (("--predictable", predictable), ("--guaranteed", guaranteed)):
         if share is not None and not 0 <= share <= 1:
             raise UsageError(f"{name} {share:g}: give a share from 0 to 1")

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from clusterd import protocol
 from clusterd.agent import attach, processes
 from clusterd.agent.home import Home
 from clusterd.agent.ports import Ports
@@ -98,6 +99,16 @@ def test_any_request_that_fails_for_it_is_answered(agent: AgentClient) -> None:
     fill_disk(agent.agent_pid)
     assert agent.refused("port", job="j", attempt=1, generation=1)["kind"] == "host"
     agent.ok("facts")
+
+
+def test_a_daemon_that_was_started_again_finds_its_jobs_on_a_host_without_room(connect: Connect) -> None:
+    """What is not written is which daemon leads there, and this agent knows that all the same."""
+    first = connect(epoch=1)
+    first.launch(["sleep", "100"])
+    fill_disk(first.agent_pid)
+    second = connect(hello=False)
+    assert [attempt["job"] for attempt in second.hello(epoch=2)["attempts"]] == ["j"]
+    assert connect(hello=False).refused("hello", protocol=protocol.VERSION, daemon="test", epoch=1)["kind"] == "stale"
 
 
 def test_a_port_is_given_back_though_that_cannot_be_written(tmp_path: Path) -> None:
