@@ -8,19 +8,19 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Coroutine, Mapping
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent import facts, logs, processes, programs
+from clusterd.agent import processes, programs
 from clusterd.agent.attempts import Attempts
+from clusterd.agent.callers import Callers
+from clusterd.agent.chores import Chores
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
-from clusterd.agent.home import Home, default_home, forget_socket, listen, read_json, write_json
+from clusterd.agent.hardware import Hardware
+from clusterd.agent.home import Home, default_home, forget_socket, listen, write_json
 from clusterd.agent.moves import Moves
-from clusterd.agent.nvml import Probe
-from clusterd.agent.ports import UNUSED_S as PORT_UNUSED_S
 from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
 from clusterd.agent.records import Attempt, Refused
@@ -33,10 +33,6 @@ from clusterd.agent.verbs import Verbs
 PRELOAD = "clusterd.train.preload"
 """What the fork server of an elastic job imports before it forks."""
 
-FACTS_PERIOD_S = 10.0
-IDLE_S = 24 * 3600.0
-"""An agent that no daemon speaks to, and that has nothing that runs, ends after this long."""
-
 
 class Agent:
     """Everything of one host and user."""
@@ -44,29 +40,30 @@ class Agent:
     def __init__(self, home: Home) -> None:
         self._home = home
         self._id = home.identity()
-        self._connections: set[Connection] = set()
-        self._epochs: dict[str, int] = dict((read_json(home.root / "epochs.json") or {}).items())
-        self._progress = Progress(self._tell_daemons)
+        self._callers = Callers(home.root / "epochs.json")
+        self._progress = Progress(self._callers.tell_daemons)
         self._attempts = Attempts(
             home,
             self._id,
-            self._tell_daemons,
-            self._ask_ranks,
+            self._callers.tell_daemons,
+            self._callers.ask_ranks,
             self._progress.look,
             os.environ.get("CLUSTERD_PRELOAD", PRELOAD),
         )
         self._snapshots = Snapshots(home.snapshots)
         self._datasets = Datasets()
+        callers = self._callers
         self._moves = Moves(
-            home.root, self._id, self._tell_ranks, self._tell_attempt, self._tell_daemons, self._datasets
+            home.root, self._id, callers.tell_ranks, self._tell_attempt, callers.tell_daemons, self._datasets
         )
         self._ports = Ports(home.root / "ports.json")
-        self._probe = Probe()
+        self._hardware = Hardware(self._attempts, home.root)
         self._done = asyncio.Event()
-        self._heard_at = time.monotonic()
         self._requests: set[asyncio.Task[None]] = set()
-        self._callers: set[asyncio.Task[Any]] = set()
         self._terminals = Terminals()
+        self._chores = Chores(
+            self._attempts, self._callers, self._terminals, self._ports, self._snapshots, self._done.set
+        )
         verbs = Verbs(
             home, self._attempts, self._progress, self._snapshots, self._datasets, self._moves, self._ports,
             self._terminals,
@@ -93,7 +90,11 @@ class Agent:
         server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
         chores = [
             asyncio.create_task(work)
-            for work in (self._progress.follow(self._attempts), self._every_second(), self._watch_facts())
+            for work in (
+                self._progress.follow(self._attempts),
+                self._chores.every_second(),
+                self._hardware.watch(self._callers),
+            )
         ]
         for chore in chores:
             chore.add_done_callback(self._chore_ended)
@@ -101,10 +102,7 @@ class Agent:
         server.close()
         for task in chores:
             task.cancel()
-        for connection in list(self._connections):
-            await connection.close()
-        if self._callers:
-            await asyncio.wait(self._callers, timeout=1.0)
+        await self._callers.close()
         self._terminals.close_all()
         self._ports.close()
         self._moves.close()
@@ -120,14 +118,11 @@ class Agent:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)
-        self._connections.add(connection)
-        if (task := asyncio.current_task()) is not None:
-            self._callers.add(task)
-            task.add_done_callback(self._callers.discard)
+        self._callers.came(connection)
         try:
             while True:
                 message = await protocol.read(reader)
-                self._heard_at = time.monotonic()
+                self._chores.needed()
                 if "event" in message:
                     self._heard_from_rank(connection, message)
                 elif message.get("verb") in ("rank_hello", "data_hello"):
@@ -141,8 +136,7 @@ class Agent:
         except protocol.ProtocolError as error:
             say(f"agent: a caller was cut off: {error}")
         finally:
-            self._connections.discard(connection)
-            await connection.close()
+            await self._callers.left(connection)
 
     async def _answer(self, connection: Connection, message: Message) -> None:
         verb = message.get("verb")
@@ -157,10 +151,10 @@ class Agent:
             elif connection.rank is not None:
                 answer = await self._asked_by_rank(connection.rank[0], str(verb), message)
             elif verb == "hello":
-                self._check_epoch(connection, verb)
+                self._callers.check(connection, verb)
                 answer = await self._hello(connection, message)
             elif verb in self._verbs:
-                self._check_epoch(connection, str(verb))
+                self._callers.check(connection, str(verb))
                 answer = await self._verbs[str(verb)](message)
             else:
                 raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
@@ -175,46 +169,10 @@ class Agent:
             say(traceback.format_exc())
         connection.send({"id": message.get("id"), **reply})
 
-    def _check_epoch(self, connection: Connection, verb: str) -> None:
-        if connection.daemon is None:
-            if verb not in ("hello", "shutdown"):
-                raise Refused("hello", f"{verb} came before hello")
-            return
-        name, epoch = connection.daemon
-        if epoch < self._epochs.get(name, 0):
-            raise Refused(
-                "stale", f"a newer daemon (epoch {self._epochs[name]}) leads this host; epoch {epoch} is over"
-            )
-
-    def _tell_daemons(self, event: Message) -> bool:
-        """Every daemon that leads this host; false: none is there."""
-        there = False
-        for connection in self._connections:
-            if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0):
-                connection.send(event)
-                there = True
-        return there
-
-    def _ask_ranks(self, attempt: Attempt, reason: str, grace_s: float, wishes: Mapping[str, bool]) -> set[int]:
-        asked = set()
-        for connection in self._connections:
-            if connection.rank is not None and connection.rank[0] is attempt:
-                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, **wishes})
-                # As forked: through a shell in between, the one that listens has another pid.
-                asked.add(attempt.ranks[connection.rank[1]].pid)
-        return asked
-
-    def _tell_ranks(self, attempt: Attempt, message: Message) -> int:
-        """Send to the connected ranks of one generation."""
-        told = [c for c in self._connections if c.rank is not None and c.rank[0] is attempt]
-        for connection in told:
-            connection.send(message)
-        return len(told)
-
     def _tell_attempt(self, job: str, number: int, message: Message) -> None:
         """Send to the connected ranks of an attempt, whatever their generation."""
         for attempt in self._attempts.generations(job, number):
-            self._tell_ranks(attempt, message)
+            self._callers.tell_ranks(attempt, message)
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
@@ -257,7 +215,7 @@ class Agent:
         if message["event"] == "failed":
             self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
         elif message["event"] == "said":
-            self._tell_daemons(
+            self._callers.tell_daemons(
                 {
                     "event": "rank_said",
                     "job": attempt.job,
@@ -277,19 +235,9 @@ class Agent:
                 "protocol",
                 f"the agent speaks protocol {protocol.VERSION}, the daemon {message['protocol']}",
             )
-        name, epoch = str(message["daemon"]), int(message["epoch"])
-        found = await self._gather()
+        found = await self._hardware.facts()
         # From here on without a pause: what happens after this report reaches this connection as an event.
-        known = int(self._epochs.get(name, 0))
-        if epoch < known:
-            raise Refused("stale", f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over")
-        if epoch > known:
-            self._epochs[name] = epoch
-            try:
-                write_json(self._home.root / "epochs.json", self._epochs)
-            except OSError as error:  # a job that filled the disk is best looked after by who leads this host
-                say(f"agent: cannot write which daemon leads it: {error}")
-        connection.daemon = (name, epoch)
+        self._callers.lead(connection, str(message["daemon"]), int(message["epoch"]))
         return {
             "agent": self._id,
             "version": programs.version(),
@@ -302,7 +250,7 @@ class Agent:
         }
 
     async def _facts(self, _message: Message) -> Message:
-        return await self._gather()
+        return await self._hardware.facts()
 
     async def _shutdown(self, message: Message) -> Message:
         running = self._attempts.running
@@ -313,82 +261,6 @@ class Agent:
         # After the reply is on its way.
         asyncio.get_running_loop().call_later(0.05, self._done.set)
         return {}
-
-    # ---- chores --------------------------------------------------------------------------------------------------
-
-    async def _gather(self) -> Message:
-        held = {uuid for attempt in self._attempts for uuid in attempt.held}
-        found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._home.root, held)
-        # One that does not answer may be counted here and not by CUDA.
-        self._attempts.gpu_indices = (
-            {} if found["gpu_error"] else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
-        )
-        return found
-
-    @staticmethod
-    def _trim(files: list[Path]) -> None:
-        for file in files:
-            try:
-                dropped = logs.trim(file)
-            except OSError as error:
-                say(f"agent: cannot shorten {file}: {error}")
-                continue
-            if dropped:
-                say(f"agent: dropped {dropped} bytes of {file}, which was too long")
-
-    async def _every_second(self) -> None:
-        ticks = 0
-        while True:
-            self._attempts.look_after()
-            self._terminals.look_after()
-            self._ports.release(self._port_is_over)
-            busy = self._attempts.running or any(connection.daemon for connection in self._connections)
-            if busy:
-                self._heard_at = time.monotonic()
-            if time.monotonic() - self._heard_at > IDLE_S:
-                await self._attempts.spawners.shutdown()
-                self._done.set()
-            if ticks % 10 == 0:
-                files = [attempt.log(rank) for attempt in self._attempts if attempt.running for rank in attempt.ranks]
-                await asyncio.get_running_loop().run_in_executor(None, self._trim, files)
-            if ticks % 3600 == 0:
-                used = {str(attempt.launch.get("snapshot")) for attempt in self._attempts}
-                await asyncio.get_running_loop().run_in_executor(None, self._snapshots.clean, used)
-            ticks += 1
-            await asyncio.sleep(1.0)
-
-    def _port_is_over(self, name: str, generation: int, age_s: float) -> bool:
-        for attempt in self._attempts:
-            if attempt.name == name and attempt.generation == generation and attempt.running:
-                return False
-        # A lease may be older than its launch, or be for ranks on other hosts, which this agent cannot see end.
-        return age_s > PORT_UNUSED_S
-
-    async def _watch_facts(self) -> None:
-        """Tell when devices, or foreign use of them, changed."""
-        told: object = None
-        while True:
-            await asyncio.sleep(FACTS_PERIOD_S)
-            if not any(connection.daemon for connection in self._connections):
-                continue
-            found = await self._gather()
-            seen = _worth_telling(found)
-            if told is not None and seen != told:
-                self._tell_daemons({"event": "facts", "facts": found})
-            told = seen
-
-
-def _worth_telling(found: Message) -> object:
-    """Devices, and what others hold of them; our own ranks' memory changes all the time and is no news."""
-    devices = [
-        (
-            gpu["uuid"],
-            gpu["unlisted_bytes"] >> 28,
-            sorted((p["pid"], (p["memory_bytes"] or 0) >> 28) for p in gpu["processes"] if not p["ours"]),
-        )
-        for gpu in found["gpus"]
-    ]
-    return (found["gpu_error"], devices, found["cpu_ids"])
 
 
 def main() -> int:
