@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import os
-import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent import child, environment, launching, processes, records, stopping
+from clusterd.agent import child, disk, environment, launching, processes, records, stopping
+from clusterd.agent.background import Background
+from clusterd.agent.ends import STRAGGLER_GRACE_S, Emit, Ends
 from clusterd.agent.home import Home, read_json, write_json
-from clusterd.agent.records import Attempt, Rank, Refused, Report
+from clusterd.agent.records import Attempt, Refused, Report
 from clusterd.agent.saying import say
 from clusterd.agent.spawners import Spawners
 
-STRAGGLER_GRACE_S = 1.0
-"""What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
-CLEAR_S = 10.0
-"""The end of one rank of several is told after this long, whatever still lingers of it: its peers wait."""
-
-Emit = Callable[[dict[str, Any]], object]
 Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
 
 
@@ -41,15 +34,14 @@ class Attempts:
     ) -> None:
         self._home = home
         self._agent_id = agent_id
-        self._emit = emit
         self._ask = ask
-        self._before_end = before_end
         self._known: dict[str, Attempt] = {}
         self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before they came
-        self._background: set[asyncio.Future[Any]] = set()
+        self._background = Background()
+        self._ends = Ends(emit, before_end, self.tag, self._background)
         self.spawners = Spawners(home, self._on_exited, preload)
         self.gpu_indices: Mapping[str, int] = {}  # as CUDA counts them, by uuid; none where that is not certain
-        self._launcher = launching.Launcher(self.spawners, self.tag, self._in_background)
+        self._launcher = launching.Launcher(self.spawners, self.tag, self._background.start)
 
     # ---- what there is -------------------------------------------------------------------------------------------
 
@@ -117,7 +109,7 @@ class Attempts:
                     self._stop(attempt, float(attempt.launch.get("grace_s") or 0.0), "stopped")
                 )
             else:
-                self._look(attempt)
+                self._ends.look(attempt)
 
     def _end_again(self, attempt: Attempt) -> None:
         """The agent before died after the last rank and before the sweep: the attempt ends when that is done."""
@@ -125,29 +117,14 @@ class Attempts:
             record = attempt.read_rank(rank.rank)
             rank.end = record if record and record["state"] == "exited" else rank.lost(time.time())
             rank.state = "running"
-        self._settle(attempt)
+        self._ends.settle(attempt)
 
     def look_after(self) -> None:
         """Once a second: find ranks that ended without anyone to tell, and fork servers that did."""
         self.spawners.wait_for_ended()
         for attempt in self:
             if attempt.running and not attempt.lock.locked():
-                self._look(attempt)
-
-    def _look(self, attempt: Attempt) -> None:
-        for rank in attempt.ranks.values():
-            if rank.state == "running" and rank.end is None and (record := self._end_of(attempt, rank)):
-                self._ended(attempt, rank, record)
-
-    def _end_of(self, attempt: Attempt, rank: Rank) -> dict[str, Any] | None:
-        """The record of its end; None while it runs, or while its fork server is about to write the record."""
-        if processes.lives(rank.pid, rank.start_time, rank.boot_id):
-            return None
-        spawner_lives = processes.lives(*rank.spawner, boot=rank.boot_id)  # asked before the disk: it writes, then dies
-        record = attempt.read_rank(rank.rank)
-        if record is not None and record["state"] == "exited":
-            return record
-        return None if spawner_lives else rank.lost(time.time())
+                self._ends.look(attempt)
 
     def _on_exited(self, state: str, record: dict[str, Any]) -> None:
         path = Path(state)
@@ -157,64 +134,7 @@ class Attempts:
             return
         rank = attempt.ranks.get(int(number))
         if rank is not None:
-            self._ended(attempt, rank, record)
-
-    def _ended(self, attempt: Attempt, rank: Rank, record: dict[str, Any]) -> None:
-        if rank.end is None and rank.state != "exited":
-            rank.end = record
-            if not attempt.lock.locked():
-                self._settle(attempt)
-
-    def _settle(self, attempt: Attempt) -> None:
-        """Tell the ends that came in; the last when nothing of the attempt is left, for that frees the devices."""
-        if any(rank.state == "running" and rank.end is None for rank in attempt.ranks.values()):
-            for rank in attempt.ranks.values():
-                if rank.end is not None:
-                    self._in_background(self._clear_and_tell(attempt, rank))
-        elif any(rank.end for rank in attempt.ranks.values()):
-            self._in_background(self._sweep_and_tell(attempt))
-
-    async def _clear_and_tell(self, attempt: Attempt, rank: Rank) -> None:
-        """The end of one of several: its place may be taken at once, by a rank that takes over from it."""
-        if rank.pid in attempt.sessions and attempt.launch["kind"] == "elastic":  # of others, all end
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # one of Python 3.10, where they are two
-                await asyncio.wait_for(stopping.clear_session(rank.pid, self.tag(attempt.name)), CLEAR_S)
-        self._tell_end(attempt, rank)
-
-    async def _sweep_and_tell(self, attempt: Attempt) -> None:
-        async with attempt.lock:
-            await stopping.sweep(self.tag(attempt.name), STRAGGLER_GRACE_S, attempt.sessions)
-            self._tell_ends(attempt)
-
-    def _tell_ends(self, attempt: Attempt) -> None:
-        for rank in attempt.ranks.values():
-            self._tell_end(attempt, rank)
-
-    def _tell_end(self, attempt: Attempt, rank: Rank) -> None:
-        if rank.end is None:
-            return
-        self._before_end(attempt)
-        rank.take(attempt.judged(rank.end))
-        rank.end = None
-        self._emit(
-            {
-                "event": "rank_exited",
-                "job": attempt.job,
-                "attempt": attempt.attempt,
-                "generation": attempt.generation,
-                **{k: v for k, v in rank.report().items() if k not in ("pid", "state")},
-            }
-        )
-
-    def _in_background(self, work: Awaitable[object]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._over)
-
-    def _over(self, work: asyncio.Future[Any]) -> None:
-        self._background.discard(work)
-        if not work.cancelled() and (error := work.exception()):
-            say(f"agent: {type(error).__name__}: {error}")
+            self._ends.came(attempt, rank, record)
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
@@ -252,9 +172,9 @@ class Attempts:
                     await self._launcher.start_missing(attempt, secrets, control_socket, snapshot)
                 except Refused:
                     if attempt.running:
-                        self._in_background(self._abandon(attempt))
+                        self._background.start(self._abandon(attempt))
                     raise
-        self._settle(attempt)
+        self._ends.settle(attempt)
         return {"ranks": [{"rank": r.rank, "pid": r.pid, "start_time": r.start_time} for r in attempt.ranks.values()]}
 
     async def _abandon(self, attempt: Attempt) -> None:
@@ -321,10 +241,10 @@ class Attempts:
             )
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:
-                    rank.end = await self._await_end(attempt, rank)
+                    rank.end = await self._ends.wait_for(attempt, rank)
                 elif rank.state == "lost" and rank.pid == 0:  # its start was called off
                     rank.state, rank.reason, rank.at_s = "exited", "stopped", time.time()
-            self._tell_ends(attempt)
+            self._ends.tell_all(attempt)
             return swept
 
     def _leaders(self, attempt: Attempt) -> list[tuple[int, int]]:
@@ -333,12 +253,6 @@ class Attempts:
             for rank in attempt.ranks.values()
             if rank.state == "running" and rank.end is None and processes.lives(rank.pid, rank.start_time, rank.boot_id)
         ]
-
-    async def _await_end(self, attempt: Attempt, rank: Rank) -> dict[str, Any]:
-        """The record that its fork server is about to write; for a disk that takes none, it may come as an event."""
-        while (record := rank.end or self._end_of(attempt, rank)) is None:  # noqa: ASYNC110  # it waits for a file
-            await asyncio.sleep(0.01)
-        return record
 
     async def forget(self, job: str, attempt: int) -> int:
         """Remove what is on disk of an attempt; how many bytes that were.
@@ -353,7 +267,7 @@ class Attempts:
                     raise Refused("busy", f"{found.name} still runs here; stop it first")
                 del self._known[found.name]
                 loop = asyncio.get_running_loop()
-                freed += await loop.run_in_executor(None, remove, found.directory)
+                freed += await loop.run_in_executor(None, disk.remove, found.directory)
         return freed
 
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
@@ -367,8 +281,7 @@ class Attempts:
 
     async def settle(self) -> None:
         """Wait for sweeps that are under way, before this agent ends."""
-        while self._background:
-            await asyncio.wait(set(self._background))
+        await self._background.wait()
 
 
 def _show_threads(attempt: Attempt, pid: int, start_time: int, seconds: float) -> None:
@@ -382,31 +295,3 @@ def _show_threads(attempt: Attempt, pid: int, start_time: int, seconds: float) -
     except OSError as error:
         say(f"agent: cannot write {attempt.log(rank.rank)}: {error}")
     processes.send(pid, start_time, child.SHOW_THREADS)
-
-
-def remove(tree: Path) -> int:
-    """Remove a directory whatever the job did to its permissions; what cannot be removed is named in the log.
-
-    Returns:
-        Bytes that it took on the disk.
-    """
-    before = _taken_bytes(tree)
-
-    def retry(function: Callable[[str], Any], path: str, _info: Any) -> None:
-        try:
-            Path(path).parent.chmod(0o700)
-            function(path)
-        except OSError as error:
-            say(f"agent: cannot remove {path}: {error}")
-
-    shutil.rmtree(tree, onerror=retry)
-    return before - _taken_bytes(tree)
-
-
-def _taken_bytes(tree: Path) -> int:
-    taken = 0
-    for directory, _names, files in os.walk(tree):
-        for name in files:
-            with contextlib.suppress(OSError):
-                taken += os.lstat(os.path.join(directory, name)).st_blocks * 512
-    return taken
