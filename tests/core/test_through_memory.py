@@ -53,6 +53,28 @@ def test_it_stops_with_its_state_kept_and_starts_again_under_the_new_plan(full: 
     assert set(lab.scheduler.state.leases) == {f"a:gpu{i}" for i in (1, 2, 3, 5)}
 
 
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_clock_that_is_set_meanwhile_is_no_part_of_what_it_cost(
+    full: tuple[Lab, JobId], by_s: float, is_stopped: bool
+) -> None:
+    """A restart that took an hour by the new clock: the model's jobs were never restarted again, or all the time."""
+    lab, job = full
+    ask(lab, job, WISH)
+    if is_stopped:
+        lab.stopped(job)
+    lab.now_s += by_s
+    lab.tell(e.ClockSet(**lab.at(), by_s=by_s))
+    if not is_stopped:
+        lab.stopped(job)
+    lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
+    progress(lab, job, 8)
+    (move,) = lab.scheduler.state.jobs[job].migrations
+    assert move.downtime_s is not None and 0 < move.downtime_s < 60
+    assert all(0 <= seconds < 60 for _, seconds, _ in move.phases)
+    assert 0 < lab.scheduler.state.restart_costs_s["m"] < 60
+
+
 def test_nobody_takes_the_devices_that_it_will_start_on(full: tuple[Lab, JobId]) -> None:
     lab, job = full
     ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
