@@ -37,7 +37,7 @@ class OnTrials(OnMigrations):
             return
         if event.plan is None:
             job.tried, job.trial, job.being_tried = job.tried or job.being_tried, None, False
-        else:
+        elif job.pinned is None:  # it may have been pinned while this was thought of
             job.trial, job.being_tried = Trial(event.plan, event.steps, event.why), True
             self._set_timer(f"trial:{job.id}", event.at_s + TRIAL_S, f"{event.plan} is tried with {job.spec.name}")
         self._pass_due = True
@@ -96,7 +96,7 @@ class OnTrials(OnMigrations):
 
     def _go_back(self, job: Job, attempt: Attempt) -> None:
         job.tried = False
-        plan = trials.way_back(job, attempt, self.state)
+        plan = trials.way_back(job, attempt, self.state) if job.pinned is None else None
         if plan is not None:
             answer = trials.move_for(job, attempt, plan, self.state.hosts, f"{plan}: the fastest known for its devices")
             if isinstance(answer, Move):

@@ -6,7 +6,7 @@ from clusterd.core import events as e
 from clusterd.types import HostId, JobId
 from plans.plan import Plan
 from tests.core.conftest import Lab
-from tests.core.test_trials import move, running
+from tests.core.test_trials import learned, move, progress, propose, running
 
 PINNED = Plan(tp=4)
 
@@ -63,3 +63,25 @@ def test_a_pinned_job_that_leaves_a_drained_host_for_fewer_devices_is_pinned_no_
     assert len(lab.attempt(job).devices) == 2
     assert lab.scheduler.state.jobs[job].pinned is None
     assert "it is not pinned to tp=4 any more" in lab.why(job)
+
+
+def test_a_job_that_is_pinned_to_the_plan_that_is_tried_on_it_stays_there(lab: Lab) -> None:
+    """Its trials are over, and another plan is faster; the devices that the trial left idle are given back."""
+    lab.host("a", gpus=4)
+    job = running(lab)
+    propose(lab, job, Plan(tp=2))
+    move(lab, job)
+    progress(lab, job, 10)
+    learned(lab, dp4=0.5, tp4=1.0)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(tp=2), pin=True, by="ann"))
+    lab.submit(devices=4)
+    assert lab.scheduler.state.jobs[job].pinned == lab.attempt(job).plan == Plan(tp=2)
+    assert lab.attempt(job).migration is None
+    assert len([lease for lease in lab.scheduler.state.leases.values() if lease.job == job]) == 2
+
+
+def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:
+    job = pinned(lab)
+    propose(lab, job, Plan(dp=4))
+    assert lab.scheduler.state.jobs[job].pinned == PINNED
+    assert lab.attempt(job).migration is None and not lab.scheduler.state.jobs[job].being_tried
