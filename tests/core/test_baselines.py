@@ -7,9 +7,10 @@ import pytest
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
-from clusterd.types import JobId, JobKind, JobSpec, Resources
+from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
+from tests.core.test_mixing import MixedLab
 from tests.core.test_trials import running
 
 ROUNDS = 4
@@ -27,6 +28,25 @@ def test_a_job_whose_speed_nobody_knows_is_left_to_run(policy: str) -> None:
             lab.tell(e.TimerFired(**lab.at(), timer="round"))
         assert lab.state(job) == "running"
         assert len(lab.scheduler.state.jobs[job].attempts) == 1
+
+
+@pytest.mark.parametrize("is_drained", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_on_the_only_host_of_a_type_runs_on_while_that_is_away(policy: str, is_drained: bool) -> None:
+    """The policy raised, and the daemon ended; so did a simulation with such a drain."""
+    lab = MixedLab({"new": [2], "old": [2]})
+    lab.scheduler.policy = POLICIES[policy]()
+    job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
+    lab.progress(job, 1)
+    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    assert lab.state(job) == "running"
+    host = HostId(lab.attempt(job).hosts[0])
+    if is_drained:
+        lab.tell(e.HostDrained(**lab.at(), host=host))
+    else:
+        lab.tell(e.HostDisconnected(**lab.at(), host=host, why="cable"))
+    lab.net("other", 100_000, devices=2, plan=Plan(dp=2))
+    assert is_drained or lab.state(job) == "running"  # from a drained host it may be taken
 
 
 def _checkpointable(lab: Lab) -> JobId:

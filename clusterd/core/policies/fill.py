@@ -49,7 +49,7 @@ class Capacity:
     def take(self, estimate: Estimate) -> None:
         """It is given."""
         for name, count in estimate.by_type.items():
-            self.left[name] -= count
+            self.left[name] = self.left.get(name, 0) - count  # who runs may count on a type of which no host is up
 
 
 class Baseline(ABC):
