@@ -114,16 +114,17 @@ def _at_some_size(job: Job, view: View) -> Grant | Refusal:
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
     """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
     shape = ModelShape.from_dict(job.shape or {})
-    wish = job.spec.resources.plan
+    wishes = [job.spec.resources.plan]
     if job.pinned is not None and job.pinned.ranks == count:
-        wish = job.pinned
+        wishes.insert(0, job.pinned)  # where that cannot be, the pin is over
     kinds = {d.kind for d in devices}
-    # "cuda" first: placement prefers it too.
-    for kind in sorted(kinds, reverse=True):
-        memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-        choice = choose(shape, count, kind, memory_bytes, wish, job.at_most_bytes)
-        if isinstance(choice, Choice):
-            return choice
+    for wish in wishes:
+        # "cuda" first: placement prefers it too.
+        for kind in sorted(kinds, reverse=True):
+            memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
+            choice = choose(shape, count, kind, memory_bytes, wish, job.at_most_bytes)
+            if isinstance(choice, Choice):
+                return choice
     return choice
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from clusterd.core import events as e
-from clusterd.types import HostId, JobId
+from clusterd.types import HostId, JobId, JobKind
 from plans.plan import Plan
 from tests.core.conftest import Lab
+from tests.core.test_too_large import MODEL, OOM, need
 from tests.core.test_trials import learned, move, progress, propose, running
 
 PINNED = Plan(tp=4)
@@ -85,3 +86,24 @@ def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:
     propose(lab, job, Plan(dp=4))
     assert lab.scheduler.state.jobs[job].pinned == PINNED
     assert lab.attempt(job).migration is None and not lab.scheduler.state.jobs[job].being_tried
+
+
+def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
+    """Its plan runs out of memory when it starts again, and another needs less."""
+    large = Plan(dp=4, zero=1)
+    lab.host("a", gpus=4)
+    job, _ = lab.submit(kind=JobKind.ELASTIC, devices=4)
+    lab.tell(e.ModelDescribed(**lab.at(), job=job, shape={**MODEL.to_dict(), "steps": 1000}, model="m"))
+    lab.run(job)
+    progress(lab, job, 5)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=large, pin=True, by="ann"))
+    move(lab, job)
+    lab.host("b", gpus=4)
+    lose(lab, "a")
+    lab.run(job)
+    assert lab.attempt(job).plan == large
+    lab.exit(job, end=OOM)
+    lab.stopped(job)
+    assert lab.state(job) == "starting", lab.why(job)
+    assert need(lab.attempt(job).plan) < need(large)
+    assert "it is not pinned to dp=4,zero=1 any more" in lab.why(job)
