@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from clusterd.core.blend import UNBOUNDED, blend
 from clusterd.core.choose import USABLE_SHARE
-from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.core.outlook import Estimate, Outlook, Shape, evenly
 from clusterd.core.prospects import EFFICIENT, Census, Prospect, keeps
 from clusterd.core.room import Room, per_host
 from clusterd.core.state import Job
@@ -244,7 +244,9 @@ class Mixing:
 
 
 def _is_fit(p: Prospect, offer: Estimate) -> bool:
-    """Worth its devices; and of a guaranteed job, as fast as was promised."""
+    """Worth its devices; of a guaranteed job, as fast as was promised; of a pinned one, its plan."""
+    if p.job.pinned is not None and evenly(offer.plan) != evenly(p.job.pinned):
+        return False
     if p.job.spec.guaranteed:
         return p.curve.promised is not None and keeps(offer, p.curve.promised)
     return p.curve.effort_s / (offer.step_time_s * offer.devices) >= EFFICIENT

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 from clusterd.core.blend import believed
 from clusterd.core.menu import Choice, Menu, Menus, is_alike, may_fit
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.outlook import Estimate, Outlook, evenly
 from clusterd.core.room import of_ranks
 from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import Device, JobKind
+from plans.plan import Plan
 
 EFFICIENT = 0.1
 """Of the progress per device-second that a job makes where it makes most: less is never offered."""
@@ -132,7 +133,7 @@ class Curves:
 
     def __init__(self) -> None:
         self._menus = Menus()
-        self._known: dict[tuple[int, bool], tuple[Menu, Curve | None]] = {}
+        self._known: dict[tuple[int, bool, Plan | None], tuple[Menu, Curve | None]] = {}
         self._census: Census | None = None
 
     def of(self, job: Job, view: View, there: Census) -> Curve | None:
@@ -145,7 +146,7 @@ class Curves:
         menu = self._menus.of(job, view.outlooks, Choice.ANY)
         if menu is None:
             return None
-        key = (id(menu), job.spec.guaranteed)
+        key = (id(menu), job.spec.guaranteed, job.pinned)
         known = self._known.get(key)
         if known is None or known[0] is not menu:
             known = (menu, _curve(job, menu, there, view.outlooks[job.model]))
@@ -155,13 +156,12 @@ class Curves:
 
 def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | None:
     wanted = job.spec.resources
-    possible = [
-        estimate
-        for some in menu.by_speed.values()
-        for estimate in some
-        if estimate.devices <= there.count.get(estimate.device_type, 0)
-        and (wanted.kind is None or there.kinds.get(estimate.device_type) == wanted.kind)
-    ]
+
+    def is_there(x: Estimate) -> bool:
+        fits = x.devices <= there.count.get(x.device_type, 0)
+        return fits and (wanted.kind is None or there.kinds.get(x.device_type) == wanted.kind)
+
+    possible = [x for some in menu.by_speed.values() for x in some if is_there(x)]
     promised = _promised(job, outlook, there) if job.spec.guaranteed else None
     if job.spec.guaranteed:
         asked = max(wanted.devices, 1)
@@ -169,6 +169,9 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
         kept += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
         possible = kept or [x for x in possible if x.devices >= asked]
     possible = [x for x in possible if may_fit(job, x)]
+    if job.pinned is not None:
+        pinned = [x for x in outlook.estimates if x.plan == evenly(job.pinned) and is_there(x) and may_fit(job, x)]
+        possible = pinned or possible  # where its plan cannot be had, the pin is over
     if not possible:
         return None
     effort_s = min(x.step_time_s * x.devices for x in possible)

@@ -88,6 +88,21 @@ def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:
     assert lab.attempt(job).migration is None and not lab.scheduler.state.jobs[job].being_tried
 
 
+def test_a_pinned_job_of_which_a_faster_plan_is_known_keeps_its_own(lab: Lab) -> None:
+    """When it leaves a drained host, and when it starts again after its host is lost."""
+    job = pinned(lab)
+    learned(lab, dp4=0.5, tp4=1.0)
+    lab.host("b", gpus=4)
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
+    assert lab.attempt(job).migration is not None, lab.why(job)
+    move(lab, job)
+    assert (lab.attempt(job).hosts, lab.attempt(job).plan) == ((HostId("b"),), PINNED)
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("a"), by="ann"))
+    lose(lab, "b")
+    assert (lab.attempt(job).hosts, lab.attempt(job).plan) == ((HostId("a"),), PINNED)
+    assert lab.scheduler.state.jobs[job].pinned == PINNED
+
+
 def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
     """Its plan runs out of memory when it starts again, and another needs less."""
     large = Plan(dp=4, zero=1)
