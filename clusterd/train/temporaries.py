@@ -2,7 +2,7 @@
 
 On CUDA torch's optimizers update all tensors at once ("foreach"), and what is made on the way is made for all of them;
 AdamW's denominators are one more copy of all parameters. At that moment parameters, gradients and state are there too.
-On CPUs they go tensor by tensor.
+On CPUs they go tensor by tensor, and Adafactor, which is used where memory is short, does so on CUDA too unless told.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def temporaries_ratio(factory: OptimizerFactory, parameters: Sequence[Outline]) 
         optimizer, plain = tried(factory, trained)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True
+                group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
         there = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
         with torch.random.fork_rng(devices=[]), _Made(t for t in there if isinstance(t, torch.Tensor)) as made:
             optimizer.step()

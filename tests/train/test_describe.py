@@ -114,8 +114,9 @@ def by_dimensions(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time() -> None:
-    plain = replace(job(Recorded(64)), optimizer=lambda p: torch.optim.AdamW(p, foreach=False))
+@pytest.mark.parametrize("factory", [lambda p: torch.optim.AdamW(p, foreach=False), torch.optim.Adafactor])
+def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time(factory: Any) -> None:
+    plain = replace(job(Recorded(64)), optimizer=factory)
     assert 0 < describe(plain).optimizer_temporaries_ratio < 0.25
 
 
