@@ -49,6 +49,9 @@ class Stopping(Deciding):
         grace_s = max(self._grace_s(attempt), KEEPING_S if keep else RESULT_S if done else 0.0)
         for host_id in attempt.hosts:
             self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, grace_s, why, keep, done)
+        for host_id in attempt.hosts:
+            if self.state.hosts[host_id].state is HostState.LOST:  # while ranks elsewhere were asked what they hold
+                self._gone_from(attempt, host_id)
 
     def _leaves_state(self, attempt: Attempt) -> bool:
         """Whether ranks that are stopped can leave their state, for the job goes on elsewhere, and they all train."""

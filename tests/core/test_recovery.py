@@ -187,6 +187,26 @@ def test_a_job_outlives_a_host_without_power(spread: tuple[Lab, JobId], noticed:
     assert not [device for device in lab.scheduler.state.leases if device.startswith("b:")]
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_lost_host_is_not_waited_for_when_nothing_came_of_its_survivors(
+    spread: tuple[Lab, JobId], is_cancelled: bool
+) -> None:
+    """The job was stopping until the host came back, which may be never."""
+    lab, job = spread
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="power"))
+    fire(lab, "host-lost:b")
+    assert lab.state(job) == "running"
+    if is_cancelled:
+        lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    else:
+        fire(lab, f"recover:{job}")
+    assert lab.attempt(job).pending == {"a"}
+    lab.stopped(job)
+    assert lab.state(job) == ("cancelled" if is_cancelled else "starting")
+    assert lab.scheduler.state.hosts[HostId("b")].cores_used == 0
+    assert not [lease for lease in lab.scheduler.state.leases.values() if lease.host == "b"]
+
+
 def test_a_host_that_dies_under_a_move_to_it_does_not_take_the_job(spread: tuple[Lab, JobId]) -> None:
     lab, job = spread
     lab.tell(
