@@ -66,6 +66,7 @@ class Curve:
     effort_s: float  # device-seconds per step where a step takes fewest
     offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
     promised: Estimate | None = None  # what a guaranteed job asks for
+    is_pinned: bool = False  # to a plan, of which there are no smaller ones
     _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
 
     @property
@@ -86,7 +87,7 @@ class Curve:
                 elif (
                     offer.devices <= devices
                     and chosen
-                    and (offer.step_time_s <= 1.1 * chosen[0].step_time_s or _saves(offer, chosen[0]))
+                    and (self.is_pinned or offer.step_time_s <= 1.1 * chosen[0].step_time_s or _saves(offer, chosen[0]))
                 ):
                     chosen.append(offer)
             self._upto[devices] = known = tuple(chosen)
@@ -187,7 +188,7 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
         if offer.step_time_s < least_s * (1.0 - WORTHWHILE):
             points[count] = offer
             least_s = offer.step_time_s
-    return Curve(points, effort_s, tuple(offers), promised)
+    return Curve(points, effort_s, tuple(offers), promised, job.pinned is not None)
 
 
 def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:

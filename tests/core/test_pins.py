@@ -6,6 +6,7 @@ from clusterd.core import events as e
 from clusterd.types import HostId, JobId, JobKind
 from plans.plan import Plan
 from tests.core.conftest import Lab
+from tests.core.test_mixing import MixedLab
 from tests.core.test_too_large import MODEL, OOM, need
 from tests.core.test_trials import learned, move, progress, propose, running
 
@@ -101,6 +102,24 @@ def test_a_pinned_job_of_which_a_faster_plan_is_known_keeps_its_own(lab: Lab) ->
     lose(lab, "b")
     assert (lab.attempt(job).hosts, lab.attempt(job).plan) == ((HostId("a"),), PINNED)
     assert lab.scheduler.state.jobs[job].pinned == PINNED
+
+
+def test_a_pinned_job_takes_slower_devices_for_its_plan_where_the_faster_are_away() -> None:
+    """It would wait for those for ever: it runs on no fewer."""
+    lab = MixedLab({"new": [4], "old": [2, 2]})
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("new0")))
+    job, _ = lab.net("net", 1000, devices=4)
+    lab.progress(job, 10)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=4), pin=True, by="ann"))
+    assert lab.scheduler.state.jobs[job].pinned == Plan(dp=4)
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("new0")))
+    lab.submit(devices=3, hosts=(HostId("new0"),))
+    for host in ("old2", "old3"):
+        lab.typed_host(host, "old", 2)
+    for host in ("old0", "old1"):
+        lose(lab, host)
+    assert lab.state(job) == "starting", lab.why(job)
+    assert lab.attempt(job).hosts == (HostId("old2"), HostId("old3"))
 
 
 def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
