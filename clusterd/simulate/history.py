@@ -22,7 +22,7 @@ from clusterd.errors import ClusterError, InvalidTransition
 from clusterd.simulate.cluster import Cluster, Group
 from clusterd.simulate.truth import Key, ModelTruth, Truth
 from clusterd.simulate.workload import Arrival, Workload
-from clusterd.types import Device, HostFacts, HostId, JobKind, JobState
+from clusterd.types import Device, HostFacts, HostId, JobId, JobKind, JobState
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -35,6 +35,7 @@ class _Seen:
 
     hosts: dict[HostId, HostFacts] = field(default_factory=dict)
     step_times_s: dict[str, dict[Key, list[float]]] = field(default_factory=dict)  # by model
+    set_s: dict[JobId, float] = field(default_factory=dict)  # by how much the clock was set since these jobs were over
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,9 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
     scheduler = Scheduler(POLICIES[policy]())
     state, seen = scheduler.state, _Seen()
     for batch in batches:
+        for by_s in (event.by_s for event in batch.events if isinstance(event, e.ClockSet)):
+            over = [job.id for job in state.jobs.values() if job.state.is_final]
+            seen.set_s |= {job: seen.set_s.get(job, 0.0) + by_s for job in over}
         try:
             scheduler.replay(batch)
         except InvalidTransition as error:
@@ -72,8 +76,9 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
     if not ran or not any(facts.devices for facts in seen.hosts.values()):
         raise ClusterError("no job of this journal has run yet: there is nothing to simulate")
     models = _models(ran.values(), state, seen)
-    first_s = min(job.submitted_s for job in ran.values())
-    arrivals = [_arrival(job, first_s, models) for job in sorted(ran.values(), key=lambda j: j.submitted_s)]
+    at_s = {job.id: job.submitted_s + seen.set_s.get(job.id, 0.0) for job in ran.values()}
+    first_s = min(at_s.values())
+    arrivals = [_arrival(ran[job], at_s[job] - first_s, models) for job in sorted(ran, key=at_s.__getitem__)]
     left: dict[str, int] = {}
     for job in state.jobs.values():
         if job.id not in ran:
@@ -152,12 +157,12 @@ def _as_it_was(job: Job, seen: _Seen) -> ModelTruth:
     return ModelTruth(_own_model(job), 1, times, known=times)
 
 
-def _arrival(job: Job, first_s: float, models: dict[str, ModelTruth]) -> Arrival:
+def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth]) -> Arrival:
     wanted = job.spec.resources
     own = _own_model(job)
     one = Arrival(
         name=own,
-        at_s=job.submitted_s - first_s,
+        at_s=at_s,
         model=own if own in models else job.model,
         steps=1,
         devices=max(wanted.devices, 1),

@@ -14,8 +14,11 @@ from click.testing import CliRunner
 
 from clusterd.cli.simulate import simulate as command
 from clusterd.core import events as e
+from clusterd.core.scheduler import Batch
 from clusterd.daemon.journal import Journal
 from clusterd.simulate import run
+from clusterd.simulate.history import history
+from tests.core.conftest import Lab
 from tests.simulate.test_simulate import files, setting
 
 __all__ = ["files"]
@@ -78,3 +81,22 @@ def test_a_journal_needs_nothing_else_and_has_to_be_one(past: tuple[Path, list[f
     written(empty, [[e.HostAdded(at_s=1.0, id=e.EventId(1), host="a")]])  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="no job of this journal has run yet"):
         told("--from-journal", str(empty))
+
+
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0])
+def test_a_clock_that_was_set_between_two_jobs_is_no_gap_between_them(by_s: float) -> None:
+    """Those that were over kept the time that was shown, and came an hour before the others, or after them."""
+    lab = Lab()
+    lab.now_s = 1e6
+    lab.host("a", gpus=1)
+    first, _ = lab.submit("first")
+    lab.run(first)
+    lab.finish(first)
+    lab.now_s += by_s
+    lab.tell(e.ClockSet(**lab.at(), by_s=by_s))
+    second, _ = lab.submit("second")
+    lab.run(second)
+    lab.finish(second)
+    arrivals = history(Batch([event]) for event in lab.log).workload.arrivals
+    assert [one.name for one in arrivals] == ["first-1", "second-2"]
+    assert 0 < arrivals[1].at_s < 60
