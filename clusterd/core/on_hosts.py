@@ -110,9 +110,9 @@ class OnHosts(OnAttempts):
         host = self.state.hosts.get(event.host)
         if host is None:
             return
-        host.drained = None
+        was_drained, host.drained = host.drained is not None, None
         for attempt in self.state.attempts_on(event.host):
-            if attempt.state is AttemptState.RUNNING:
+            if was_drained and attempt.state is AttemptState.RUNNING:
                 self._hold(self.state.jobs[attempt.job], f"{event.host} is in use again")
         self._is_fit_again(event.host)
         self._pass_due = True

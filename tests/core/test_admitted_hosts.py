@@ -88,3 +88,16 @@ def test_a_job_of_several_sizes_waits_for_the_least_on_any_hosts(lab: Lab) -> No
     assert lab.why(job) == "waits for 3 free devices (with their cores and memory)"
     lab.finish(other)
     assert lab.attempt(job).plan == Plan(dp=4)
+
+
+def test_a_host_that_was_not_drained_is_not_in_use_again(lab: Lab) -> None:
+    """Why said so of every job there, and no more why the job was started so."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    before = lab.why(job)
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("a"), by="ann"))
+    assert lab.why(job) == before != ""
+    for kind in (e.HostDrained, e.HostUndrained):
+        lab.tell(kind(**lab.at(), host=HostId("a"), by="ann"))
+    assert lab.why(job) == "a is in use again"
