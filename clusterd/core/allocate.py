@@ -81,7 +81,7 @@ def sizes(job: Job) -> tuple[Plan, ...]:
 def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
     """Why a checkpointable job that runs could not go on at this size whatever else ends; None: it could."""
     said = Plan(**{name: getattr(plan, name) for name in ("dp", *_told_by(job.spec.command))})
-    if plan != said and plan not in job.spec.resources.plans:
+    if plan != said and plan not in sizes(replace(job, pinned=None)):
         return f"its command has no place for all of {plan}: it would be told of {said} alone"
     here = len(job.attempt.devices) if job.attempt is not None else 0
     beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)

@@ -56,6 +56,21 @@ def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
     assert requeued is not None and "what it saved" in requeued.reason
 
 
+def test_a_job_may_go_back_to_the_one_plan_that_it_was_submitted_with(lab: Lab) -> None:
+    """Its command knows of tp by itself."""
+    lab.host("a", gpus=4)
+    job, own = JobId("1"), Plan(dp=2, tp=2)
+    spec = JobSpec(
+        name="own", kind=JobKind.CHECKPOINTABLE, command=("train",), resources=Resources(devices=4, plan=own)
+    )
+    lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
+    for plan in (Plan(dp=2), own):
+        lab.run(job)
+        lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=plan, by="ann"))
+        stopped_in_good_order(lab, job)
+        assert lab.attempt(job).plan == plan, lab.why(job)
+
+
 def test_the_size_that_a_person_chose_is_kept_until_it_is_unpinned(lab: Lab) -> None:
     lab.host("a", gpus=4)
     job, _ = submit(lab)
