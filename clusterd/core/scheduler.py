@@ -58,7 +58,7 @@ class Scheduler(OnHosts):
         for event in batch.events:
             self._cause, self._now_s = event.id, event.at_s
             _HANDLERS[type(event)](self, event)
-        if self._pass_due:
+        if self._pass_due or batch.proposal is not None:  # an earlier version may have had reasons of its own
             self._pass_due = False
             self._pass(batch.proposal)
         return self._out
