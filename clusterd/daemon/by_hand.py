@@ -15,9 +15,10 @@ from clusterd.core.allocate import objection_to_size
 from clusterd.core.state import Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.engine import Engine
+from clusterd.daemon.expected import Expected
 from clusterd.daemon.feed import Feed
 from clusterd.daemon.foresight import foresee
-from clusterd.daemon.hosts import Expected, Hosts
+from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Verb
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import AttemptState, DeviceId, JobKind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -19,21 +18,14 @@ from clusterd.core import events as e
 from clusterd.daemon import facts
 from clusterd.daemon.agents import Agents, identity
 from clusterd.daemon.engine import Engine
+from clusterd.daemon.expected import Expected
 from clusterd.daemon.journal import Journal
+from clusterd.daemon.progress import Progress
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.ssh.host import HostLink, LinkState
 from clusterd.types import HostId, JobId
 
 log = logging.getLogger(__name__)
-
-PROGRESS_EVERY_S, PROGRESS_EVERY_MOST_S = 2.0, 10.0
-"""Between two progress events of one attempt in the journal; the steps themselves are on the host."""
-
-PROGRESS_SHARE = 1 / 360
-"""Of an attempt's age that may lie between two: who has run for an hour need not be heard of every other second."""
-
-FIRST_STEP_BYTES = 512
-"""Enough for one line of steps.jsonl."""
 
 LINK_FAILED_PAUSE_S = 5.0
 
@@ -47,31 +39,6 @@ class _Managed:
     options: HostOptions
     stop: anyio.CancelScope
     facts: dict[str, Any] = field(default_factory=dict)
-
-
-class Expected:
-    """One word of an agent that somebody waits for."""
-
-    def __init__(self, registry: dict[Any, Expected], key: Any) -> None:
-        self._registry = registry
-        self._key = key
-        registry[key] = self
-        self._event = anyio.Event()
-        self._report: dict[str, Any] | None = None
-
-    def arrive(self, report: dict[str, Any] | None) -> None:
-        """It is here; None: the host is gone, it will not come."""
-        self._report = report
-        self._event.set()
-
-    async def wait(self) -> dict[str, Any] | None:
-        """Until it is here."""
-        await self._event.wait()
-        return self._report
-
-    def close(self) -> None:
-        """Nobody waits any more."""
-        self._registry.pop(self._key, None)
 
 
 class Hosts:
@@ -92,8 +59,7 @@ class Hosts:
         self._make_link = make_link
         self._managed: dict[HostId, _Managed] = {}
         self._agents = Agents(engine.scheduler.state.hosts.values())
-        self._progress: dict[tuple[str, int], float] = {}
-        self._held_back: dict[tuple[str, int], dict[str, Any]] = {}
+        self._progress = Progress(engine, tasks, self.request)
         self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
         """Called with what ranks tell the daemon, such as how a migration goes."""
         self.on_snapshot: Callable[[HostId, dict[str, Any]], object] = lambda host, message: None
@@ -206,7 +172,8 @@ class Hosts:
             case "snapshot":
                 self.on_snapshot(host, message)
             case "progress":
-                await self._on_progress(host, message)
+                self.on_steps(message)
+                await self._progress.heard(host, message)
             case "rank_said":
                 if message["said"]["what"] == "probe":
                     self.on_probe(message)
@@ -276,59 +243,6 @@ class Hosts:
                 out_of_memory=bool(message["said"].get("out_of_memory", False)),
             )
         )
-
-    async def _on_progress(self, host: HostId, message: dict[str, Any]) -> None:
-        self.on_steps(message)
-        await self._post_progress(host, message)
-
-    async def _post_progress(self, host: HostId, message: dict[str, Any]) -> None:
-        key = (message["job"], message["attempt"])
-        first_loss = None if key in self._progress else await self._first_loss(host, *key)
-        now_s = time.monotonic()
-        wait_s = self._progress.get(key, float("-inf")) + self._progress_every_s(*key) - now_s
-        if wait_s > 0 and not message.get("last"):
-            # The newest is told when it is time: a job whose next step takes an hour must not look a step behind.
-            if key not in self._held_back:
-                self._tasks.start_soon(self._tell_later, host, key, wait_s)
-            self._held_back[key] = message
-            return
-        self._progress[key] = now_s
-        self._held_back.pop(key, None)
-        await self._engine.report(
-            e.AttemptProgressed(
-                at_s=time.time(),
-                job=JobId(message["job"]),
-                attempt=message["attempt"],
-                step=message["step"],
-                loss=message["loss"],
-                step_time_s=message["step_time_s"],
-                first_loss=first_loss,
-            )
-        )
-
-    def _progress_every_s(self, job: str, number: int) -> float:
-        """A month of training shall not be a million lines of history."""
-        attempt = self._engine.scheduler.state.attempt(JobId(job), number)
-        age_s = time.time() - attempt.started_s if attempt is not None else 0.0
-        return min(max(age_s * PROGRESS_SHARE, PROGRESS_EVERY_S), PROGRESS_EVERY_MOST_S)
-
-    async def _tell_later(self, host: HostId, key: tuple[str, int], wait_s: float) -> None:
-        await anyio.sleep(wait_s)
-        message = self._held_back.pop(key, None)
-        if message is not None:
-            self._progress[key] = float("-inf")
-            await self._post_progress(host, message)
-
-    async def _first_loss(self, host: HostId, job: str, attempt: int) -> float | None:
-        """Of step 1: progress events carry the newest step alone."""
-        try:
-            answer = await self.request(host, "steps", job=job, attempt=attempt, offset=0, limit=FIRST_STEP_BYTES)
-            first = json.loads(answer["data"].partition(b"\n")[0])
-        except (ClusterError, ValueError) as error:
-            log.info("the first step of %s is not known: %s", job, error)
-            return None
-        loss: float | None = first.get("loss")  # None where it was not finite
-        return loss
 
     # --- talking to agents --------------------------------------------------------------------------------------------
 
