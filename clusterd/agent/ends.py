@@ -72,8 +72,9 @@ class Ends:
         return record
 
     async def _clear_and_tell(self, attempt: Attempt, rank: Rank) -> None:
-        """The end of one of several: its place may be taken at once, by a rank that takes over from it."""
-        if rank.pid in attempt.sessions and attempt.launch["kind"] == "elastic":  # of others, all end
+        """The end of one of several: where it died, a rank that takes over from it may come at once."""
+        died = rank.end is not None and rank.end["exit_code"] != 0 and attempt.launch["kind"] == "elastic"
+        if died and rank.pid in attempt.sessions:
             with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # one of Python 3.10, where they are two
                 await asyncio.wait_for(stopping.clear_session(rank.pid, self._tag(attempt.name)), CLEAR_S)
         self._tell(attempt, rank)
