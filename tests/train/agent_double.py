@@ -11,7 +11,7 @@ from typing import Any
 
 from clusterd import protocol
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 Message = dict[str, Any]
 
