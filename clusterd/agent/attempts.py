@@ -65,7 +65,7 @@ class Attempts:
 
     def are_over(self, job: str, attempt: int) -> bool:
         """Whether no generation of the attempt runs here, or is about to."""
-        return all((known.stopped or known.ranks) and not known.running for known in self.generations(job, attempt))
+        return not any(known.running or known.lock.locked() for known in self.generations(job, attempt))
 
     def tag(self, name: str) -> str:
         """What marks the processes of attempt `name`. The agent's id tells apart agents that share a machine."""

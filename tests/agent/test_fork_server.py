@@ -346,3 +346,24 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
         asyncio.run(asyncio.wait_for(start(), 20.0))
     finally:
         end_all(home.root)
+
+
+def test_what_a_launch_waits_for_is_not_dropped_by_the_end_of_older_ranks(connect: Any, tmp_path: Path) -> None:
+    """A host that came back ends what it still had of the job, while the job is moved to it: the move went wrong."""
+    go = tmp_path / "go"
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+    )
+    agent = connect(env={"CLUSTERD_PRELOAD": "slow", "PYTHONPATH": str(tmp_path)})
+    agent.launch(["sleep", "100"])
+    asks = 'line.sendall(protocol.encode({"id": 2, "verb": "segment", "name": "j.1.2.out0", "bytes": 1}))'
+    (tmp_path / "train.py").write_text(dedent(HELLO).format(root=ROOT, changes={}, then=asks))
+    what = {"kind": "elastic", "generation": 2, "workdir": str(tmp_path), "move": {"id": "j.1.2", "token": "secret"}}
+    launching = agent.send("launch", **launch(["python", "train.py"], **what))
+    servers = Home(agent.root).sockets
+    wait_until(lambda: len(list(servers.glob("????????????????.sock"))) == 2, "the second fork server to start")
+    agent.stop()
+    go.touch()
+    assert "ok" in agent.reply(launching)
+    wait_until(lambda: '"id": 2' in agent.log(generation=2), "the answer to the rank")
+    assert "move j.1.2 is over" not in agent.log(generation=2)
