@@ -15,7 +15,7 @@ from typing import Any
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
-from clusterd.errors import ClusterError
+from clusterd.errors import AgentLost, ClusterError, NotStarted
 from clusterd.types import HostId, HostState, JobId
 from plans.plan import Plan
 
@@ -127,8 +127,19 @@ class Keeper:
         return Whole(of, plan, step, names, hosts, {_set(of): self._token(of)})
 
     async def admit(self, whole: Whole) -> dict[str, list[Any]]:
-        """Where each holder serves; each knows the token from now on."""
-        return {host: await self._admitted(whole.of, host) for host in dict.fromkeys(whole.hosts)}
+        """Where each holder serves; each knows the token from now on.
+
+        Raises:
+            NotStarted: one is silent. It may be to have no rank, and then nobody asks again when it is back.
+            ClusterError: one refuses.
+        """
+        served: dict[str, list[Any]] = {}
+        for host in dict.fromkeys(whole.hosts):
+            try:
+                served[host] = await self._admitted(whole.of, host)
+            except AgentLost as lost:
+                raise NotStarted(host, f"the snapshot that it keeps is out of reach: {lost}") from None
+        return served
 
     async def forget(self, job: str) -> None:
         """The job is over: its snapshots are nobody's."""

@@ -14,9 +14,12 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.describing import Describer
 from clusterd.daemon.executor import Executor
-from clusterd.types import JobId, JobKind
+from clusterd.daemon.keeper import Keeper
+from clusterd.errors import AgentLost
+from clusterd.types import HostId, JobId, JobKind
 from tests.conftest import RunningCluster
 from tests.core.conftest import Lab
+from tests.core.test_trials import running
 from tests.scenarios.test_migration import agent_of
 
 
@@ -27,8 +30,24 @@ class Broken:
         raise KeyError("nobody thought of this")
 
 
-def carried_out(lab: Lab, decided: list[d.Decision]) -> list[e.Event]:
-    """What is reported when every launch and question of a model meets the bug."""
+class Deaf:
+    """Agents of which one does not answer."""
+
+    def __init__(self, deaf: str) -> None:
+        self._deaf = deaf
+
+    async def request(self, host: str, verb: str, **_: Any) -> dict[str, Any]:
+        if host == self._deaf:
+            raise AgentLost(f"{host} did not answer {verb!r} within 60 s")
+        return {}
+
+
+def carried_out(lab: Lab, decided: list[d.Decision], deaf: str | None = None) -> list[e.Event]:
+    """What is reported when every launch and question of a model meets the bug.
+
+    Args:
+        deaf: the host that has the job's snapshot, and does not answer.
+    """
     reported: list[e.Event] = []
 
     async def report(event: e.Event) -> None:
@@ -43,9 +62,12 @@ def carried_out(lab: Lab, decided: list[d.Decision]) -> list[e.Event]:
     async def run() -> None:
         engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
         archive: Any = SimpleNamespace(secrets=secrets, forget_secrets=nothing)
-        hosts: Any = SimpleNamespace()
+        hosts: Any = Deaf(deaf) if deaf else SimpleNamespace()
         timers: Any = SimpleNamespace(changed=lambda: None)
         keeper: Any = SimpleNamespace(forget=nothing)
+        if deaf:
+            keeper = Keeper(engine, hosts, "secret")
+            keeper.reported(HostId(deaf), [{"name": "1.1.g1.snap0.0", "step": 20, "bytes": 9}])
         launches: Any = Broken()
         describer = Describer(engine, hosts, archive, hosts, launches)
         async with anyio.create_task_group() as tasks:
@@ -91,6 +113,25 @@ def test_a_bug_while_a_model_is_learned_is_said(caplog: pytest.LogCaptureFixture
         decided += wait_for_retry(lab, job)
     assert "KeyError: 'nobody thought of this'" in lab.why(job)
     assert "Traceback" in caplog.text
+
+
+def test_a_snapshot_whose_host_falls_silent_is_not_waited_for_for_ever() -> None:
+    """No rank is to be on that host, so that nobody asks for the launch again when it is back."""
+    lab = Lab()
+    for name in "ab":
+        lab.host(name, gpus=1)
+    lab.host("c", cpus=1)
+    job = running(lab, devices=1)
+    lost = lab.attempt(job).hosts[0]
+    lab.tell(e.HostDisconnected(**lab.at(), host=lost, why="no power"))
+    decided = lab.fire(f"host-lost:{lost}")
+    decided = [x for x in decided if isinstance(x, d.LaunchAttempt)]
+    assert [x.attempt for x in decided] == [2]
+    lab.tell(*carried_out(lab, decided, deaf="c"))
+    assert "c did not answer 'snapshot_admit'" in lab.why(job)
+    lab.stopped(job)
+    assert lab.state(job) == "starting"
+    assert lab.attempt(job).number == 3
 
 
 def test_a_device_that_is_gone_when_the_launch_is_asked_for_again(cluster: RunningCluster) -> None:
