@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from clusterd.core.blend import believed
 from clusterd.core.menu import Choice, Menu, Menus, is_alike, may_fit
-from clusterd.core.outlook import Estimate, Outlook, evenly
-from clusterd.core.room import of_ranks
+from clusterd.core.outlook import Estimate, Outlook, Shape, evenly
+from clusterd.core.room import by_type, needs, of_ranks
 from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
@@ -29,6 +29,10 @@ STALE = 1.5
 """A measured step time that is so many times off what is predicted is taken for that of another plan."""
 
 
+Reach = tuple[tuple[str, Shape], ...]
+"""Shapes that a job may be laid on, by type; empty: all there are."""
+
+
 @dataclass(frozen=True, slots=True)
 class Census:
     """Usable devices by type, and the kind and memory of each type."""
@@ -36,6 +40,12 @@ class Census:
     count: Mapping[str, int]
     kinds: Mapping[str, str]
     memory_bytes: Mapping[str, int]  # of the smallest device
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # devices on each host, most first
+
+    def holds(self, estimate: Estimate) -> bool:
+        """Whether there would be room for it if nothing else ran."""
+        here = self.shapes.get(estimate.device_type, ())
+        return len(estimate.shape) <= len(here) and all(n <= m for n, m in zip(estimate.shape, here, strict=False))
 
     @property
     def total(self) -> int:
@@ -43,19 +53,26 @@ class Census:
         return sum(self.count.values())
 
 
-def census(view: View) -> Census:
-    """Of hosts that may be used, busy devices included."""
-    count: dict[str, int] = {}
+def census(view: View, job: Job | None = None) -> Census:
+    """Of hosts that may be used, busy devices included.
+
+    Args:
+        job: whose devices they would have to be, with the cores and the memory that it asks for beside each.
+    """
     kinds: dict[str, str] = {}
     memory_bytes: dict[str, int] = {}
+    counts: dict[str, list[int]] = {}
+    each_cores, each_bytes = needs(job, None) if job is not None else (1, 0)
     for host in view.hosts.values():
-        if host.unusable is None:
-            for device in host.devices:
-                if not device.foreign:
-                    count[device.name] = count.get(device.name, 0) + 1
-                    kinds[device.name] = device.kind
-                    memory_bytes[device.name] = min(memory_bytes.get(device.name, 1 << 62), device.memory_bytes)
-    return Census(count, kinds, memory_bytes)
+        if host.unusable is not None or host.facts is None or (job is not None and not job.admits(host.id)):
+            continue
+        most = min(host.facts.cpu_cores // each_cores, host.facts.memory_bytes // max(each_bytes, 1))
+        for name, devices in by_type(d for d in host.devices if not d.foreign).items():
+            counts.setdefault(name, []).append(min(len(devices), most) if job is not None else len(devices))
+            kinds[name] = devices[0].kind
+            memory_bytes[name] = min(memory_bytes.get(name, 1 << 62), *(d.memory_bytes for d in devices))
+    shapes = {name: tuple(sorted(some, reverse=True)) for name, some in counts.items()}
+    return Census({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +151,10 @@ class Curves:
 
     def __init__(self) -> None:
         self._menus = Menus()
-        self._known: dict[tuple[int, bool, Plan | None], tuple[Menu, Curve | None]] = {}
+        self._known: dict[tuple[int, bool, Plan | None, Reach], tuple[Menu, Curve | None]] = {}
         self._census: Census | None = None
+        self._view: View | None = None  # of the pass
+        self._choosy: dict[object, Census] = {}  # in it, of jobs for which not every host would do
 
     def of(self, job: Job, view: View, there: Census) -> Curve | None:
         """The job's curve; None: it is a black box, or nothing it could run as is known to fit this cluster."""
@@ -147,20 +166,33 @@ class Curves:
         menu = self._menus.of(job, view.outlooks, Choice.ANY)
         if menu is None:
             return None
-        key = (id(menu), job.spec.guaranteed, job.pinned)
+        there, reach = self._there_for(job, view, there)
+        key = (id(menu), job.spec.guaranteed, job.pinned, reach)
         known = self._known.get(key)
         if known is None or known[0] is not menu:
             known = (menu, _curve(job, menu, there, view.outlooks[job.model]))
             self._known[key] = known
         return known[1]
 
+    def _there_for(self, job: Job, view: View, there: Census) -> tuple[Census, Reach]:
+        """What is there for this job: what is fastest where it may not be must not stand for what it may have."""
+        wanted = job.spec.resources
+        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.unfit):
+            return there, ()
+        if view is not self._view:
+            self._view, self._choosy = view, {}
+        key = (wanted.hosts, needs(job, None), tuple(job.unfit))
+        if key not in self._choosy:
+            self._choosy[key] = census(view, job)
+        mine = self._choosy[key]
+        return mine, tuple(sorted(mine.shapes.items()))
+
 
 def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | None:
     wanted = job.spec.resources
 
     def is_there(x: Estimate) -> bool:
-        fits = x.devices <= there.count.get(x.device_type, 0)
-        return fits and (wanted.kind is None or there.kinds.get(x.device_type) == wanted.kind)
+        return there.holds(x) and (wanted.kind is None or there.kinds.get(x.device_type) == wanted.kind)
 
     possible = [x for some in menu.by_speed.values() for x in some if is_there(x)]
     promised = _promised(job, outlook, there) if job.spec.guaranteed else None
@@ -198,7 +230,7 @@ def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:
         x
         for x in outlook.estimates
         if x.devices == max(wanted.devices, 1)
-        and x.devices <= there.count.get(x.device_type, 0)
+        and there.holds(x)
         and (wanted.plan is None or is_alike(x.plan, wanted.plan))
     ]
     return min(asked, key=lambda x: (len(x.shape), x.step_time_s), default=None)

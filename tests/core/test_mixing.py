@@ -85,7 +85,8 @@ class MixedLab(Lab):
         """Submit a job of the model."""
         self.jobs += 1
         job = JobId(str(self.jobs))
-        resources = Resources(devices=devices, plan=what.pop("plan", None))
+        wanted = {name: what.pop(name) for name in ("plan", "hosts", "cpus") if name in what}
+        resources = Resources(devices=devices, **wanted)
         spec = JobSpec(name=name, kind=JobKind.ELASTIC, command=("x",), resources=resources, **what)
         shape = {"parameters": [], "layers": [], "samples": BATCH, "global_batch": BATCH, "steps": steps}
         stamp = self.at()

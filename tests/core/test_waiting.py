@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from clusterd.core import events as e
-from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
+from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, Resources
 from tests.core.conftest import GIB, Lab
+from tests.core.test_mixing import MixedLab
+from tests.core.test_mixing import known as known_of
 from tests.core.test_pipeline import known
 
 
@@ -41,3 +44,27 @@ def test_devices_of_hosts_that_a_job_may_not_have_are_not_waited_for(lab: Lab) -
     lab.host("b", gpus=8)
     job = submit(lab, devices=1, hosts=(HostId("a"),))
     assert {str(device) for device in lab.attempt(job).devices} == {f"a:gpu{i}" for i in range(4)}
+
+
+@pytest.mark.parametrize("restriction", [{"hosts": (HostId("old0"),)}, {"cpus": 40}])
+def test_a_faster_type_that_a_job_may_not_have_is_not_waited_for(restriction: dict[str, Any]) -> None:
+    """It may not go to those hosts, or they have not the cores: one slow device is what it gets."""
+    lab = MixedLab({"new": [2], "old": [1]})
+    lab.tell(e.HostConnected(**lab.at(), host=HostId("new0"), facts=_of_few_cores(lab, "new0")))
+    job, _ = lab.net("net", 1000, **restriction)
+    assert lab.state(job) == "starting", lab.why(job)
+    assert lab.attempt(job).hosts == (HostId("old0"),)
+
+
+def test_a_promise_is_of_a_shape_that_there_is() -> None:
+    """What is believed of four devices on one host comes from one that is gone."""
+    lab = MixedLab({"new": [2, 2]}, known_of({"new": [4, 2, 2]}))
+    job, _ = lab.net("net", 1000, devices=4, guaranteed=True)
+    assert lab.state(job) == "starting", lab.why(job)
+    assert len(lab.attempt(job).devices) == 4
+
+
+def _of_few_cores(lab: MixedLab, host: str) -> HostFacts:
+    facts = lab.scheduler.state.hosts[HostId(host)].facts
+    assert facts is not None
+    return replace(facts, cpu_cores=32)
