@@ -32,7 +32,7 @@ def _shift_job(job: Job, by_s: float) -> None:
         attempt.ended_s = _later(attempt.ended_s, by_s)
         if attempt.migration is not None:
             attempt.migration.started_s += by_s
-    if job.attempt is not None and job.attempt.onward is not None:  # of one that is over it is among the job's
+    if job.attempt is not None and job.attempt.onward is not None:
         job.attempt.onward.started_s += by_s
     for migration in job.migrations:
         migration.started_s += by_s

@@ -147,7 +147,8 @@ def switch(state: State, job: Job, attempt: Attempt) -> Retired:
     if attempt.plan is not None:
         attempt.past_plans[attempt.generation] = attempt.plan
     attempt.past[attempt.generation] = {number: rank.place.host for number, rank in attempt.ranks.items()}
-    attempt.generation, attempt.plan, attempt.ranks = migration.generation, migration.plan, migration.ranks
+    attempt.generation, attempt.plan = migration.generation, migration.plan
+    attempt.ranks = {number: Rank(rank.place) for number, rank in migration.ranks.items()}  # how they end is not its
     attempt.cores, attempt.memory_bytes = migration.cores, migration.memory_bytes
     attempt.told_cores = None
     for rank in attempt.ranks.values():

@@ -112,7 +112,8 @@ class Stopping(Deciding):
             reason = f"{verdict.reason}; {again}"
             self._decide(d.RequeueJob(cause=self._cause, reason=reason, job=job.id, attempt=attempt.number))
             if attempt.onward is not None:
-                self._go_onward(job, attempt.onward)
+                onward, attempt.onward = attempt.onward, None  # from here on it is the job's
+                self._go_onward(job, onward)
         self._pass_due = True
 
     def _go_onward(self, job: Job, onward: Migration) -> None:
