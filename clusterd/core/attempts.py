@@ -182,8 +182,9 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     said = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
     if end.reason.is_infrastructure:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {said}", is_infrastructure=True)
-    if end.reason is Reason.DEVICE_OOM and attempt.plan not in (None, job.spec.resources.plan):
-        smaller = below(ModelShape.from_dict(job.shape or {}), attempt.plan, kind)
+    chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None
+    if end.reason is Reason.DEVICE_OOM and chosen is not None and job.shape is not None:
+        smaller = below(ModelShape.from_dict(job.shape), chosen, kind)
         if smaller is not None:
             at_most_bytes, plan = smaller
             said = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {said}; {plan} needs less"

@@ -197,3 +197,14 @@ def test_a_command_that_no_host_can_hold_says_so(lab_with_two_hosts: Lab) -> Non
     """It would wait for ever: one process cannot use devices of two hosts."""
     job, _ = lab_with_two_hosts.submit(devices=5)
     assert lab_with_two_hosts.why(job) == ("asks for 5 devices on one host, as a command does; no host has more than 4")
+
+
+def test_a_size_that_ran_out_of_device_memory_fails_with_that_reason(lab: Lab) -> None:
+    """Nothing is known of its model that another size could be chosen by: the daemon ended."""
+    lab.host("a", gpus=4)
+    job, _ = submit(lab)
+    lab.run(job)
+    lab.exit(job, end=RankEnd(reason=Reason.DEVICE_OOM, exit_code=95))
+    lab.stopped(job)
+    assert lab.state(job) == "failed"
+    assert "out of device memory" in lab.why(job)
