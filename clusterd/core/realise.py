@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from clusterd.core.elastic import SETTLE_AFTER_FAILURE_S
 from clusterd.core.outlook import Estimate
 from clusterd.core.room import Room, by_type, of_ranks, seat, shape_of
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Preempt, Proposal, Refusal, Start, View
-from clusterd.types import AttemptState, Device, HostId, JobId
+from clusterd.types import AttemptState, Device, HostId, HostState, JobId
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,22 @@ def is_settled(job: Job) -> bool:
         and attempt.migration is None
         and not attempt.resuming
         and not attempt.retired
+        and not attempt.orphaned
         and job.trial is None
     )
+
+
+def may_change(job: Job, view: View) -> bool:
+    """Settled, with all its ranks there, and its last move did not fail a moment ago: the next would fail like it."""
+    attempt = job.attempt
+    if attempt is None or not is_settled(job):
+        return False
+    if any(h not in view.hosts or view.hosts[h].state is not HostState.UP for h in attempt.hosts):
+        return False
+    last = job.migrations[-1] if job.migrations else None
+    if last is None or not last.failure or last.ended_s is None:
+        return True
+    return view.now_s - last.ended_s >= SETTLE_AFTER_FAILURE_S
 
 
 def current(job: Job, view: View) -> tuple[str, tuple[int, ...]]:
@@ -92,7 +107,7 @@ class _Pass:
             attempt = job.attempt
             if (
                 attempt is None
-                or not is_settled(job)
+                or not may_change(job, self.view)
                 or attempt.plan is None
                 or job.pinned is not None
                 or job.id not in self.among

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from clusterd.core import events as e
@@ -56,3 +58,47 @@ def _checkpointable(lab: Lab) -> JobId:
     lab.tell(e.JobSubmitted(**lab.at(), job=job, spec=spec))
     lab.run(job)
     return job
+
+
+@pytest.mark.parametrize("policy", ["fifo", "srtf", "tiresias"])
+def test_a_job_that_waits_for_its_survivors_is_not_moved_meanwhile(policy: str) -> None:
+    lab, job = _to_be_moved(policy)
+    attempt = lab.attempt(job)
+    lab.tell(e.RankOrphaned(**lab.at(), job=job, attempt=attempt.number, generation=attempt.generation, rank=0, step=1))
+    _leave(lab)
+    assert attempt.migration is None
+
+
+@pytest.mark.parametrize("policy", ["fifo", "srtf", "tiresias"])
+def test_a_move_that_failed_is_not_tried_again_at_once(policy: str) -> None:
+    """Its host went away meanwhile, and so did the next hundred moves fail, all in one second."""
+    lab, job = _to_be_moved(policy)
+    _leave(lab)
+    attempt = lab.attempt(job)
+    new = attempt.migration
+    assert new is not None, lab.why(job)
+    who: dict[str, Any] = {"job": job, "attempt": attempt.number, "generation": new.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **who, phase="prepare", why="no memory"))
+    for host in {place.host for place in new.places}:
+        lab.tell(e.AttemptStopped(**lab.at(), **who, host=host))
+    assert attempt.migration is None
+    lab.now_s += 30.0
+    lab.fire(f"settle:{job}")
+    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    assert attempt.migration is not None
+
+
+def _leave(lab: MixedLab) -> None:
+    """The job's host is drained, and the other is not any more."""
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("new0")), e.HostDrained(**lab.at(), host=HostId("old0")))
+    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+
+
+def _to_be_moved(policy: str) -> tuple[MixedLab, JobId]:
+    """A job that trains, and a policy that would move it off a drained host."""
+    lab = MixedLab({"new": [2], "old": [2]})
+    lab.scheduler.policy = POLICIES[policy]()
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("new0")))
+    job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
+    lab.progress(job, 1)
+    return lab, job

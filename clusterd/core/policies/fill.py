@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.menu import Choice, Menu, Menus
 from clusterd.core.outlook import Estimate
-from clusterd.core.realise import Want, is_settled, realise
+from clusterd.core.realise import Want, may_change, realise
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
@@ -91,7 +91,9 @@ class Baseline(ABC):
     def managed(self, view: View) -> list[Job]:
         """Jobs whose speed is known and that wait or run undisturbed."""
         waiting = [j for j in view.queued if j.not_before_s <= view.now_s]
-        return [j for j in [*waiting, *view.running] if self.menu(j, view) and (j.attempt is None or is_settled(j))]
+        return [
+            j for j in [*waiting, *view.running] if self.menu(j, view) and (j.attempt is None or may_change(j, view))
+        ]
 
     def menu(self, job: Job, view: View) -> Menu | None:
         """What the job could run as under this policy."""
