@@ -128,6 +128,7 @@ class Migration:
     lost: tuple[int, ...] = ()  # old ranks that were dead when it began
     restarts: bool = False  # the old ranks end before the new ones are made; the state waits in host memory
     failure: str = ""  # why it failed; empty: it did not
+    old_pin: Plan | None = None  # that the job has again where it fails
 
     @property
     def places(self) -> tuple[RankPlace, ...]:

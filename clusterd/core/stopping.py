@@ -129,10 +129,12 @@ class Stopping(Deciding):
         """Back to the old ranks: they are told to go on, the new ones to go."""
         job = self.state.jobs[attempt.job]
         assert attempt.migration is not None
-        generation = attempt.migration.generation
+        generation, old_pin = attempt.migration.generation, attempt.migration.old_pin
         retired = migrations.fail(job, attempt, why, self._now_s)
         until_s = self._now_s + elastic.SETTLE_AFTER_FAILURE_S
         self._set_timer(f"settle:{job.id}", until_s, f"a move of {job.spec.name} failed")
+        if job.pinned is not None and old_pin is not None:  # None: it was unpinned meanwhile
+            job.pinned = old_pin
         over = self._pin_is_over(job, attempt.plan)
         reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on{over}"
         job.reason = reason

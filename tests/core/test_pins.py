@@ -141,3 +141,22 @@ def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
     assert lab.state(job) == "starting", lab.why(job)
     assert need(lab.attempt(job).plan) < need(large)
     assert "it is not pinned to dp=4,zero=1 any more" in lab.why(job)
+
+
+def test_a_pinned_job_whose_move_to_another_plan_fails_is_pinned_as_before(lab: Lab) -> None:
+    """Nobody unpinned it."""
+    job = pinned(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    assert lab.attempt(job).plan == lab.scheduler.state.jobs[job].pinned == PINNED
+    assert "not pinned" not in lab.why(job)
+
+
+def test_a_job_that_was_unpinned_while_it_moved_stays_so(lab: Lab) -> None:
+    job = pinned(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
+    lab.tell(e.JobUnpinned(**lab.at(), job=job, by="ann"))
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    assert lab.scheduler.state.jobs[job].pinned is None
