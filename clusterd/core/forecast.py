@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +61,7 @@ class Forecast:
         ends.sort(key=lambda e: e[0])
         self._ends = ends
         self._booked = [(p.now_s, p.job.attempt) for p in running if p.job.attempt is not None]
+        self._given_back: dict[float, tuple[dict[HostId, int], dict[HostId, int]]] = {}
 
     def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
         """Given away in this pass, for longer than anybody looks ahead."""
@@ -122,17 +122,32 @@ class Forecast:
 
     def _fit_for(self, job: Job, offer: Estimate, at_s: float) -> dict[HostId, int]:
         """Devices free then that the job may have, each with the cores and the memory that it needs beside it."""
-        cores, memory_bytes = Counter(self._room.cores), Counter(self._room.memory_bytes)
-        for end_s, attempt in self._booked:
-            if end_s <= at_s + 1e-6:
-                cores.update(attempt.cores)
-                memory_bytes.update(attempt.memory_bytes)
+        room, (cores, memory_bytes) = self._room, self._back_at(at_s)
         each_cores, each_bytes = needs(job, offer)
+        each_cores, each_bytes = max(each_cores, 1), max(each_bytes, 1)
         return {
-            host: min(count, cores[host] // max(each_cores, 1), memory_bytes[host] // max(each_bytes, 1))
+            host: min(
+                count,
+                (room.cores.get(host, 0) + cores.get(host, 0)) // each_cores,
+                (room.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
+            )
             for host, count in self.free_at(offer.device_type, at_s).items()
             if job.admits(host)
         }
+
+    def _back_at(self, at_s: float) -> tuple[dict[HostId, int], dict[HostId, int]]:
+        """Cores and memory of those that will have ended, by host; many look at the same moments."""
+        known = self._given_back.get(at_s)
+        if known is None:
+            known = self._given_back[at_s] = {}, {}
+            cores, memory_bytes = known
+            for end_s, attempt in self._booked:
+                if end_s <= at_s + 1e-6:
+                    for host, count in attempt.cores.items():
+                        cores[host] = cores.get(host, 0) + count
+                    for host, count in attempt.memory_bytes.items():
+                        memory_bytes[host] = memory_bytes.get(host, 0) + count
+        return known
 
 
 def _fit(shape: Sequence[int], free: Mapping[HostId, int]) -> dict[HostId, int] | None:
