@@ -221,8 +221,11 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     for number, device in enumerate(given.current.devices):
         if device not in where:
             raise UsageError(f"job {given.id} runs on {device}, which no host has")
-        if DeviceId(device) in state.leases:
-            raise UsageError(f"{device} is used by job {state.leases[DeviceId(device)].job} and by job {given.id}")
+        lease = state.leases.get(DeviceId(device))
+        if lease is not None and lease.job == job_id:
+            raise UsageError(f"job {given.id} names {device} twice: each of its ranks has a device of its own")
+        if lease is not None:
+            raise UsageError(f"{device} is used by job {lease.job} and by job {given.id}")
         host = where[device]
         ranks[number] = Rank(RankPlace(rank=number, host=host, device=DeviceId(device)))
         state.leases[DeviceId(device)] = Lease(DeviceId(device), host, job_id, 1, 1, None)

@@ -92,6 +92,7 @@ def test_what_is_wrong_is_told_with_its_line() -> None:
         (lambda s: s["jobs"][1].update(steps_left=0), ">= 1 - at `$.jobs[1].steps_left`"),
         (lambda s: s.update(move_cost_s=-1.0), ">= 0.0 - at `$.move_cost_s`"),
         (lambda s: s.update(time_s=-1.0), ">= 0.0 - at `$.time_s`"),
+        (lambda s: s["jobs"][0]["current"].update(devices=["h0", "h0"]), "job a names h0 twice"),
         (lambda s: s["hosts"].append(s["hosts"][0]), "host h is there twice"),
         (lambda s: s["jobs"].append(s["jobs"][0]), "job a is there twice"),
     ],
