@@ -54,9 +54,12 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     if outlook is not None and outlook.is_whole:
         return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
     usable = [d for d in known if wanted.kind is None or d.kind == wanted.kind]
-    choice = _choice(job, max(wanted.devices, 1), usable)
+    choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), usable)
     if isinstance(choice, Impossible):
         return Refusal(job.id, choice.reason, forever=True)
+    beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
+    if beyond is not None:
+        return Refusal(job.id, beyond)
     placement = place(job, view.free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
     if placement is None:
         return _waits(job, view, choice.plan.ranks)
@@ -114,18 +117,30 @@ def _at_some_size(job: Job, view: View) -> Grant | Refusal:
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
     """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
     shape = ModelShape.from_dict(job.shape or {})
-    wishes = [job.spec.resources.plan]
-    if job.pinned is not None and job.pinned.ranks == count:
-        wishes.insert(0, job.pinned)  # where that cannot be, the pin is over
-    kinds = {d.kind for d in devices}
-    for wish in wishes:
-        # "cuda" first: placement prefers it too.
-        for kind in sorted(kinds, reverse=True):
-            memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-            choice = choose(shape, count, kind, memory_bytes, wish, job.at_most_bytes)
-            if isinstance(choice, Choice):
-                return choice
+    # "cuda" first: placement prefers it too.
+    for kind in sorted({d.kind for d in devices}, reverse=True):
+        memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
+        choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.at_most_bytes)
+        if isinstance(choice, Choice):
+            return choice
     return choice
+
+
+def _as_pinned(job: Job, view: View) -> Choice | None:
+    """The plan that the job is pinned to, on as many devices; None: it could not be had now whatever else ended."""
+    plan = job.pinned
+    if plan is None or plan.ranks > view.quotas.most(job.spec.tenant):
+        return None
+    for kind in kinds_for(job):
+        there = [fitting(job, host, kind) for host in _empty(job, view) if host.host.unusable is None]
+        devices = [d for here in there for d in here]
+        if sum(len(here) // plan.tp * plan.tp for here in there) < plan.ranks:
+            continue
+        shape, memory_bytes = ModelShape.from_dict(job.shape or {}), min(d.memory_bytes for d in devices)
+        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.at_most_bytes)
+        if isinstance(choice, Choice):
+            return choice
+    return None
 
 
 def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
@@ -167,8 +182,7 @@ def _beyond_every_host(job: Job, view: View) -> str | None:
     """What the hosts' cores and memory could not serve even if nothing else ran; None: they could."""
     wanted = job.spec.resources
     least = _least(job)
-    hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h.id)]
-    empty = [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
+    empty = _empty(job, view)
     if least == 0:
         fits = any(h.cores >= wanted.cpus and h.memory_bytes >= wanted.memory_bytes for h in empty)
     else:
@@ -183,6 +197,12 @@ def _beyond_every_host(job: Job, view: View) -> str | None:
     has = "no host has" if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
     largest = f"{max(h.cores for h in empty)} CPU cores and {size(max(h.memory_bytes for h in empty))} of memory"
     return f"{needs}; {has} that much: at most {largest}"
+
+
+def _empty(job: Job, view: View) -> list[HostFree]:
+    """Hosts that the job may use, with all that they have."""
+    hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h.id)]
+    return [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
 
 
 _KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}

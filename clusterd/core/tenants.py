@@ -30,10 +30,15 @@ class Quotas:
             if job.attempt is not None:
                 self.take(job.spec.tenant, _devices_of(job.attempt))
 
+    def most(self, tenant: str) -> int:
+        """Devices that its jobs may hold in all."""
+        quota = self._tenants.get(tenant, _PLAIN).quota
+        return ALL if quota is None else quota
+
     def left(self, tenant: str) -> int:
         """Devices that its jobs may still be given."""
-        quota = self._tenants.get(tenant, _PLAIN).quota
-        return ALL if quota is None else max(quota - self.held.get(tenant, 0), 0)
+        most = self.most(tenant)
+        return ALL if most == ALL else max(most - self.held.get(tenant, 0), 0)
 
     def take(self, tenant: str, devices: int) -> None:
         """Given; less than none is given back."""

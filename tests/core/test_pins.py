@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from clusterd.core import events as e
 from clusterd.types import HostId, JobId, JobKind
 from plans.plan import Plan
@@ -160,3 +162,27 @@ def test_a_job_that_was_unpinned_while_it_moved_stays_so(lab: Lab) -> None:
     what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
     lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
     assert lab.scheduler.state.jobs[job].pinned is None
+
+
+@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(dp=6)])
+def test_a_pinned_job_starts_again_on_as_many_devices_as_its_plan_has(lab: Lab, plan: Plan) -> None:
+    """It asked for four, and was pinned to fewer, or to more."""
+    lab.host("a", gpus=6)
+    job = running(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=plan, pin=True, by="ann"))
+    move(lab, job)
+    lab.host("b", gpus=6)
+    lose(lab, "a")
+    assert lab.attempt(job).plan == lab.scheduler.state.jobs[job].pinned == plan
+
+
+def test_a_pin_to_more_devices_than_are_left_is_over(lab: Lab) -> None:
+    """Else it would wait for ever."""
+    lab.host("a", gpus=6)
+    job = running(lab)
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=6), pin=True, by="ann"))
+    move(lab, job)
+    lab.host("b", gpus=4)
+    lose(lab, "a")
+    assert len(lab.attempt(job).devices) == 4
+    assert "it is not pinned to dp=6 any more" in lab.why(job)
