@@ -8,6 +8,7 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
+from clusterd.core.policies.gavel import Gavel
 from clusterd.core.scheduler import Scheduler
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from plans.plan import Plan
@@ -102,3 +103,22 @@ def _to_be_moved(policy: str) -> tuple[MixedLab, JobId]:
     job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
     lab.progress(job, 1)
     return lab, job
+
+
+@pytest.mark.parametrize("by_s", [0.0, 3600.0, -3600.0])
+def test_time_on_a_type_is_what_passed_whatever_the_clock_says(by_s: float) -> None:
+    """Gavel took an hour for received on that type, or for given back."""
+    lab, policy = MixedLab({"new": [2]}), Gavel()
+    lab.scheduler.policy = policy
+    job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
+    lab.progress(job, 1)
+    lab.fire("round")
+    before_s, began_s = _received_s(policy, job), lab.now_s
+    lab.now_s += by_s
+    lab.tell(e.ClockSet(**lab.at(), by_s=by_s))
+    lab.fire("round")
+    assert _received_s(policy, job) - before_s == pytest.approx(lab.now_s - began_s - by_s)
+
+
+def _received_s(policy: Gavel, job: JobId) -> float:
+    return sum(policy._received.get(job, {}).values())

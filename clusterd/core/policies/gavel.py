@@ -20,6 +20,7 @@ from clusterd.core.policies.optimus import Rounds
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Job
 from clusterd.core.view import View
+from clusterd.types import JobId
 
 RESET_S = 1920.0
 
@@ -38,6 +39,7 @@ class Gavel(Rounds):
         self._since_s = float("-inf")
         self._jobs: frozenset[str] = frozenset()
         self._last_s: float | None = None
+        self._began_s: dict[tuple[JobId, int], float] = {}  # by attempt: moves with the clock when that is set
 
     def first(self, job: Job, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
         """What it asks for, on the type where that is fastest."""
@@ -79,8 +81,10 @@ class Gavel(Rounds):
 
     def _credit(self, view: View, jobs: list[Job]) -> None:
         """Time received since the last round, by type."""
-        passed_s = view.now_s - self._last_s if self._last_s is not None else 0.0
-        self._last_s = view.now_s
+        began_s = {(job.id, job.attempt.number): job.attempt.started_s for job in jobs if job.attempt is not None}
+        set_by_s = next((at_s - self._began_s[key] for key, at_s in began_s.items() if key in self._began_s), 0.0)
+        passed_s = max(view.now_s - self._last_s - set_by_s, 0.0) if self._last_s is not None else 0.0
+        self._last_s, self._began_s = view.now_s, began_s
         alive = {job.id for job in jobs}
         self._received = {job: some for job, some in self._received.items() if job in alive}
         for job in jobs:
