@@ -186,7 +186,7 @@ class OnAttempts(OnTrials):
     def _on_attempt_stopped(self, event: e.AttemptStopped) -> None:
         host = self.state.hosts.get(event.host)
         if host is not None:
-            host.orphans.discard((event.job, event.attempt))
+            host.orphans.discard((event.job, event.attempt, event.generation))
         attempt = self.state.attempt(event.job, event.attempt)
         if attempt is not None and attempt.generation == event.generation:
             attempts.take_reports(attempt, event.ranks)

@@ -127,8 +127,8 @@ class OnHosts(OnAttempts):
         self.state.timers.pop(f"host-lost:{host.id}", None)
         self._is_fit_again(host.id)
         found = reconcile(self.state, host, event.attempts)
+        host.orphans = set(found.orphans)
         for job_id, number, generation in found.orphans:
-            host.orphans.add((job_id, number))
             reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
             self._stop_on(host.id, job_id, number, generation, 5.0, reason)
         for attempt in found.stopping:

@@ -58,7 +58,7 @@ class Host:
     drained: str | None = None  # by whom and why; None: it may be used
     why: str = ""  # it is not up
     since_s: float = 0.0  # in this state
-    orphans: set[tuple[JobId, int]] = field(default_factory=set)  # found there, not ours any more, being stopped
+    orphans: set[tuple[JobId, int, int]] = field(default_factory=set)  # generations found there that are being stopped
     cores_used: int = 0
     memory_used_bytes: int = 0
 
@@ -77,7 +77,7 @@ class Host:
         if self.drained is not None:
             return f"{self.id} is drained"
         if self.orphans:
-            return f"{self.id} is being cleaned of {len(self.orphans)} old attempts"
+            return f"{self.id} is being cleaned of {len({who[:2] for who in self.orphans})} old attempts"
         return None
 
     @property

@@ -99,7 +99,7 @@ class Stops:
             pending = attempt.pending
         elif attempt is not None and decision.generation in attempt.retired:
             pending = attempt.retired[decision.generation].pending
-        return decision.host in pending or (decision.job, decision.attempt) in host.orphans
+        return decision.host in pending or (decision.job, decision.attempt, decision.generation) in host.orphans
 
     async def _collect(self, decision: d.StopAttempt, ranks: list[dict[str, Any]]) -> None:
         """Bring its logs and steps here, and tell the newest step."""

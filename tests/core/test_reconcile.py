@@ -51,3 +51,34 @@ def test_a_rank_that_nobody_has(lab_with_two_hosts: Lab) -> None:
     lab.tell(e.RankOrphaned(**lab.at(), **which, step=3))
     lab.finish(job)
     assert lab.state(job) == "finished"
+
+
+def left_behind(lab: Lab, *generations: int) -> list[AttemptReport]:
+    """A job runs on the only GPU of host a, which is given up; what its agent has when it is back."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    lab.fire("host-lost:a")
+    ranks = (RankReport(rank=0, end=None),)
+    return [AttemptReport(job=job, attempt=1, generation=generation, ranks=ranks) for generation in generations]
+
+
+def test_a_host_is_clean_when_every_generation_that_was_found_there_is_gone(lab: Lab) -> None:
+    """With the first of two gone its device was given away, which the other still used."""
+    reports = left_behind(lab, 1, 2)
+    lab.connect("a", *reports)
+    job = reports[0].job
+    for generation, state in ((1, "queued"), (2, "starting")):
+        what: dict[str, Any] = {"job": job, "attempt": 1, "generation": generation, "host": HostId("a")}
+        lab.tell(e.AttemptStopped(**lab.at(), **what))
+        assert lab.state(job) == state
+
+
+def test_what_was_found_and_is_not_there_any_more_is_not_waited_for(lab: Lab) -> None:
+    """The host rebooted before it could say that it had stopped it: it was never used again."""
+    reports = left_behind(lab, 1)
+    lab.connect("a", *reports)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    lab.connect("a")
+    assert lab.state(reports[0].job) == "starting", lab.why(reports[0].job)
