@@ -38,9 +38,9 @@ def _of_attempt(state: State, job: Job, attempt: Attempt) -> list[str]:
         host = state.hosts.get(name)
         if host is None or host.state is HostState.LOST:
             wrong.append(f"{who} waits for a word of {name}, which is lost")
-    if attempt.state is AttemptState.RUNNING and attempt.migration is None and job.pinned is not None:
-        if attempt.plan is None or evenly(attempt.plan) != evenly(job.pinned):
-            wrong.append(f"{who} is pinned to {job.pinned}, and runs under {attempt.plan}")
+    trains = attempt.plan if attempt.state is AttemptState.RUNNING and attempt.migration is None else None
+    if trains is not None and job.pinned is not None and evenly(trains) != evenly(job.pinned):
+        wrong.append(f"{who} is pinned to {job.pinned}, and runs under {trains}")
     given = {attempt.generation, *attempt.retired} | ({attempt.migration.generation} if attempt.migration else set())
     if max(given) > attempt.last_generation or attempt.generation in attempt.retired:
         wrong.append(f"{who} has generations {sorted(given)}, of {attempt.last_generation} that were given out")
