@@ -51,6 +51,7 @@ class Executor:
         self._timers = timers
         self._tasks = tasks
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
+        self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
         self._stops = Stops(engine, hosts, archive)
         self._mover = Mover(engine, hosts, self._launch_standby)
 
@@ -105,6 +106,7 @@ class Executor:
     async def _launch(self, decision: d.LaunchAttempt) -> None:
         key = (decision.job, decision.attempt)
         if key in self._launching:  # a reconnect asked again while the first is under way
+            self._asked_again[key] = decision
             return
         done = anyio.Event()
         event: e.Event | None = None
@@ -122,8 +124,13 @@ class Executor:
             finally:
                 del self._launching[key]
                 done.set()
-        if event is not None and not scope.cancelled_caught:
+        again = self._asked_again.pop(key, None)
+        if scope.cancelled_caught:
+            return
+        if event is not None:
             await self._engine.report(event)
+        elif again is not None and not scope.cancel_called:  # the host that was lost is back already
+            await self._launch(again)
 
     async def _launched(self, decision: d.LaunchAttempt) -> e.Event:
         spec = self._engine.scheduler.state.jobs[decision.job].spec

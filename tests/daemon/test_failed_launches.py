@@ -30,6 +30,20 @@ class Broken:
         raise KeyError("nobody thought of this")
 
 
+class Away(Broken):
+    """The first launch loses its host, and is not over when the host is back."""
+
+    def __init__(self) -> None:
+        self._was_away = False
+
+    async def send_snapshot(self, *_: Any) -> None:
+        if self._was_away:
+            await super().send_snapshot()
+        self._was_away = True
+        await anyio.wait_all_tasks_blocked()
+        raise AgentLost("a: the connection broke")
+
+
 class Deaf:
     """Agents of which one does not answer."""
 
@@ -42,10 +56,11 @@ class Deaf:
         return {}
 
 
-def carried_out(lab: Lab, decided: list[d.Decision], deaf: str | None = None) -> list[e.Event]:
+def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf: str | None = None) -> list[e.Event]:
     """What is reported when every launch and question of a model meets the bug.
 
     Args:
+        launches: what else happens to them.
         deaf: the host that has the job's snapshot, and does not answer.
     """
     reported: list[e.Event] = []
@@ -68,10 +83,10 @@ def carried_out(lab: Lab, decided: list[d.Decision], deaf: str | None = None) ->
         if deaf:
             keeper = Keeper(engine, hosts, "secret")
             keeper.reported(HostId(deaf), [{"name": "1.1.g1.snap0.0", "step": 20, "bytes": 9}])
-        launches: Any = Broken()
-        describer = Describer(engine, hosts, archive, hosts, launches)
+        made = launches or Broken()
+        describer = Describer(engine, hosts, archive, hosts, made)
         async with anyio.create_task_group() as tasks:
-            Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper).carry_out(
+            Executor(engine, hosts, archive, timers, tasks, made, describer, keeper).carry_out(
                 [x for x in decided if not isinstance(x, d.StopAttempt)]
             )
 
@@ -132,6 +147,16 @@ def test_a_snapshot_whose_host_falls_silent_is_not_waited_for_for_ever() -> None
     lab.stopped(job)
     assert lab.state(job) == "starting"
     assert lab.attempt(job).number == 3
+
+
+def test_a_host_that_is_back_before_the_launch_was_given_up_is_heard() -> None:
+    """Another host still ended what the launch had begun there; whoever is back asks for it once."""
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, decided = lab.submit()
+    launch = next(x for x in decided if isinstance(x, d.LaunchAttempt))
+    lab.tell(*carried_out(lab, [launch, launch], Away()))
+    assert "nobody thought of this" in lab.why(job), "it is starting for ever"
 
 
 def test_a_device_that_is_gone_when_the_launch_is_asked_for_again(cluster: RunningCluster) -> None:
