@@ -201,8 +201,9 @@ def test_a_guaranteed_job_is_mixed_only_where_it_keeps_what_it_asked_for() -> No
     job, decided = lab.net("net-1", 1000, devices=4, guaranteed=True, plan=Plan(dp=4))
     start = launch(decided, job)
     assert lab.kinds(start.ranks).count("new") == 4
-    for guaranteed in (False, True):
-        lab = MixedLab({"new": [2, 2], "old": [2, 2]}, known({"new": [4], "old": [4]}))
+    for guaranteed in (False, True):  # a promise is of what there is
+        here = {"new": [2, 2], "old": [2, 2]} if guaranteed else {"new": [4], "old": [4]}
+        lab = MixedLab({"new": [2, 2], "old": [2, 2]}, known(here))
         lab.net("other", 100, devices=2, priority=5, guaranteed=True)
         job, decided = lab.net("net-1", 1000, devices=4, guaranteed=guaranteed, plan=Plan(dp=4))
         starts = d.LaunchAttempt.match(decided, job=job)
