@@ -215,7 +215,7 @@ class Saga:
         loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
         network = _once_per_host(loaded, self.decision.new_ranks)
         local = sum(said["bytes_local"] for said in loaded.values())
-        copied_s = _copied_s([*self._heard["quiesced"].values(), *loaded.values()])
+        copied_s = _copied_s([*self._heard["quiesced"].values(), *loaded.values()], self.quiesced_at_s)
         words = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
         await self._advance(words, post=False)
         self._phase = "verify"
@@ -323,10 +323,13 @@ def _side(generation: int, plan: dict[str, Any], places: Iterable[RankPlace]) ->
     }
 
 
-def _copied_s(said: Iterable[dict[str, Any]]) -> float:
-    """From the first copy into a store to the last copy out of one; hosts' clocks differ by little."""
+def _copied_s(said: Iterable[dict[str, Any]], quiesced_at_s: float) -> float:
+    """Of the downtime, from the first copy into a store to the last copy out of one; hosts' clocks differ by little.
+
+    Ranks that end their last step early copy while others train: that is no downtime.
+    """
     times = [at_s for one in said for at_s in one.get("copied", ())]
-    return max(times) - min(times) if times else 0.0
+    return max(max(times) - max(min(times), quiesced_at_s), 0.0) if times else 0.0
 
 
 def _once_per_host(loaded: dict[tuple[int, int], dict[str, Any]], places: Iterable[RankPlace]) -> int:

@@ -17,14 +17,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from clusterd.train import exits, scalars
-from clusterd.train.boxes import Holding, check_boxes
+from clusterd.train.boxes import check_boxes
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
 from clusterd.train.copying import Copies, loads
-from clusterd.train.leaving import copy_threads, piece_of
 from clusterd.train.moving import Move, sums_from_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
+from clusterd.train.pieces import Live, copy_threads, piece_of
 from clusterd.train.segments import Segment, give_back, room_bytes
 from plans.packing import Read
 
@@ -57,7 +57,6 @@ class Trained(Protocol):
         """Reads the samples of the next step."""
 
 
-Live = dict[tuple[str, str], Holding]
 Arrived = TypeVar("Arrived", bound=Trained)
 
 
@@ -133,6 +132,7 @@ class Arriving:
             bytes_network=sum(fetch.bytes for fetch in move.packing.fetches(host)),
             copied=copied,
         )
+        self._unmap()
         training.read_ahead()
         self._phase = "resume"
         while self._next()["event"] != "resume":
@@ -194,7 +194,6 @@ class Arriving:
         for holding in live.values():
             if holding.mirror is not None and (local := holding.tensors[0]) is not None:
                 holding.mirror.copy_(local)
-        self._unmap()
         return [metas[source] for source in sorted(metas)], [began_s, time.time()]
 
     def _map(self, move: Move, live: Live, reads: list[Read], room: Message) -> None:

@@ -63,7 +63,7 @@ def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Hold
         box = box_of(parameter)
         if any(high <= low for low, high in box):
             continue
-        local = local_tensor(parameter.detach())
+        local = local_tensor(parameter).detach()
         mirror = plain.get(name) if training.optimizer.in_host_memory else None
         found[name, "parameter"] = Holding(box, (local,), mirror.detach() if mirror is not None else None)
         if name not in updated or name not in index:

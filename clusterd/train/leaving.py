@@ -7,29 +7,25 @@ been.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from clusterd.train import scalars
-from clusterd.train.boxes import Holding, check_boxes
+from clusterd.train.boxes import check_boxes, holdings
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
-from clusterd.train.copying import Piece, fills, narrowed
+from clusterd.train.copying import Copies, fills
 from clusterd.train.moving import Move, sums_to_bytes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
+from clusterd.train.pieces import LaidOut, Live, Whereabouts, copy_threads, piece_of, whereabouts
 from clusterd.train.segments import Segment, give_back
-from plans.layout import Tensor
-from plans.packing import Part
 
 POLL_S = 0.1
-COPY_THREADS_MAX = 8
 TOUCHED_AHEAD_BYTES = 256 << 20
 """Of a CPU rank's segment, that are made ready while it trains; more would be memory beside that of a whole step."""
 POLITE_SWITCH_S = 0.0005
@@ -59,6 +55,8 @@ class Leaving:
         self._ready = False  # the preparing thread is done, whether well or not
         self._failed = ""
         self._segment: Segment | None = None
+        self._seen: tuple[int, Whereabouts] = -1, {}  # while preparing: step, whereabouts
+        self._laid_out: LaidOut | None = None
         control.on("move", self._on_move)
         control.on("quiesce", self._on_quiesce)
         control.on("abort", self._on_abort)
@@ -102,8 +100,9 @@ class Leaving:
                 return
             # This thread's alone for as long as it copies: an abort must not unmap, or unpin, what is written to.
             segment, self._segment = self._segment, None
+            laid_out, self._laid_out = self._laid_out, None
         try:
-            self._fill(move, segment, at_s)
+            self._fill(move, segment, laid_out, at_s)
         finally:
             with self._news:
                 if self._move is move:
@@ -111,9 +110,12 @@ class Leaving:
                 elif segment is not None:
                     segment.close()
 
-    def _fill(self, move: Move, segment: Segment | None, at_s: float) -> None:
+    def _fill(self, move: Move, segment: Segment | None, laid_out: LaidOut | None, at_s: float) -> None:
         training = self._training
-        live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
+        live = holdings(training, move.shape)
+        if laid_out is None or laid_out.whereabouts != whereabouts(live):
+            live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
+            laid_out = None
         outbox = move.packing.outbox(training.context.rank)
         began_s = time.time()
         sums: list[int] = []
@@ -123,9 +125,8 @@ class Leaving:
                 training.optimizer.zero_grad()
                 give_back()
                 segment.touch_rest()
-            tensors = move.moves.old.tensors
-            pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in outbox.parts]
-            sums = fills(segment, pieces).run(copy_threads(move.old.hosts, training.context.rank))
+            copies = laid_out.copies if laid_out is not None else self._copies(move, segment, live)
+            sums = copies.run(copy_threads(move.old.hosts, training.context.rank))
         copied = [began_s, time.time()] if sums else []
         if segment is not None:
             meta = {
@@ -137,6 +138,10 @@ class Leaving:
         if move.makes_room:
             let_go(training, live)
         self._control.say("quiesced", id=move.id, step=training.step, at_s=at_s, copied=copied)
+
+    def _copies(self, move: Move, segment: Segment, live: Live) -> Copies:
+        tensors, parts = move.moves.old.tensors, move.packing.outbox(self._training.context.rank).parts
+        return fills(segment, [piece_of(part, tensors[part.tensor], live, part.offset) for part in parts])
 
     def _wait(self, move: Move) -> str:
         """For the abort of `move`, or for the end."""
@@ -177,6 +182,7 @@ class Leaving:
             if message["move"] in self._aborted:
                 return
             self._quiesce = message["move"]
+            self._lay_out()
             self._news.notify_all()
         self._control.request("quiesce", f"move {message['move']}")
 
@@ -188,6 +194,22 @@ class Leaving:
                 self._forget()
             self._news.notify_all()
 
+    def _lay_out(self) -> None:
+        """During the last step: what is to be copied, so that it need not be found out while nobody trains.
+
+        Only where an update has left the state where it was. What a step puts elsewhere would be kept alive here, a
+        second copy of the state, in a step that may have no room for it.
+        """
+        step, before = self._seen
+        if self._move is None or self._segment is None or not 0 <= step < self._training.step:
+            return
+        try:
+            live = holdings(self._training, self._move.shape)
+            if whereabouts(live) == before:
+                self._laid_out = LaidOut(self._copies(self._move, self._segment, live), before)
+        except Exception as error:  # it is found out once more, and told, between two steps
+            print(f"clusterd: move {self._move.id}: not laid out ahead: {error}", flush=True)
+
     # --- beside the training loop -------------------------------------------------------------------------------------
 
     def _prepare(self, move: Move) -> None:
@@ -197,7 +219,7 @@ class Leaving:
         try:
             digest = move.moves.digest
             outbox = move.packing.outbox(rank)
-            check_boxes(self._training, move.shape, move.old_layout, rank)
+            seen = self._training.step, whereabouts(check_boxes(self._training, move.shape, move.old_layout, rank))
             scalars.collect(self._training.optimizer, self._training.scheduler, move.shape)
             segment = None
             if outbox.size_bytes:
@@ -218,7 +240,7 @@ class Leaving:
                 if segment is not None:
                     segment.close()
                 return
-            self._segment, self._ready = segment, True
+            self._segment, self._seen, self._ready = segment, seen, True
             self._news.notify_all()
         self._control.say("prepared", id=move.id, digest=digest, bytes=outbox.size_bytes)
 
@@ -231,12 +253,14 @@ class Leaving:
         self._control.say("failed", id=move.id, phase=phase, why=f"{type(error).__name__}: {error}")
 
     def _forget(self) -> None:
+        self._laid_out = None
         if self._segment is not None:
             self._segment.close()
         self._move, self._segment, self._ready, self._failed = None, None, False, ""
+        self._seen = -1, {}
 
 
-def let_go(training: Trained, live: dict[tuple[str, str], Holding]) -> None:
+def let_go(training: Trained, live: Live) -> None:
     """Frees what was handed over, and gradients: this rank is only waited for by those who are to take its place."""
     training.optimizer.zero_grad()
     for holding in live.values():
@@ -247,28 +271,3 @@ def let_go(training: Trained, live: dict[tuple[str, str], Holding]) -> None:
         torch.cuda.empty_cache()
     else:
         give_back()
-
-
-def piece_of(part: Part | Any, tensor: Tensor, live: dict[tuple[str, str], Holding], offset: int) -> Piece:
-    """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
-    holding = live[tensor.name, tensor.kind]
-    within = getattr(part, "within", None)
-    origin = [low for low, _ in holding.box]
-    return Piece(
-        offset,
-        tuple(None if t is None else narrowed(t, part.low, part.high, origin) for t in holding.tensors),
-        part.bytes,
-        None if within is None else (_extent(within), tuple(a - b for a, b in zip(part.low, within[0], strict=True))),
-    )
-
-
-def _extent(box: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(high - low for low, high in zip(*box, strict=True))
-
-
-def copy_threads(hosts: Sequence[str], rank: int) -> int:
-    """How many threads a rank copies with: its own cores, or its share of the host's."""
-    cores = len(os.sched_getaffinity(0))
-    if cores == os.cpu_count():
-        cores //= hosts.count(hosts[rank])
-    return max(1, min(COPY_THREADS_MAX, cores))

@@ -24,8 +24,8 @@ from clusterd.train.context import Context
 from clusterd.train.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.copying import Piece, fills
 from clusterd.train.job import Job
-from clusterd.train.leaving import piece_of
 from clusterd.train.moving import sums_to_bytes
+from clusterd.train.pieces import piece_of
 from clusterd.train.segments import Segment
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
