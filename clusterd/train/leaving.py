@@ -55,7 +55,7 @@ class Leaving:
         self._ready = False  # the preparing thread is done, whether well or not
         self._failed = ""
         self._segment: Segment | None = None
-        self._seen: tuple[int, Whereabouts] = -1, {}  # while preparing: step, whereabouts
+        self._seen: tuple[Whereabouts, int] = {}, 0  # while preparing, and the step that was done by then
         self._laid_out: LaidOut | None = None
         control.on("move", self._on_move)
         control.on("quiesce", self._on_quiesce)
@@ -100,9 +100,8 @@ class Leaving:
                 return
             # This thread's alone for as long as it copies: an abort must not unmap, or unpin, what is written to.
             segment, self._segment = self._segment, None
-            laid_out, self._laid_out = self._laid_out, None
         try:
-            self._fill(move, segment, laid_out, at_s)
+            self._fill(move, segment, at_s)
         finally:
             with self._news:
                 if self._move is move:
@@ -110,8 +109,10 @@ class Leaving:
                 elif segment is not None:
                     segment.close()
 
-    def _fill(self, move: Move, segment: Segment | None, laid_out: LaidOut | None, at_s: float) -> None:
+    def _fill(self, move: Move, segment: Segment | None, at_s: float) -> None:
         training = self._training
+        with self._news:
+            laid_out, self._laid_out = self._laid_out, None
         live = holdings(training, move.shape)
         if laid_out is None or laid_out.whereabouts != whereabouts(live):
             live = check_boxes(training, move.shape, move.old_layout, training.context.rank)
@@ -200,8 +201,8 @@ class Leaving:
         Only where an update has left the state where it was. What a step puts elsewhere would be kept alive here, a
         second copy of the state, in a step that may have no room for it.
         """
-        step, before = self._seen
-        if self._move is None or self._segment is None or not 0 <= step < self._training.step:
+        before, step = self._seen
+        if self._move is None or self._segment is None or self._training.step <= step:
             return
         try:
             live = holdings(self._training, self._move.shape)
@@ -219,7 +220,7 @@ class Leaving:
         try:
             digest = move.moves.digest
             outbox = move.packing.outbox(rank)
-            seen = self._training.step, whereabouts(check_boxes(self._training, move.shape, move.old_layout, rank))
+            seen = whereabouts(check_boxes(self._training, move.shape, move.old_layout, rank)), self._training.step
             scalars.collect(self._training.optimizer, self._training.scheduler, move.shape)
             segment = None
             if outbox.size_bytes:
@@ -257,7 +258,7 @@ class Leaving:
         if self._segment is not None:
             self._segment.close()
         self._move, self._segment, self._ready, self._failed = None, None, False, ""
-        self._seen = -1, {}
+        self._seen = {}, 0
 
 
 def let_go(training: Trained, live: Live) -> None:

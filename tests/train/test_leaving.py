@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,13 +49,15 @@ class Agent(Control):
             hearing.start()
             hearing.join()
 
-    def begin(self, shape: Message) -> None:
+    def prepare(self, shape: Message) -> None:
         side = {"plan": {"dp": 1}, "hosts": ["a"]}
         sides = {"old": {**side, "generation": 1, "devices": ["a:0"]}, "new": {**side, "generation": 2, "devices": []}}
         self._dispatch({"event": "move", "move": {"id": MOVE, "shape": shape, **sides}})
         for thread in threading.enumerate():
             if thread.name == "clusterd-prepare":
                 thread.join()
+
+    def quiesce(self) -> None:
         self._dispatch({"event": "quiesce", "move": MOVE})
 
 
@@ -86,10 +89,57 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
     training = Training(task, context, torch.device("cpu"), None)
     departing = Leaving(training, agent)
     agent.aborts_at = moment
-    agent.begin(describe(task, trace=False).to_dict())
+    agent.prepare(describe(task, trace=False).to_dict())
+    agent.quiesce()
     if moment == "never":
         agent.request("stop", "moved")
     assert departing.depart(at_s=0.0) == ("stop" if moment == "never" else "abort")
     assert closed == ([] if moment == "never" else [False])
     assert ("resumed" in agent.said) == (moment in ("copy", "publish"))
     assert ("quiesced" in agent.said) == (moment != "segment")
+
+
+@pytest.mark.parametrize("before", ["in place", "elsewhere"])
+@pytest.mark.parametrize("after", ["in place", "elsewhere"])
+def test_what_is_handed_over_is_of_the_last_step(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Copies are laid out during a step; some optimizers put what they update elsewhere, in that step or in any."""
+    fills = Mock(wraps=leaving.fills)
+    monkeypatch.setattr(leaving, "fills", fills)
+    task = job(Recorded(32), depth=1)
+    shape = describe(task, trace=False).to_dict()
+    training = Training(task, Context(), torch.device("cpu"), None)
+
+    def step(how: str) -> None:
+        for parameter in training.parallel.module.parameters():
+            if how == "in place":
+                parameter.data.add_(1.0)
+            else:
+                parameter.data = parameter.data + 1.0
+        training.step += 1
+
+    def handed_over(name: str, *steps: str) -> bytes:
+        (tmp_path / name).mkdir()
+        agent = Agent(training.context, tmp_path / name)
+        departing = Leaving(training, agent)
+        agent.prepare(shape)
+        for how in steps[:1]:
+            step(how)
+        agent.quiesce()
+        early = fills.call_count
+        for how in steps[1:]:
+            step(how)
+        agent.request("stop", "moved")
+        assert departing.depart(at_s=0.0) == "stop"
+        assert "quiesced" in agent.said
+        assert early == (before == "in place" and bool(steps))
+        assert fills.call_count == (1 if early and after == "in place" else early + 1)
+        fills.reset_mock()
+        (segment,) = (tmp_path / name).iterdir()
+        return segment.read_bytes()
+
+    ahead = handed_over("ahead", before, after)
+    assert ahead == handed_over("between steps")
+    step("in place")
+    assert ahead != handed_over("later")
