@@ -56,7 +56,7 @@ def test_two_hosts_are_added_through_each_other_and_train_together(cluster_over_
     cluster.wait_for(job, lambda row: row["step"] >= 3)
     cluster.kill()  # the connections go with it
     cluster.start()
-    row = cluster.wait_for(job, lambda row: row["state"] == "finished", timeout_s=90.0)
+    row = cluster.wait_for(job, lambda row: row["state"] == "finished", timeout_s=300.0)
     assert (row["attempt"], row["step"]) == (1, 40)
     assert sorted(row["hosts"]) == ["bastion", "inner"]
     steps = [json.loads(line)["step"] for line in cluster.call("steps", job=job)["data"].splitlines()]
