@@ -7,6 +7,7 @@ ranks that hold it, and written by a thread while training goes on, over a proce
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -127,17 +129,20 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
     Args:
         directory: on a file system that all ranks see; one that is there already is replaced.
         group: that nobody else talks over meanwhile; None for a lone process.
+    Raises:
+        Exception: the first rank's that failed, on all of them.
     """
     part = f"{directory.rstrip('/')}.part"
     first = group is None or dist.get_rank(group) == 0
     try:
-        dcp.save(
-            {},
-            storage_writer=dcp.FileSystemWriter(part),
-            planner=_Saver(staged),
-            process_group=group,
-            no_dist=group is None,
-        )
+        with _as_exceptions():
+            dcp.save(
+                {},
+                storage_writer=dcp.FileSystemWriter(part),
+                planner=_Saver(staged),
+                process_group=group,
+                no_dist=group is None,
+            )
     except Exception:  # all ranks have ended writing, and all of them raise
         if first:
             shutil.rmtree(part, ignore_errors=True)
@@ -153,6 +158,16 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
         dist.broadcast_object_list(failed, src=0, group=group)
     if failed[0] is not None:
         raise failed[0]
+
+
+@contextlib.contextmanager
+def _as_exceptions() -> Iterator[None]:
+    """What torch raises of a rank that failed is no `Exception`, and would pass by all who look for one."""
+    try:
+        yield
+    except CheckpointException as error:
+        first, _ = error.failures[min(error.failures)]
+        raise first if isinstance(first, Exception) else RuntimeError(repr(first)) from error
 
 
 def _replace(part: str, directory: str) -> None:
@@ -184,7 +199,8 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
     if not ranks:
         raise PlanRefused(f"the checkpoint in {directory} was not written by clusterd: it has no clusterd.scalars")
     values: dict[str, Any] = dict.fromkeys([*ranks, "step"])
-    dcp.load({}, storage_reader=reader, planner=_Loader({}, values), no_dist=True)
+    with _as_exceptions():
+        dcp.load({}, storage_reader=reader, planner=_Loader({}, values), no_dist=True)
     told = [values[key] for key in ranks]
     absent = {name for source in told for name in source["absent"]}
     sizes = {p.name: p.shape for p in shape.parameters}
@@ -203,7 +219,8 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
         if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != whole:
             has = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "nothing"
             raise PlanRefused(f"the checkpoint in {directory} has {has} for {key}, the model needs {whole}")
-    dcp.load({}, storage_reader=dcp.FileSystemReader(directory), planner=_Loader(wanted, {}), no_dist=True)
+    with _as_exceptions():
+        dcp.load({}, storage_reader=dcp.FileSystemReader(directory), planner=_Loader(wanted, {}), no_dist=True)
     for holding in live.values():
         if holding.mirror is not None and (local := holding.tensors[0]) is not None:
             holding.mirror.copy_(local)

@@ -234,9 +234,14 @@ class Mover:
 
     def checkpoint_fails(self, path: Path) -> list[str]:
         """Asks for one where none can be; why not, as every rank says."""
-        self._tell(self.now, {"event": "checkpoint", "path": str(path)})
-        self.wait(lambda: len(self._said(self.now, "checkpoint_failed", "")) == self.now.plan.ranks, "all to fail")
-        return [str(said["why"]) for said in self._said(self.now, "checkpoint_failed", "").values()]
+        self.ask_for_checkpoint(path)
+
+        def why() -> list[str]:
+            said = self._said(self.now, "checkpoint_failed", "").values()
+            return [str(s["why"]) for s in said if s["path"] == str(path)]
+
+        self.wait(lambda: len(why()) == self.now.plan.ranks, "all to fail")
+        return why()
 
     def train(self, steps: int) -> None:
         """Waits until the present ranks have logged so many steps more."""

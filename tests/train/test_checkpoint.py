@@ -87,8 +87,8 @@ def test_what_is_no_checkpoint_of_this_job_is_refused(pools: tuple[RankPool, Ran
     assert "no checkpoint in" in run.ranks[0].output
 
 
-def test_a_checkpoint_that_cannot_be_put_in_its_place_keeps_no_rank_waiting(
-    moving: Callable[..., Mover], tmp_path: Path
+def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
+    moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:
     """A file lies where the directory should be: rank 0 finds out, and all the others wait for its word."""
     mover = moving()
@@ -97,10 +97,20 @@ def test_a_checkpoint_that_cannot_be_put_in_its_place_keeps_no_rank_waiting(
     (tmp_path / "taken").write_text("somebody else's")
     assert all("Not a directory" in why for why in mover.checkpoint_fails(tmp_path / "taken"))
     assert not (tmp_path / "taken.part").exists()
+    # What fails within torch, on one rank or on all.
+    assert all("Not a directory" in why for why in mover.checkpoint_fails(tmp_path / "taken" / "below"))
+    (tmp_path / "half.part").mkdir()
+    (tmp_path / "half.part" / "__1_0.distcp").mkdir()
+    assert all("Is a directory" in why for why in mover.checkpoint_fails(tmp_path / "half"))
+    assert not (tmp_path / "half.part").exists()
     mover.checkpoint(tmp_path / "free")
     mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
     assert sorted(p.name for p in tmp_path.glob("free*")) == ["free"]
     mover.stop()
+    to_leave_one = {"final": str(tmp_path / "taken" / "below")}
+    run = ranks.run_each(tmp_path / "asked", "dp=1", [{}], more=lambda _: to_leave_one)[0]
+    assert run.ranks[0].exit_code == 1
+    assert "the last checkpoint could not be written: NotADirectoryError" in run.ranks[0].output
 
 
 def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_training(
