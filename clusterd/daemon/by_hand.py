@@ -20,7 +20,7 @@ from clusterd.daemon.feed import Feed
 from clusterd.daemon.foresight import foresee
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Verb
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.types import AttemptState, DeviceId, JobKind
 from plans.plan import Plan, PlanError
 
@@ -137,6 +137,8 @@ class ByHand:
             )
         if not path.startswith("/"):
             raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
+        if (known.id, path) in self._hosts.checkpoints:
+            raise TryLater(f"{known.spec.name} is writing a checkpoint to {path}: wait for it, or name another place")
         waiting = Expected(self._hosts.checkpoints, (known.id, path))
         try:
             asked = d.TakeCheckpoint(
@@ -148,18 +150,34 @@ class ByHand:
                 hosts=attempt.hosts,
                 path=path,
             )
-            errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
-            if len(errors) == len(attempt.hosts):  # ranks of an elastic job pass it on
+            answers, errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
+            if not answers:  # one is enough: ranks of an elastic job pass it on
                 raise errors[0]
+            if not any(answer["ranks"] for answer in answers):
+                own = ", or its script does not use clusterd.train.requests"
+                raise TryLater(
+                    f"nobody of {known.spec.name} listens: it is still at its start"
+                    f"{own if known.spec.kind is JobKind.CHECKPOINTABLE else ''}"
+                )
             with anyio.move_on_after(CHECKPOINT_S) as patience:
-                said = await waiting.wait()
-            if patience.cancelled_caught or said is None:
+                async with anyio.create_task_group() as watching:
+                    watching.start_soon(self._tell_end, known, attempt.number, waiting)
+                    said = await waiting.wait()
+                    watching.cancel_scope.cancel()
+            if patience.cancelled_caught:
                 raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
+            if said is None:
+                raise ClusterError(f"{known.spec.name} is {known.state.value}, and had not written its checkpoint")
         finally:
             waiting.close()
         if said["what"] == "checkpoint_failed":
             raise ClusterError(f"{known.spec.name} could not write its checkpoint: {said['why']}")
         return {"name": known.spec.name, **said}
+
+    async def _tell_end(self, job: Job, number: int, waiting: Expected) -> None:
+        while job.attempt is not None and job.attempt.number == number:
+            await self._feed.wait(self._feed.number)
+        waiting.arrive(None)
 
     async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
         """Let the scheduler choose again."""

@@ -18,7 +18,7 @@ class Expected:
         self._report: dict[str, Any] | None = None
 
     def arrive(self, report: dict[str, Any] | None) -> None:
-        """It is here; None: the host is gone, it will not come."""
+        """It is here; None: it will not come."""
         self._report = report
         self._event.set()
 
@@ -29,4 +29,5 @@ class Expected:
 
     def close(self) -> None:
         """Nobody waits any more."""
-        self._registry.pop(self._key, None)
+        if self._registry.get(self._key) is self:
+            del self._registry[self._key]

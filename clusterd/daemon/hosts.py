@@ -260,11 +260,14 @@ class Hosts:
             raise AgentLost(f"{host} is not part of the cluster any more")
         return await managed.link.request(verb, timeout_s=timeout_s, **args)
 
-    async def everywhere(self, decision: d.ToRanks, verb: str, **args: Any) -> list[ClusterError]:
+    async def everywhere(
+        self, decision: d.ToRanks, verb: str, **args: Any
+    ) -> tuple[list[dict[str, Any]], list[ClusterError]]:
         """Ask the agents of all its hosts, each apart: one that is gone keeps the word from no other.
 
-        Returns: what went wrong, by host; logged already but for hosts that are away.
+        Returns: the answers, and what went wrong, logged already but for hosts that are away.
         """
+        answers: list[dict[str, Any]] = []
         errors: list[ClusterError] = []
 
         async def ask(host: HostId) -> None:
@@ -274,7 +277,7 @@ class Hosts:
                 "generation": decision.generation,
             }
             try:
-                await self.request(host, verb, **which, **args)
+                answers.append(await self.request(host, verb, **which, **args))
             except ClusterError as error:
                 errors.append(error)
                 if not isinstance(error, AgentLost):
@@ -283,7 +286,7 @@ class Hosts:
         async with anyio.create_task_group() as group:
             for host in decision.hosts:
                 group.start_soon(ask, host)
-        return errors
+        return answers, errors
 
     def retry_now(self, host: HostId) -> None:
         """Dial at once: what was in the way may be gone."""

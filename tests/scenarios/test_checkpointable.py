@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,19 @@ def leave(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 signal.pause()
+"""
+
+DEAF = """
+import os, time
+from clusterd.train.requests import Requests
+while not os.path.exists("{go}"):
+    time.sleep(0.01)
+with Requests() as requests:
+    requests.progress(1, 1.0)
+    while not requests.save:
+        time.sleep(0.01)
+    print("asked to save", flush=True)
+    time.sleep(1000)
 """
 
 
@@ -86,3 +101,28 @@ resources = {{ devices = 2 }}
 def logs(cluster: RunningCluster, job: str) -> str:
     """What the newest attempt has said."""
     return cluster.run("logs", job).stdout
+
+
+def test_who_waits_for_a_checkpoint_is_told_when_there_is_none_to_come(local_cluster: RunningCluster) -> None:
+    """The script hears of it, and saves nothing: the job is cancelled."""
+    work = local_cluster.directory / "deaf"
+    work.mkdir()
+    (work / "deaf.py").write_text(DEAF.replace("{go}", str(work.parent / "go")))
+    job = local_cluster.submit(
+        f'kind = "checkpointable"\nworkdir = "{work}"\ncommand = ["{sys.executable}", "deaf.py"]\n'
+        "resources = { devices = 1 }\nlimits = { grace = 0.1 }"
+    )
+    local_cluster.wait_for(job, lambda row: row["state"] == "running")
+    place = str(local_cluster.directory / "place")
+    early = local_cluster.run("checkpoint", job, place, check=False)
+    assert (early.returncode, "nobody of job listens: it is still at its start, or" in early.stderr) == (75, True)
+    (work.parent / "go").touch()
+    local_cluster.wait_for(job, lambda row: row["step"] == 1)
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(local_cluster.run, "checkpoint", job, place, check=False)
+        until(lambda: "asked to save" in local_cluster.run("logs", job).stdout)
+        second = local_cluster.run("checkpoint", job, place, check=False)
+        assert (second.returncode, f"writing a checkpoint to {place}: wait for it" in second.stderr) == (75, True)
+        local_cluster.run("cancel", job)
+        told = first.result(timeout=60)
+    assert (told.returncode, "had not written its checkpoint" in told.stderr) == (1, True), told.stderr
