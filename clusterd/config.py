@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,11 @@ TABLES = ("hosts", "tenants", "datasets", "notify")
 
 SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
 """In the file, where a value may have a unit; the others are spelled as they are here."""
+
+DEVICES_MAX = 1024
+"""Of a host: each is an object of its own, in memory and in the journal."""
+
+CORES_MAX = 1 << 16
 
 SOCKET_PATH_BYTES_MAX = 100
 """The kernel's limit is 108 bytes, with room for a suffix."""
@@ -93,10 +99,19 @@ def socket_path(system: bool = False) -> Path:
     return state_dir() / "clusterd.sock"
 
 
-def _path(value: object, file: Path | None) -> Path:
-    """A relative one begins where its file lies: the daemon is started in another directory than its clients."""
-    path = Path(str(value)).expanduser()
-    return path if file is None else file.absolute().parent / path
+ENVIRONMENT = {"state_dir": ("CLUSTERD_STATE_DIR",), "socket": ("CLUSTERD_SOCKET", "CLUSTERD_STATE_DIR")}
+"""What goes before the file's word: it is said to clients too, which do not read the file."""
+
+
+def _place(daemon: Mapping[str, Any], key: str, file: Path | None) -> Path | None:
+    """Where the file says; a relative one begins where that lies: the daemon is started in another directory."""
+    value = _text(daemon, key)
+    if value is None:
+        return None
+    if "\0" in value:
+        raise ValueError(f"{key} is {value!r}; it must be a path")
+    path = Path(value).expanduser()
+    return None if any(map(os.environ.get, ENVIRONMENT[key])) else file.absolute().parent / path if file else path
 
 
 def load(file: Path | None = None, *, system: bool = False) -> Config:
@@ -117,14 +132,14 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
     hosts: dict[str, HostOptions] = {}
     for name, table in _table(values, "hosts", where).items():
-        hosts[name] = _host_options(table, f"{where}: [hosts.{name}]")
+        hosts[name] = host_options(table, f"{where}: [hosts.{name}]")
     tenants = {
         name: _tenant(table, f"{where}: [tenants.{name}]") for name, table in _table(values, "tenants", where).items()
     }
     try:
         made = Config(
-            state_dir=_path(daemon.get("state_dir", state_dir(system)), chosen),
-            socket=_path(daemon.get("socket", socket_path(system)), chosen),
+            state_dir=_place(daemon, "state_dir", chosen) or state_dir(system),
+            socket=_place(daemon, "socket", chosen) or socket_path(system),
             socket_group=_text(daemon, "socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
             policy=str(daemon.get("policy", "default")),
@@ -159,9 +174,9 @@ def _tenant(table: Any, where: str) -> Tenant:
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     check_keys(table, {f.name for f in fields(Tenant)}, where)
     quota, share = table.get("quota"), table.get("share", 1.0)
-    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or quota < 0):
+    if quota is not None and (not isinstance(quota, int) or isinstance(quota, bool) or not 0 <= quota < 1 << 63):
         raise ConfigError(f"{where}: quota is {quota!r}; it must be a number of devices")
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share < float("inf"):
+    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= sys.float_info.max:
         raise ConfigError(f"{where}: share is {share!r}; it must be a number above 0")
     return Tenant(quota, float(share))
 
@@ -171,21 +186,26 @@ def _notify(table: Any, where: str) -> Notify:
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     check_keys(table, {f.name for f in fields(Notify)}, where)
     command, on = table.get("command"), table.get("on", [kind for kind in NEWS if kind != "job cancelled"])
-    if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
+    if not isinstance(command, list) or not command or not all(isinstance(w, str) and "\0" not in w for w in command):
         raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
     if not isinstance(on, list) or not set(map(str, on)) <= set(NEWS):
         raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NEWS)}")
     return Notify((os.path.expanduser(command[0]), *command[1:]), tuple(on))
 
 
-def _host_options(table: Any, where: str) -> HostOptions:
+def host_options(table: Any, where: str) -> HostOptions:
+    """What is said of one host.
+
+    Raises:
+        ConfigError: it cannot be; names `where` and key.
+    """
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     check_keys(table, {f.name for f in fields(HostOptions)}, where)
-    for key, least in (("cpu_devices", 0), ("cores_per_device", 1)):
+    for key, least, most in (("cpu_devices", 0, DEVICES_MAX), ("cores_per_device", 1, CORES_MAX)):
         value = table.get(key, least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} on")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} to {most}")
     if not isinstance(table.get("agent_home", ""), str):
         raise ConfigError(f"{where}: agent_home is {table['agent_home']!r}; it must be a path")
     return HostOptions(**table)
@@ -228,8 +248,10 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: is no text: give the path of a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # no TOML, or more digits than Python reads
         raise ConfigError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: a value is nested too deeply") from None
 
 
 def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:

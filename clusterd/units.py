@@ -28,7 +28,7 @@ def parse_size(text: str | int) -> int:
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", str(text))
     if not match or match[2].lower() not in _SIZES:
         raise ValueError(f"{text!r} is no size; write it as in 16GiB")
     return int(float(match[1]) * _SIZES[match[2].lower()])
@@ -42,13 +42,15 @@ def parse_duration_s(text: str | float) -> float:
     """
     if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    parts = re.findall(r"([0-9.]+)\s*([smhd])", str(text))
-    if not parts or re.sub(r"[0-9.]+\s*[smhd]|\s", "", str(text)):
-        try:
+    if not isinstance(text, str):  # TOML has times of day, and means another thing by them
+        raise ValueError(f"{text} is no duration; write it as in 90s, 12h or 1h30m")
+    parts = re.findall(r"([0-9.]+)\s*([smhd])", text)
+    try:
+        if not parts or re.sub(r"[0-9.]+\s*[smhd]|\s", "", text):
             return float(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    except ValueError:
+        raise ValueError(f"{text!r} is no duration; write it as in 90s, 12h or 1h30m") from None
 
 
 def size(count: float) -> str:

@@ -53,7 +53,10 @@ def start(local: int | None, devices: int, file: Path | None, system: bool, fore
             cwd=config.state_dir,
             env={**os.environ, **_absolute("CLUSTERD_STATE_DIR", "CLUSTERD_SOCKET"), "PYTHONPATH": python_path()},
         )
-    return _wait_until_it_answers(config, started, said, local)
+    code = _wait_until_it_answers(config, started, said, local)
+    if not code and config.socket != configuration.socket_path(system):
+        note(f"for every other command: export CLUSTERD_SOCKET={config.socket}")
+    return code
 
 
 def _absolute(*names: str) -> dict[str, str]:

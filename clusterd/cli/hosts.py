@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from clusterd.cli.completing import complete_host
 from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, tell
 from clusterd.client import Client
+from clusterd.config import DEVICES_MAX
 from clusterd.errors import ClusterError
 from clusterd.units import size
 
@@ -22,7 +24,7 @@ def host() -> None:
 @host.command()
 @click.argument("addresses", nargs=-1, required=True, metavar="ALIAS|USER@HOST[:PORT]...")
 @click.option("-y", "--yes", is_flag=True, help="Accept the host keys as shown, without a question.")
-@click.option("--cpu-devices", type=click.IntRange(0), help="CPU devices to offer there.")
+@click.option("--cpu-devices", type=click.IntRange(0, DEVICES_MAX), help="CPU devices to offer there.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is up.")
 def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait: bool) -> None:
     """Make hosts part of the cluster: what `ssh HOST` reaches. Their key is shown once."""
@@ -152,31 +154,49 @@ def show(name: str, output: str) -> None:
 @click.option("--why", default="", help="For the others who look.")
 def drain(names: tuple[str, ...], why: str) -> None:
     """Give the hosts nothing new."""
-    with Client() as cluster:
-        for name in names:
-            row = cluster.call("host_drain", host=name, why=why)
-            still = f"; still runs {', '.join(row['jobs'])}" if row["jobs"] else "; nothing runs there"
-            note(f"{name} is drained{still}")
+
+    def one(cluster: Client, name: str) -> str:
+        row = cluster.call("host_drain", host=name, why=why)
+        still = f"still runs {', '.join(row['jobs'])}" if row["jobs"] else "nothing runs there"
+        return f"{name} is drained; {still}"
+
+    _each(names, one)
 
 
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def undrain(names: tuple[str, ...]) -> None:
     """Use the hosts again."""
-    with Client() as cluster:
-        for name in names:
-            cluster.call("host_undrain", host=name)
-            note(f"{name} is used again")
+
+    def one(cluster: Client, name: str) -> str:
+        cluster.call("host_undrain", host=name)
+        return f"{name} is used again"
+
+    _each(names, one)
 
 
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def remove(names: tuple[str, ...]) -> None:
     """Take hosts, which must run nothing, out of the cluster."""
+
+    def one(cluster: Client, name: str) -> str:
+        cluster.call("host_remove", host=name)
+        return f"{name} is removed"
+
+    _each(names, one)
+
+
+def _each(names: tuple[str, ...], one: Callable[[Client, str], str]) -> None:
+    """Serves every host, and tells of each; then what was refused."""
+    failures: list[ClusterError] = []
     with Client() as cluster:
         for name in names:
-            cluster.call("host_remove", host=name)
-            note(f"{name} is removed")
+            try:
+                note(one(cluster, name))
+            except ClusterError as error:
+                failures.append(error)
+    raise_all(failures)
 
 
 @host.command()

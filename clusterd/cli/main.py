@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -98,9 +99,11 @@ def cli() -> None:
 
 def main() -> None:
     """The entry point: errors meant for people become one line and an exit code."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller, as with >&-
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for the rest of the process
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-; opened in turn, each gets its number back
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for the rest of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal of eight bits has no bars
     stdout = sys.stdout
     try:
         code: Any = cli.main(standalone_mode=False)

@@ -72,6 +72,7 @@ class Archive:
             left.unlink(missing_ok=True)
 
     def _write_chunk(self, partial: Path, offset: int, data: bytes) -> None:
+        partial.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with partial.open("r+b" if offset else "wb") as file:
             if offset != os.fstat(file.fileno()).st_size:
                 raise UsageError("the workdir's snapshot arrived out of order: submit again")

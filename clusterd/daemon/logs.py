@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from clusterd.errors import ClusterError
+
 FILE_BYTES_MAX = 16 << 20
 FILES_KEPT = 3
 
@@ -30,10 +32,19 @@ class JsonLines(logging.Formatter):
 
 
 def set_up(file: Path, level: str, foreground: bool) -> None:
-    """Log into `file`, and in the foreground on standard error too: for people on a terminal, else as JSON."""
+    """Log into `file`, and in the foreground on standard error too: for people on a terminal, else as JSON.
+
+    Raises:
+        ClusterError: the file cannot be written.
+    """
     root = logging.getLogger()
     root.setLevel(level.upper())
-    kept = logging.handlers.RotatingFileHandler(file, maxBytes=FILE_BYTES_MAX, backupCount=FILES_KEPT, encoding="utf-8")
+    try:
+        kept = logging.handlers.RotatingFileHandler(
+            file, maxBytes=FILE_BYTES_MAX, backupCount=FILES_KEPT, encoding="utf-8"
+        )
+    except OSError as error:
+        raise ClusterError(f"{file}: {error.strerror}: make it a file that can be written, or remove it") from None
     kept.setFormatter(JsonLines())
     root.addHandler(kept)
     if foreground:

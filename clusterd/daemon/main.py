@@ -153,7 +153,7 @@ class Daemon:
                 lambda peer: archive.drop_partial(peer.connection),
             )
             listener = await server.listen()
-            stack.callback(config.socket.unlink, missing_ok=True)
+            stack.callback(server.withdraw)
             tasks.start_soon(engine.run)
             await engine.post(e.DaemonStarted(at_s=time.time(), epoch=epoch, tenants=dict(config.tenants)))
             tasks.start_soon(timers.run)

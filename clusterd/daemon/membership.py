@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from clusterd import projection
-from clusterd.config import HostOptions
+from clusterd.config import host_options
 from clusterd.core import admission
 from clusterd.core import events as e
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.server import Peer, Verb
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import ClusterError
 
 LOCAL = "local:"
 """Address of hosts inside this machine: ``local:0``."""
@@ -74,10 +72,7 @@ class Membership:
     ) -> dict[str, Any]:
         """Make a host part of the cluster; `accept` are the fingerprints its user saw and agreed to."""
         need_operator(peer, "add hosts")
-        try:
-            known = msgspec.convert(options or {}, HostOptions)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"the host's options are not well-formed: {error}") from None
+        known = host_options(options or {}, "the host's options")
         name = await self._invite.admit(address, accept, self._state)
         await self._hosts.add(name, address, known)
         return {"name": name}

@@ -91,7 +91,7 @@ class Notifier:
             text.seek(0)
             try:
                 code = await _run(command, text, errors)
-            except (OSError, TimeoutError) as error:
+            except (OSError, ValueError, TimeoutError) as error:
                 log.error("notify: %s; it was to tell that %s", error, news["text"])
                 return
             if code:

@@ -38,6 +38,9 @@ REQUESTS_AT_ONCE = 512
 LOOK_EVERY_S = 1.0
 """Between two looks whether the socket is still there."""
 
+ANSWERS_WITHIN_S = 1.0
+"""Who listens takes a connection at once; the kernel does it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -73,19 +76,21 @@ class Server:
         self._streams = streams
         self._on_gone = on_gone
         self._connections = itertools.count(1)
+        self._made: int | None = None  # inode of the socket that is ours
 
     async def listen(self) -> anyio.abc.SocketListener:
         """The listener, with nobody let in but the owner and the configured group.
 
         Raises:
-            ClusterError: the socket cannot be made there.
+            ClusterError: the socket cannot be made there, or is somebody else's.
             UsageError: the group could not get there.
         """
         group = grp.getgrnam(self._group).gr_gid if self._group else None
         try:
             self._make_directory(group)
-            self._path.unlink(missing_ok=True)
+            _remove_dead(self._path)
             listener = await anyio.create_unix_listener(self._path, mode=0o660 if group is not None else 0o600)
+            self._made = self._inode()
             if group is not None:
                 os.chown(self._path, -1, group)
         except OSError as error:
@@ -118,10 +123,9 @@ class Server:
         """Serve for ever; where the socket is removed, as a runtime directory is at logout, at another one there."""
         async with anyio.create_task_group() as connections:
             while True:
-                made = self._inode()
                 async with anyio.create_task_group() as accepting:
                     accepting.start_soon(self._accept, listener, connections)
-                    while made is not None and self._inode() == made:  # noqa: ASYNC110 - the file system rings no bell
+                    while self._made is not None and self._inode() == self._made:  # noqa: ASYNC110 - the file system rings no bell
                         await anyio.sleep(LOOK_EVERY_S)
                     accepting.cancel_scope.cancel()
                 log.warning("the socket %s was removed: listening there again", self._path)
@@ -137,12 +141,20 @@ class Server:
                 await anyio.sleep(LOOK_EVERY_S)
 
     async def _listen_again(self) -> anyio.abc.SocketListener:
+        told = ""
         while True:
             try:
                 return await self.listen()
             except ClusterError as error:  # its directory is gone too, and may not be made by us
-                log.error("%s", error)
+                if str(error) != told:
+                    log.error("%s", error)
+                    told = str(error)
                 await anyio.sleep(LOOK_EVERY_S)
+
+    def withdraw(self) -> None:
+        """Removes the socket, if it is still ours."""
+        if self._made is not None and self._inode() == self._made:
+            self._path.unlink(missing_ok=True)
 
     def _inode(self) -> int | None:
         try:
@@ -220,6 +232,33 @@ class Server:
         except KeyError:
             user = str(uid)
         return Peer(user, uid, uid in (0, os.getuid()) or user in self._operators, next(self._connections))
+
+
+def _remove_dead(path: Path) -> None:
+    """Removes a socket that nobody serves any more.
+
+    Raises:
+        ClusterError: somebody does, or it is something else.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ClusterError(f"{path} is there, and no socket: set CLUSTERD_SOCKET to another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(ANSWERS_WITHIN_S)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except TimeoutError:
+            pass  # its queue is full
+    raise ClusterError(
+        f"another daemon serves {path}: CLUSTERD_SOCKET={path} clusterd status shows which; give this one another "
+        "socket, by CLUSTERD_SOCKET or its settings"
+    )
 
 
 def _may_pass(directory: Path, group: int) -> bool:

@@ -21,7 +21,7 @@ def refuse_unknown(config: Config, where: str) -> None:
     if config.socket_group:
         try:
             grp.getgrnam(config.socket_group)
-        except KeyError:
+        except (KeyError, ValueError):
             raise ConfigError(
                 f"{where}: [daemon]: socket_group is {config.socket_group!r}; there is no such group on this machine"
             ) from None

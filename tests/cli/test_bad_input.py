@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.errors import UsageError
+from clusterd.errors import ClusterError, UsageError
 from tests.conftest import GPT, RunningCluster
 
 
@@ -76,6 +76,38 @@ def test_a_second_daemon(cluster: RunningCluster) -> None:
     assert f"a daemon (pid {cluster.pid}) already serves {cluster.directory}" in said
 
 
+def test_a_second_daemon_on_the_same_socket(cluster: RunningCluster) -> None:
+    """Commands would reach the one or the other."""
+    cluster.start()
+    file = cluster.directory / "other.toml"
+    file.write_text('[daemon]\nstate_dir = "other"\n')
+    del cluster.environment["CLUSTERD_STATE_DIR"]
+    cluster.environment["CLUSTERD_SOCKET"] = str(cluster.socket)
+    assert f"another daemon serves {cluster.socket}" in refused(cluster, "start", "--config", "other.toml", code=1)
+    assert cluster.call("status")["pid"] == cluster.pid
+    cluster.kill()  # leaves its socket, which nobody serves
+    cluster.run("start", "--config", "other.toml")
+    assert cluster.call("status")["state_dir"] == str(cluster.directory / "other")
+    cluster.run("stop")
+    cluster.socket.write_text("somebody else's")
+    assert f"{cluster.socket} is there, and no socket" in refused(cluster, "start", "--config", "other.toml", code=1)
+    assert cluster.socket.read_text() == "somebody else's"
+
+
+def test_the_environment_goes_before_the_file(cluster: RunningCluster) -> None:
+    """Clients do not read the file: they would look for the daemon elsewhere."""
+    file = cluster.directory / "clusterd.toml"
+    file.write_text('[daemon]\nstate_dir = "there"\nsocket = "there/sock"\n')
+    said = cluster.run("start", "--config", "clusterd.toml").stderr
+    assert cluster.call("status")["state_dir"] == str(cluster.directory)
+    assert "export CLUSTERD_SOCKET" not in said
+    cluster.run("stop")
+    del cluster.environment["CLUSTERD_STATE_DIR"]
+    cluster.environment["XDG_RUNTIME_DIR"] = str(cluster.directory)
+    cluster.socket = cluster.directory / "there" / "sock"
+    assert f"export CLUSTERD_SOCKET={cluster.socket}" in cluster.run("start", "--config", "clusterd.toml").stderr
+
+
 def test_relative_directories_are_the_same_for_daemon_and_clients(cluster: RunningCluster) -> None:
     """The daemon runs in its state directory, where a relative path would mean another place."""
     cluster.environment["CLUSTERD_STATE_DIR"] = "state"
@@ -123,8 +155,20 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
         ("[daemon]\nworkdir_max = -5", "[daemon]: workdir_max is -5; it must be above 0, and fit 64 bits"),
         ('[datasets]\ncorpus = "/a\\u0000b"', "[datasets]: corpus is '/a\\x00b'; write \"HOST:/folder\""),
         ("[hosts]\ngpu01 = 5", "[hosts.gpu01] is 5; it must be a table"),
-        ("[hosts.a]\ncpu_devices = 'two'", "[hosts.a]: cpu_devices is 'two'; it must be a whole number from 0 on"),
+        ("[hosts.a]\ncpu_devices = 'two'", "[hosts.a]: cpu_devices is 'two'; it must be a whole number from 0 to 1024"),
+        (
+            "[hosts.a]\ncpu_devices = 99999999999999999999999",
+            "[hosts.a]: cpu_devices is 99999999999999999999999; it must",
+        ),
         ("[tenants.vision]\nquota = 'many'", "[tenants.vision]: quota is 'many'; it must be a number of devices"),
+        ("[tenants.vision]\nquota = 99999999999999999999999", "[tenants.vision]: quota is 99999999999999999999999;"),
+        (f"[tenants.vision]\nshare = {'9' * 400}", "[tenants.vision]: share is 9999"),
+        (f"[daemon]\nworkdir_max = {'9' * 5000}", "Exceeds the limit (4300 digits) for integer string conversion"),
+        (f"[daemon]\noperators = {'[' * 3000}", "a value is nested too deeply"),
+        ("[daemon]\nhost_lost_after = 00:02:00", "[daemon]: 00:02:00 is no duration; write it as in 90s, 12h or 1h30m"),
+        ('[daemon]\nsocket = "a\\u0000b"', "[daemon]: socket is 'a\\x00b'; it must be a path"),
+        ('[daemon]\nsocket_group = "a\\u0000b"', "[daemon]: socket_group is 'a\\x00b'; there is no such group"),
+        ('[notify]\ncommand = ["a\\u0000b"]', "[notify]: command is ['a\\x00b']; it must be a command"),
         ("[tenants.vision]\nshare = 0", "[tenants.vision]: share is 0; it must be a number above 0"),
     ],
 )
@@ -134,6 +178,41 @@ def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, said
     file.write_text(text)
     assert f"{file}: {said}" in (told := refused(cluster, "start", "--config", str(file), code=2))
     assert refused(cluster, "config", "check", str(file), code=2) == told
+
+
+def test_a_log_that_cannot_be_written(cluster: RunningCluster) -> None:
+    """As after a start by somebody else."""
+    (cluster.directory / "daemon.log").mkdir()
+    assert f"{cluster.directory}/daemon.log: Is a directory: make it a file" in refused(cluster, "start", code=1)
+
+
+def test_what_is_meant_for_several_hosts_is_done_for_those_that_there_are(local_cluster: RunningCluster) -> None:
+    said = local_cluster.run("host", "drain", "nosuch", "local0", check=False)
+    assert said.returncode == 2
+    assert "local0 is drained; nothing runs there" in said.stderr
+    assert [row["name"] for row in local_cluster.call("hosts") if row["drained"] is not None] == ["local0"]
+    said = local_cluster.run("host", "add", "--cpu-devices", "99999999", "gpu01", check=False)
+    assert "99999999 is not in the range 0<=x<=1024" in said.stderr
+    with pytest.raises(ClusterError, match="the host's options: cpu_devices is -1; it must be a whole number"):
+        local_cluster.call("host_add", address="gpu01", accept=[], options={"cpu_devices": -1})
+
+
+def test_a_standard_input_that_is_closed(cluster: RunningCluster) -> None:
+    """As some who start services do."""
+    cluster.start(hosts=1)
+    job = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+    clusterd = f"{sys.executable} -m clusterd"
+    said = subprocess.run(
+        ["sh", "-c", f"{clusterd} shell {job} -- echo there <&-; {clusterd} top <&-"],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.stdout == "there\n"
+    assert "top needs a terminal" in said.stderr
+    assert "bug" not in said.stderr
 
 
 def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster) -> None:
