@@ -89,11 +89,11 @@ def _add(archive: tarfile.TarFile, directory: Path, file: str) -> None:
     """One file, with nothing in its header that is not content: times and owners would change the digest."""
     path = directory / file
     info = tarfile.TarInfo(file)
-    if path.is_symlink():
-        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
-        archive.addfile(info)
-        return
     try:
+        if path.is_symlink():
+            info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
+            archive.addfile(info)
+            return
         data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"workdir: {path} cannot be read: {error.strerror}") from None

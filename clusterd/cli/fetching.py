@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 from clusterd.cli.completing import complete_job
 from clusterd.cli.output import ago, note, output_option, show_json, show_table
 from clusterd.client import Client
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.units import size
 
 
@@ -61,6 +62,8 @@ def _list(told: dict[str, Any], output: str) -> None:
 
 
 def _matching(told: dict[str, Any], wanted: str) -> list[dict[str, Any]]:
+    if not wanted:  # what a script's unset variable gives
+        raise UsageError(f"no file is named: clusterd get {told['job']} lists them")
     plain = os.path.normpath(wanted)
     if plain == ".":
         return list(told["files"])
@@ -76,7 +79,7 @@ def _matching(told: dict[str, Any], wanted: str) -> list[dict[str, Any]]:
 
 def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None:
     """Whole or not at all."""
-    part = target.with_name(f".{target.name}.part")
+    part = target.with_name(f".clusterd-{os.getpid()}.part")  # a name of its own may be too long with more to it
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(part, "wb") as out:
@@ -87,4 +90,5 @@ def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None
     except OSError as error:
         raise ClusterError(f"cannot write {target}: {error.strerror or error}") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # its directory could not be made
+            part.unlink(missing_ok=True)

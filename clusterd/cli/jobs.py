@@ -11,8 +11,11 @@ import click
 from clusterd.cli.completing import complete_job
 from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
 from clusterd.client import Client
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import ClusterError, DaemonAbsent, UsageError
 from clusterd.units import duration, parse_duration_s
+
+RESTART_S = 60.0
+"""For a daemon that is stopped and started, as for an upgrade."""
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """Without a step for both, a job is said to be."""
@@ -195,18 +198,23 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     """Wait until jobs are over; returns the exit code of the first that failed."""
     timeout_s = time_s("--timeout", timeout, "; without it, wait has no end") if timeout is not None else None
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
+    with Client() as cluster:
+        # A name that nobody has is told now, and not when those before it are over.
+        ids = [cluster.call("job", job=job)["id"] for job in jobs]
     ended: list[dict[str, Any]] = []
-    for job in jobs:
+    for job, name in zip(ids, jobs, strict=True):
         left_s = max(deadline_s - time.monotonic(), 0.01) if deadline_s is not None else None
         row = _wait_for(job, left_s)
         if row is None:
-            note(f"{job} is not over after {duration(timeout_s or 0.0)}")
-            return 124
+            note(f"{name} is not over after {duration(timeout_s or 0.0)}")
+            break
         ended.append(row)
         if output == "table":
             note(f"{row['id']} ({row['name']}) {row['state']}: {row['reason']}")
     if output != "table":
         show_json(ended, output)
+    if len(ended) < len(ids):
+        return 124
     return next((exit_code(row) for row in ended if exit_code(row)), 0)
 
 
@@ -225,19 +233,43 @@ def time_s(option: str, text: str, hint: str = "") -> float:
     return seconds
 
 
+def until_over(job: str) -> dict[str, Any]:
+    """The final row; raises as `_wait_for`."""
+    row = _wait_for(job, None)
+    assert row is not None
+    return row
+
+
 def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
-    """The final row; None when the time is over."""
-    with Client() as cluster:
-        stream = cluster.stream("wait", job=job)
-        if timeout_s is None:
-            return dict(list(stream)[-1])
-        deadline_s = time.monotonic() + timeout_s
-        for row in stream:
-            if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):
-                return dict(row)
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not cluster.ready(left_s):
-                return None
+    """The final row; None when the time is over. A daemon that is restarted meanwhile is waited for.
+
+    Raises:
+        DaemonAbsent: it does not come back.
+    """
+    deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
+    back_by_s: float | None = None
+    while True:
+        try:
+            with Client() as cluster:
+                back_by_s = None
+                return _last_row(cluster, job, deadline_s)
+        except DaemonAbsent:
+            back_by_s = back_by_s or time.monotonic() + RESTART_S
+            if time.monotonic() > min(back_by_s, deadline_s or back_by_s):
+                raise
+            time.sleep(0.2)
+
+
+def _last_row(cluster: Client, job: str, deadline_s: float | None) -> dict[str, Any] | None:
+    stream = cluster.stream("wait", job=job)
+    if deadline_s is None:
+        return dict(list(stream)[-1])
+    for row in stream:
+        if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):
+            return dict(row)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not cluster.ready(left_s):
+            return None
     return None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from clusterd.cli.jobs import exit_code, show_logs
+from clusterd.cli.jobs import exit_code, show_logs, until_over
 from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, DaemonAbsent
 from clusterd.jobfile import Request, command_line_job, read_job_file
 from clusterd.submitting import pack_workdir, send
 from clusterd.types import JobSpec
@@ -43,7 +43,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
         else:
             show_json(answer, output)
         if and_wait:
-            return exit_code(list(cluster.stream("wait", job=answer["id"]))[-1])
+            return exit_code(until_over(answer["id"]))
     return 0
 
 
@@ -110,13 +110,14 @@ def _follow(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
     """The job's row when it is over, its log shown until then as long as somebody reads it."""
     try:
         show_logs(cluster, answer["id"], rank=0, follow=True)
-        return dict(list(cluster.stream("wait", job=answer["id"]))[-1])
+    except DaemonAbsent:  # restarted, as for an upgrade, or gone
+        name = f"{answer['name']} ({answer['id']})"
+        note(f"the daemon went away; {name} runs on. Waiting for both; its log then: clusterd logs -f {answer['id']}")
     except BrokenPipeError:  # as by `run ... | head`: the job is not over, and its exit code is wanted all the same
         drop_output(sys.stdout)
         note(f"nobody reads the output any more; {answer['name']} ({answer['id']}) runs on, Ctrl-C cancels it")
-        cluster.close()  # it is in the middle of a stream
-        with Client() as another:
-            return dict(list(another.stream("wait", job=answer["id"]))[-1])
+    cluster.close()  # it may be in the middle of a stream
+    return until_over(answer["id"])
 
 
 def _dry_run(cluster: Client, spec: JobSpec, output: str, *, snapshot: bool) -> int:

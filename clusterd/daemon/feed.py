@@ -6,6 +6,7 @@ one costs the daemon nothing.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,9 @@ class Feed:
             return []
         if not self._window or (self._window[0].events[0].id > number + 1):
             return None
-        return [change for change in self._window if change.number > number]
+        # From the new end: a watcher is rarely more than a few behind, and there may be many.
+        newer = list(itertools.takewhile(lambda change: change.number > number, reversed(self._window)))
+        return newer[::-1]
 
     async def wait(self, number: int) -> None:
         """Until there is something newer than `number`."""

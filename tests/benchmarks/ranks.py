@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,9 +14,7 @@ def started(
     command: Sequence[str], count: int, more: Mapping[str, str], told: int = subprocess.DEVNULL
 ) -> list[subprocess.Popen[bytes]]:
     """All of them; `told` is where rank 0's output goes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     common = {**os.environ, **more, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return [
@@ -26,3 +26,12 @@ def started(
         )
         for rank in range(count)
     ]
+
+
+def _free_port() -> int:
+    """Below those that the kernel gives to outgoing connections, one of which might have it before the ranks do."""
+    while True:
+        port = random.randrange(12000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

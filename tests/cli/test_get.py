@@ -62,5 +62,9 @@ def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: st
         refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path), check=False)
         assert refused.returncode == 1
         assert f"has written no {wanted}" in refused.stderr
+    (tmp_path / "file").touch()
+    for wanted, code, why in (("", 2, "no file is named"), ("out.bin", 1, "cannot write")):
+        refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path / "file" / "below"), check=False)
+        assert (refused.returncode, why in refused.stderr) == (code, True), refused.stderr
     local_cluster.run("forget", written)
     assert "has written no files" in local_cluster.run("get", written).stderr

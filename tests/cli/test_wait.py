@@ -1,0 +1,53 @@
+"""Who waits for a job is told how it ended, also where the daemon is restarted meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RunningCluster, until
+
+
+@pytest.mark.parametrize("command", ["run", "wait"])
+def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster, tmp_path: Path, command: str) -> None:
+    """An upgrade is a stop and a start; a script that waits is none the wiser."""
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    script = f"touch {begun}; until [ -e {over} ]; do sleep 0.05; done; exit 3"
+    arguments = ["run", "--no-snapshot", "--", "sh", "-c", script]
+    if command == "wait":
+        job = local_cluster.run("run", "-d", *arguments[1:]).stdout.strip()
+        done = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
+        arguments = ["wait", done, job]
+    with subprocess.Popen(
+        [sys.executable, "-m", "clusterd", *arguments],
+        cwd=tmp_path,
+        env=local_cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as waiting:
+        assert waiting.stderr is not None
+        until(begun.exists)
+        if command == "wait":
+            assert "(true) finished" in waiting.stderr.readline()
+        local_cluster.run("stop")
+        local_cluster.run("start")
+        over.touch()
+        _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 3, said
+    assert ("the daemon went away; sh (1) runs on" in said) == (command == "run")
+
+
+def test_what_is_over_is_told_when_the_time_is(local_cluster: RunningCluster) -> None:
+    done = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
+    local_cluster.run("wait", done)
+    runs = local_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
+    answer = local_cluster.run("wait", "--timeout", "0.5s", "-o", "json", done, runs, check=False)
+    assert answer.returncode == 124
+    assert [row["id"] for row in json.loads(answer.stdout)] == [done]
+    answer = local_cluster.run("wait", runs, "nosuch", check=False)
+    assert answer.returncode == 2, "at once, and not when the first is over"
