@@ -7,6 +7,8 @@ One thread owns the connection; the event loop waits for it without blocking. Co
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,8 @@ from clusterd.core.scheduler import Batch
 from clusterd.core.view import Proposal
 from clusterd.daemon import codec
 from clusterd.errors import ClusterError
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 Statement = tuple[str, tuple[Any, ...]]
@@ -97,6 +101,7 @@ class Journal:
                 db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
             except sqlite3.Error as error:
                 raise self._unusable(error) from None
+        self._inode = self.path.stat().st_ino
         return db
 
     def _unusable(self, why: object) -> ClusterError:
@@ -170,6 +175,7 @@ class Journal:
 
     async def _transaction(self, statements: list[Statement]) -> None:
         def write() -> None:
+            self._see_that_it_is_there()
             self._db.execute("BEGIN")
             try:
                 for statement, arguments in statements:
@@ -182,8 +188,37 @@ class Journal:
 
         try:
             await self._run(write)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise ClusterError(f"the journal {self.path} cannot be written: {error}: free space on its disk") from None
+
+    def _see_that_it_is_there(self) -> None:
+        """Puts the file back where somebody removed it: what it held is whole for as long as it is open.
+
+        Raises:
+            ClusterError: another file is in its place.
+            sqlite3.Error, OSError: it cannot be put back.
+        """
+        try:
+            found = self.path.stat().st_ino
+        except FileNotFoundError:
+            pass
+        else:
+            if found == self._inode:
+                return
+            raise ClusterError(
+                f"the journal {self.path} was replaced while the daemon runs: put the old file back, or stop the "
+                "daemon and start it with the new one"
+            )
+        log.error("the journal %s was removed: it is written anew", self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        anew = self.path.with_suffix(".anew")
+        anew.unlink(missing_ok=True)
+        self._db.execute("VACUUM INTO ?", (str(anew),))
+        self._db.close()
+        for rest in ("-wal", "-shm"):  # of the old one: they would be taken for the new one's
+            self.path.with_name(self.path.name + rest).unlink(missing_ok=True)
+        os.replace(anew, self.path)
+        self._db = self._open()
 
     def replay_after(self, event: int) -> Iterator[Batch]:
         """The batches after an event that a snapshot covers, in order; for the start of the daemon."""

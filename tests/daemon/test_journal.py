@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,6 +181,42 @@ def test_a_full_disk_refuses_the_submit_and_goes_on(journal: Journal, monkeypatc
     anyio.run(run)
     assert [event.job for event in handled if isinstance(event, e.JobSubmitted)] == ["2"]
     assert list(engine.scheduler.state.jobs) == ["2"]
+
+
+@pytest.mark.parametrize("removed", ["the file", "all of its files", "its directory"])
+def test_a_journal_that_is_removed_under_the_daemon_is_put_back(tmp_path: Path, removed: str) -> None:
+    """By a cleaner of temporary files, or a slip: what was accepted is in the daemon's hands still."""
+    directory = tmp_path / "state"
+    first = Journal(directory / "journal.db")
+    engine, _ = engine_of(first)
+    anyio.run(post, engine, *[submitted(n) for n in range(1, 50)])
+    if removed == "its directory":
+        shutil.rmtree(directory)
+    else:
+        for file in directory.glob("journal.db" if removed == "the file" else "*"):
+            file.unlink()
+    for number in (50, 51):
+        engine, _ = engine_of(first)
+        engine.restore()
+        anyio.run(post, engine, submitted(number))
+    second = Journal(directory / "journal.db")
+    again, _ = engine_of(second)
+    assert again.restore() == 51
+    assert again.scheduler.state == engine.scheduler.state
+    first.close()
+    second.close()
+
+
+def test_a_journal_that_another_one_replaced_is_not_written_over(tmp_path: Path) -> None:
+    """A copy of yesterday was put back, and the daemon not restarted."""
+    first = Journal(tmp_path / "journal.db")
+    engine, _ = engine_of(first)
+    Journal(tmp_path / "other.db").close()
+    (tmp_path / "other.db").replace(tmp_path / "journal.db")
+    with pytest.raises(BaseExceptionGroup) as refused:
+        anyio.run(post, engine, submitted(1))
+    assert refused.group_contains(ClusterError, match="was replaced while the daemon runs: put the old file back")
+    first.close()
 
 
 def test_a_journal_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
