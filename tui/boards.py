@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar
 
 from textual.app import ComposeResult
@@ -10,7 +11,7 @@ from textual.containers import Container
 
 from tui.columns import Column
 from tui.context import Context
-from tui.filters import Filter, parse
+from tui.filters import Filter, TooSlow, parse, patience
 from tui.lines import Line
 from tui.listing import Listing
 from tui.model import Touched
@@ -153,15 +154,25 @@ class TableBoard(Board, Generic[R]):
         """Look at what was touched, and show it."""
         self._rows = self.all_rows()
         keys = None if touched.everything else self.touched(touched)
-        if keys is None:
-            self.listing.rebuild(self._rows)
-        else:
-            self.listing.update(self._rows, keys)
+        try:
+            with patience() if self.filter else nullcontext():
+                self._list(keys)
+        except TooSlow as error:
+            self.filter = Filter("")
+            self.listing.choose(self.filter, self._order, self.descending)
+            self._list(None)
+            self.app.notify(str(error), severity="error")
         if not self.listing.keys:
             self.table.empty = self.when_empty()
         self.table.show(self.listing.keys)
         self.table.border_title = self.table_title()
         self.show_side()
+
+    def _list(self, keys: Iterable[str] | None) -> None:
+        if keys is None:
+            self.listing.rebuild(self._rows)
+        else:
+            self.listing.update(self._rows, keys)
 
     def table_title(self) -> str:
         """The rows in figures."""

@@ -6,9 +6,12 @@ r"""What is typed after ``/``: terms that must all hold.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 Fields = Mapping[str, str]
@@ -19,6 +22,37 @@ _NUMBER = re.compile(r"(?:(?<!\w)-)?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|(?<!\w)inf(?!
 
 SHOWN_LETTERS = 60
 """Of what was typed, in what is said of it."""
+
+
+PATIENCE_S = 1.0
+"""Of this process's time, for looking at all rows; they take some milliseconds."""
+
+
+class TooSlow(Exception):
+    """A regular expression that repeats what repeats may take for ever."""
+
+
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """What is done within is interrupted when it takes too long; the main thread alone can be.
+
+    Raises:
+        TooSlow: it did; the message is for the person who typed the expression.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(*_: object) -> None:
+        raise TooSlow("that expression takes too long, and was taken off: can it do with fewer * and +?")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class BadFilter(ValueError):

@@ -15,6 +15,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from clusterd.errors import ClusterError
+from tui.filters import TooSlow, patience
 from tui.lines import fit, line, wrap
 from tui.log_window import LogWindow
 from tui.painting import strip
@@ -22,6 +23,8 @@ from tui.unmarked import Unmarked
 
 REDRAW_S = 0.1
 RETRY_S = 1.0
+LAST_BYTES = 4 << 20
+"""Of a log, that are read; all of it is in a pager."""
 
 
 class Streams(Protocol):
@@ -48,8 +51,9 @@ class LogPane(Unmarked, ScrollView, can_focus=True):
         super().__init__(id=name)
         self._title = title
         self._window = LogWindow()
+        self._begins_late = False  # what was before has not been read
         self._pulling: asyncio.Task[None] | None = None
-        self._shown_total = -1
+        self._shown: tuple[int, str] | None = None  # lines, and the one that is not over
         self._lines: list[str] = []
         self._wrapped = False
         self._only: re.Pattern[str] | None = None
@@ -63,7 +67,7 @@ class LogPane(Unmarked, ScrollView, can_focus=True):
     ) -> None:
         """Show this job's log from now on; None: nothing."""
         self.stop()
-        self._window = LogWindow()
+        self._window, self._begins_late = LogWindow(), False
         self._job, self.follows, self.said = job, True, ""
         which = "" if attempt is None else f", attempt {attempt}"
         self.border_title = f" {self._title}: {name}{which} " if job else f" {self._title} "
@@ -74,18 +78,24 @@ class LogPane(Unmarked, ScrollView, can_focus=True):
     def say(self, text: str) -> None:
         """This instead of a log."""
         self.stop()
-        self._window, self._job, self.said = LogWindow(), None, text
+        self._window, self._begins_late, self._job, self.said = LogWindow(), False, None, text
         self.border_title = f" {self._title} "
         self.redraw(force=True)
 
     async def _pull(self, source: Streams, job: str, attempt: int | None, rank: int | None) -> None:
-        offsets: dict[str, int] | None = None
         while True:
+            read: dict[tuple[int, int, int], int] = {}  # of each log, up to where
             try:
-                args: dict[str, Any] = {"rank": rank, "attempt": attempt, "follow": True}
-                async with aclosing(source.stream("logs", job=job, offsets=offsets, **args)) as pieces:
+                args: dict[str, Any] = {"rank": rank, "attempt": attempt, "follow": True, "last_bytes": LAST_BYTES}
+                async with aclosing(source.stream("logs", job=job, **args)) as pieces:
                     async for piece in pieces:
-                        self._window.feed(bytes(piece["data"]))
+                        which = int(piece["attempt"]), int(piece.get("generation", 1)), int(piece["rank"])
+                        data, end = bytes(piece["data"]), int(piece["offset"])
+                        if end - len(data) > read.get(which, 0):  # begins in the middle of it, and of a line
+                            self._begins_late = True
+                            data = data.partition(b"\n")[2]
+                        read[which] = end
+                        self._window.feed(data)
                 self.said = "" if self._window.total else "it wrote nothing"
                 self.redraw()
                 return
@@ -93,7 +103,7 @@ class LogPane(Unmarked, ScrollView, can_focus=True):
                 self.said = str(error)
                 self.redraw(force=True)
                 await asyncio.sleep(RETRY_S)
-                self._window = LogWindow()  # from its beginning: the daemon may be another one
+                self._window = LogWindow()  # once more: the daemon may be another one
             except (KeyError, TypeError, ValueError) as error:
                 self.said = f"the daemon sent a log that cannot be read: {error!r}"
                 self.redraw(force=True)
@@ -123,16 +133,17 @@ class LogPane(Unmarked, ScrollView, can_focus=True):
     def redraw(self, force: bool = False) -> None:
         """Draw what came since the last time; nothing while the pane is hidden."""
         window = self._window
-        state = window.total + len(window.partial) * 1_000_003
-        if (not force and state == self._shown_total) or not self.is_attached or not self.display:
+        state = window.total, window.partial
+        if (not force and state == self._shown) or not self.is_attached or not self.display:
             return
-        self._shown_total = state
+        self._shown = state
         lines = [*window.lines, window.partial] if window.partial else list(window.lines)
         if self._only is not None:
-            lines = [text for text in lines if self._only.search(text)]
+            lines = self._matching(lines, self._only)
         dropped = window.total - len(window.lines)
-        if dropped > 0 and self._only is None:
-            lines.insert(0, f"({dropped} earlier lines: o opens all of them in a pager)")
+        if (dropped > 0 or self._begins_late) and self._only is None:
+            count = "" if self._begins_late else f"{dropped} "
+            lines.insert(0, f"({count}earlier lines: o opens all of them in a pager)")
         if self._wrapped:
             cells = max(self.size.width - 1, 8)
             lines = ["".join(t for t, _ in piece) for text in lines for piece in wrap(line(text), cells)]
@@ -143,6 +154,15 @@ class LogPane(Unmarked, ScrollView, can_focus=True):
         if self.follows:
             self.scroll_to(y=max(len(lines) - self.size.height, 0), animate=False, force=True, immediate=True)
         self.refresh()
+
+    def _matching(self, lines: list[str], only: re.Pattern[str]) -> list[str]:
+        try:
+            with patience():
+                return [text for text in lines if only.search(text)]
+        except TooSlow as error:
+            self._only = None
+            self.app.notify(str(error), severity="error")
+            return lines
 
     def render_line(self, y: int) -> Strip:
         """One line of what is in sight."""

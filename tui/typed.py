@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,17 +36,32 @@ def absolute_path(text: str) -> str:
 
 
 FILES_MAX = 200
+LOOK_S = 1.0
+"""For job files; whoever is in the root of a file system knows the path."""
 
 
 def job_files() -> list[str]:
-    """Files below this directory that may hold a job, to choose among; a name that is no text cannot be shown."""
-    found = (
-        os.path.relpath(os.path.join(directory, name))
-        for directory, _, names in os.walk(".")  # what cannot be read is passed over
-        for name in names
-        if name.endswith(".toml") and name != "pyproject.toml"
-    )
-    return sorted(itertools.islice((path for path in found if path.isprintable()), FILES_MAX))
+    """Files below this directory that may hold a job, to choose among, near ones first.
+
+    Hidden directories and what cannot be read are passed over, and names that are no text, which cannot be shown.
+    """
+    until_s = time.monotonic() + LOOK_S
+    found: list[str] = []
+    waiting = deque([""])
+    while waiting and len(found) < FILES_MAX and time.monotonic() < until_s:
+        here = waiting.popleft()
+        try:
+            with os.scandir(here or ".") as entries:
+                inside = sorted(entries, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in inside:
+            path = os.path.join(here, entry.name)
+            if entry.is_dir(follow_symlinks=False):
+                waiting += [] if entry.name.startswith(".") else [path]
+            elif entry.name.endswith(".toml") and entry.name != "pyproject.toml" and path.isprintable():
+                found.append(path)
+    return found[:FILES_MAX]
 
 
 def existing_file(text: str) -> Path:

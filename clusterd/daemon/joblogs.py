@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ POLL_S = 0.2
 """Between two looks at a log that did not grow."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begins:
+    """Where logs are read from."""
+
+    offsets: dict[str, int]  # by rank
+    last_bytes: int | None
+
+
 class JobLogs:
     """Pulls by offset: what a broken connection swallowed is asked for again."""
 
@@ -42,8 +51,12 @@ class JobLogs:
         attempt: int | None = None,
         follow: bool = False,
         offsets: dict[str, int] | None = None,
+        last_bytes: int | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; `follow`: until the job is over."""
+        """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; `follow`: until the job is over.
+
+        `offsets`: by rank, where to go on in the first of its logs; `last_bytes`: of each other log, at most.
+        """
         state = self._engine.scheduler.state
         known = admission.find_job(state, job, peer.user)
         number = attempt
@@ -61,7 +74,8 @@ class JobLogs:
                 continue
             current = self._attempt(known, number)
             is_last = not follow or attempt is not None
-            async for piece in self._attempt_logs(known, current, rank, follow, dict(offsets or {}), is_last):
+            begins = _Begins(dict(offsets or {}), last_bytes)
+            async for piece in self._attempt_logs(known, current, rank, follow, begins, is_last):
                 yield piece
             offsets = None
             if is_last:
@@ -73,7 +87,7 @@ class JobLogs:
             number = current.number + 1
 
     async def _attempt_logs(
-        self, job: Job, attempt: Attempt, rank: int | None, follow: bool, offsets: dict[str, int], is_last: bool
+        self, job: Job, attempt: Attempt, rank: int | None, follow: bool, begins: _Begins, is_last: bool
     ) -> AsyncIterator[dict[str, Any]]:
         """One generation after the other: a move goes on in another log, on another host.
 
@@ -85,9 +99,9 @@ class JobLogs:
             generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
             if generation is None:
                 return
-            async for piece in self._generation_logs(job, attempt, generation, rank, follow, offsets, is_last):
+            async for piece in self._generation_logs(job, attempt, generation, rank, follow, begins, is_last):
                 yield piece
-            done, offsets = generation, {}
+            done, begins = generation, replace(begins, offsets={})
 
     async def _generation_logs(
         self,
@@ -96,7 +110,7 @@ class JobLogs:
         generation: int,
         rank: int | None,
         follow: bool,
-        offsets: dict[str, int],
+        begins: _Begins,
         is_last: bool,
     ) -> AsyncIterator[dict[str, Any]]:
         hosts = _hosts_of(attempt, generation)
@@ -104,7 +118,12 @@ class JobLogs:
             if generation != attempt.generation:
                 return  # that plan had fewer ranks
             raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(hosts) - 1}, not {rank}")
-        at = {r: offsets.get(str(r), 0) for r in (sorted(hosts) if rank is None else [rank])}
+        at = {
+            r: begins.offsets[str(r)]
+            if str(r) in begins.offsets
+            else await self._near_end(job, attempt, generation, r, begins.last_bytes)
+            for r in (sorted(hosts) if rank is None else [rank])
+        }
         while True:
             # Looked up before reading: nothing comes after it.
             is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
@@ -129,6 +148,23 @@ class JobLogs:
                 if is_over or not follow:
                     return
                 await anyio.sleep(POLL_S)
+
+    async def _near_end(self, job: Job, attempt: Attempt, generation: int, rank: int, last_bytes: int | None) -> int:
+        """The offset of a log's last so many bytes; 0 where nobody knows its size now."""
+        if last_bytes is None:
+            return 0
+        kept = self._archive.log_file(job.id, attempt.number, generation, rank)
+        which: dict[str, Any] = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
+        if kept.exists():
+            whole = self._archive.log_begins_at(job.id, attempt.number, generation, rank) + kept.stat().st_size
+        else:
+            host = _hosts_of(attempt, generation)[rank]
+            try:
+                answer = await self._hosts.request(host, "logs", offset=0, limit=0, **which)
+            except ClusterError:  # not there yet, or away: whoever reads meets it
+                return 0
+            whole = int(answer["size"])
+        return max(whole - last_bytes, 0)
 
     def _is_kept(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
         return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)

@@ -177,6 +177,25 @@ def test_a_log_that_is_kept_in_part_is_read_whole(
     assert log.count("b" * 1_000_000) == 16
 
 
+def test_the_end_of_a_log_is_read_wherever_it_is(local_cluster: RunningCluster) -> None:
+    """On its host while the job runs, on the head node after that, where a long log is kept in part."""
+
+    def end(job: str) -> tuple[bytes, int]:
+        with local_cluster.client() as client:
+            pieces = list(client.stream("logs", job=job, rank=0, last_bytes=10))
+        return b"".join(piece["data"] for piece in pieces), pieces[-1]["offset"] if pieces else 0
+
+    made = "import sys; sys.stdout.write('a' * 20_000_000 + 'the very end'); sys.stdout.flush(); sys.stdin.readline()"
+    done = local_cluster.directory / "done"
+    script = f'python3 -c "{made}" < /dev/null; until [ -e {done} ]; do sleep 0.05; done'
+    job = local_cluster.run("run", "-d", "--", "sh", "-c", script).stdout.strip()
+    until(lambda: local_cluster.job(job)["state"] == "running")
+    until(lambda: end(job) == (b"e very end", 20_000_012))
+    done.touch()
+    local_cluster.run("wait", job)
+    assert end(job) == (b"e very end", 20_000_012)
+
+
 def test_an_event_that_ends_the_scheduler_is_not_kept(tmp_path: Any) -> None:
     """It was acknowledged to nobody; the next daemon starts without it, and without what came with it."""
     journal = Journal(tmp_path / "journal.db")

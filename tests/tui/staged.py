@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
@@ -177,11 +177,13 @@ class Staged:
 
     can_act = True
     player = None
+    environment: Mapping[str, str] = {}
 
     def __init__(self, told: Sequence[Any], log: bytes = b"step 1  loss 10.8\nstep 2  loss 9.9\n") -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
         self._told = list(told)
         self._log = log
+        self.log_begin = 0
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.rejected = ""
         self.answers: dict[str, Any] = {
@@ -207,7 +209,8 @@ class Staged:
         return self.answers[verb]
 
     async def stream(self, verb: str, **args: Any) -> AsyncGenerator[Any, None]:
-        yield {"data": self._log}
+        end = self.log_begin + len(self._log)
+        yield {"attempt": 1, "generation": 1, "rank": 0, "data": self._log, "offset": end}
         await asyncio.Event().wait()
 
     async def submit(self, request: Request) -> dict[str, Any]:

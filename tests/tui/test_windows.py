@@ -12,8 +12,11 @@ from textual.pilot import Pilot
 
 from tests.tui.staged import NOW_S, staged
 from tests.tui.test_pilot import until, window
+from tui import typed
 from tui.app import Top
+from tui.log_pane import LogPane
 from tui.migrate_dialog import ChoosePlan, WatchMove
+from tui.typed import job_files
 from tui.verbs import VERBS
 
 PREVIEW = {
@@ -179,6 +182,17 @@ def test_job_files_are_gone_through_with_the_arrows(tmp_path: Path, monkeypatch:
     drive(script)
 
 
+def test_job_files_are_looked_for_near_first_and_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above a user's data there is no end of directories."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/b/c/far.toml", "z/near.toml", ".venv/lib/none.toml", "here.toml", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert job_files() == ["here.toml", "z/near.toml", "a/b/c/far.toml"]
+    monkeypatch.setattr(typed, "LOOK_S", 0.0)
+    assert job_files() == []
+
+
 def test_in_a_small_terminal_a_window_of_plans_keeps_its_keys_in_sight() -> None:
     """Thirty plans at 80x24: the list scrolls, the cost and the keys stay."""
 
@@ -210,6 +224,47 @@ def test_a_filter_that_is_none_is_refused_where_it_is_typed() -> None:
         assert "no field 'sate'" in str(ask._wrong.content)
         await pilot.press("escape")
         assert len(app.screen_stack) == 1
+
+    drive(script)
+
+
+def test_a_filter_that_takes_for_ever_is_taken_off() -> None:
+    """Each star of it may take what any other could."""
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        board: Any = app.board
+        everything = list(board.table.keys)
+        await pilot.press("slash")
+        ask = await window(pilot)
+        ask._input.value = "(.*)*(.*)*(.*)*X$"
+        await pilot.press("enter")
+        await until(pilot, lambda: not board.filter)
+        assert list(board.table.keys) == everything
+        await until(pilot, lambda: any("takes too long" in note.message for note in app._notifications))
+
+    drive(script)
+
+
+def test_a_progress_bar_of_one_width_goes_on() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        pane = app.query_one("#queue-log", LogPane)
+        await until(pilot, lambda: "step 2" in pane.text)
+        pane._window.feed(b"\r 10% |#   |")
+        await until(pilot, lambda: pane.text.endswith(" 10% |#   |"))
+        pane._window.feed(b"\r 20% |##  |")
+        await until(pilot, lambda: pane.text.endswith(" 20% |##  |"))
+
+    drive(script)
+
+
+def test_of_a_long_log_the_end_is_shown_from_its_next_line_on() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        source.log_begin = 1 << 30
+        pane = app.query_one("#queue-log", LogPane)
+        pane.follow_job(source, "1", name="gpt")
+        await until(pilot, lambda: "step 2  loss 9.9" in pane.text)
+        assert "(earlier lines: o opens all of them in a pager)" in pane.text
+        assert "step 1" not in pane.text
 
     drive(script)
 
