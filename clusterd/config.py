@@ -75,6 +75,12 @@ class Config:
     notify: Notify | None = None
 
 
+def python_path() -> str:
+    """Where a new interpreter finds this clusterd, also when it was unpacked from the one-file executable."""
+    here = str(Path(__file__).parent.parent)
+    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+
+
 def state_dir(system: bool = False) -> Path:
     """Where the daemon keeps its journal."""
     if given := os.environ.get("CLUSTERD_STATE_DIR"):

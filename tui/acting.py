@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +186,7 @@ class Acting:
         """Queue the job of a file."""
         from clusterd.jobfile import read_job_file
 
-        here = job_files()
+        here = await asyncio.to_thread(job_files)  # a file system may take its time
         lines = [line("path of a job file; workdir is relative to it")]
         lines += [line(("  " + path, "dim")) for path in here[:6]]
         file = await self._app.ask("submit", lines, "", existing_file, suggestions=here)
@@ -279,9 +281,10 @@ class Acting:
         job = self._job
         if job.state != "running":
             raise ClusterError(f"{job.name} is {job.state}: a shell is inside a running job")
-        self._give_terminal([sys.executable, "-m", "clusterd", "shell", job.id], "run clusterd shell in a terminal")
+        command = [sys.executable, "-m", "clusterd", "shell", job.id]
+        self._give_terminal(command, "run clusterd shell in a terminal", self._app.shared.source.environment)
 
-    def _give_terminal(self, command: list[str], hint: str) -> None:
+    def _give_terminal(self, command: list[str], hint: str, more: Mapping[str, str] | None = None) -> None:
         """The terminal is the command's until it ends: nothing is drawn and nothing read meanwhile."""
         import subprocess
 
@@ -289,7 +292,7 @@ class Acting:
 
         try:
             with self._app.suspend():
-                subprocess.run(command, check=False)
+                subprocess.run(command, check=False, env={**os.environ, **(more or {})})
         except SuspendNotSupported:
             raise ClusterError("a browser has no terminal to give away: run clusterd top in one") from None
         except OSError as error:

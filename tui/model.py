@@ -103,25 +103,25 @@ class Model:
         )
 
     def add_history(self, events: Iterable[Mapping[str, Any]], decisions: Iterable[Mapping[str, Any]]) -> Touched:
-        """What happened before we attached, oldest first; only what the screens do not have yet.
+        """What happened before we attached, or while we were cut off; each goes where it belongs, and none twice.
 
         Raises:
             Malformed: it has not the form of events and decisions.
         """
-        known = {event.id for _, event in self.events}
-        first_cause = min((decision.cause for _, decision in self.decisions), default=None)
-        old_events = [made for row in events if (made := rows.happening(dict(row))).id not in known]
-        old_decisions = [rows.read(rows.Decision, row) for row in decisions]
-        if first_cause is not None:
-            old_decisions = [decision for decision in old_decisions if decision.cause < first_cause]
-        newer_events, newer_decisions = list(self.events), list(self.decisions)
+        all_events = {event.id: event for event in map(rows.happening, map(dict, events))}
+        all_events |= {event.id: event for _, event in self.events}
+        # All that an event caused is told at once.
+        shown = {decision.cause for _, decision in self.decisions}
+        all_decisions = [rows.read(rows.Decision, row) for row in decisions]
+        all_decisions = [decision for decision in all_decisions if decision.cause not in shown]
+        all_decisions += [decision for _, decision in self.decisions]
         self.events.clear()
         self.decisions.clear()
-        self._tell(old_events, old_decisions, 0.0)
-        for _, event in newer_events:
-            self._tell([event], (), 0.0)
-        for _, decision in newer_decisions:
-            self._tell((), [decision], 0.0)
+        self._tell(
+            sorted(all_events.values(), key=lambda event: event.id),
+            sorted(all_decisions, key=lambda decision: decision.cause),
+            0.0,
+        )
         return Touched(stream=True)
 
     def _restart(self, snapshot: rows.Snapshot, item: Mapping[str, Any]) -> None:

@@ -134,6 +134,7 @@ class Recording:
     """A recording as a source: it tells nothing by itself and answers nothing; the application drives its player."""
 
     can_act = False
+    environment: Mapping[str, str] = {}
 
     def __init__(self, items: Sequence[Mapping[str, Any]]) -> None:
         self.player: Player | None = Player(items)

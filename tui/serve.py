@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import shlex
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 from textual_serve.server import Server
+
+from clusterd.config import python_path
 
 HOST = "127.0.0.1"
 """Whoever is let in acts as the user who started it, so nobody else may come near."""
@@ -23,6 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def serve(arguments: Sequence[str], port: int) -> int:
     """Serve until interrupted; `arguments` are those of ``clusterd top`` for each page."""
     command = shlex.join([sys.executable, "-m", "clusterd", *arguments])
+    os.environ["PYTHONPATH"] = python_path()  # each page's process has the environment of this one
     key = secrets.token_urlsafe(24)
     print(f"clusterd top: http://{HOST}:{port}/?{KEY}={key} until ctrl+c", file=sys.stderr, flush=True)
     _Guarded(command, port, key).serve()

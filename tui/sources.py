@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SILENCE_S = 15.0
 """The daemon says at least every 5 s that it lives (`clusterd.daemon.api.ALIVE_EVERY_S`)."""
+
+LAST_LOOK_S = 1.0
 
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to reach a daemon that went away; the last one for ever."""
@@ -34,6 +36,10 @@ class Source(Protocol):
 
     player: Player | None
     """What drives it, of a recording."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """In which a command of ours reaches the same daemon."""
 
     def items(self) -> AsyncIterator[Item | Link]:
         """Snapshots and changes as they come, and what became of the connection; never ends."""
@@ -83,6 +89,13 @@ class Daemon:
         self._dialling = asyncio.Lock()
         self._rejected = ""
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """As `Source.environment`."""
+        from clusterd.config import python_path  # most who look never open a shell
+
+        return {"CLUSTERD_SOCKET": str(self._path.absolute()), "PYTHONPATH": python_path()}
+
     async def items(self) -> AsyncIterator[Item | Link]:
         """As `Source.items`: after a gap, what was missed follows; after a restart, a new snapshot."""
         after: int | None = None
@@ -111,8 +124,7 @@ class Daemon:
                     version=str(greeting.get("version", "")),
                 )
                 while True:
-                    async with asyncio.timeout(SILENCE_S):
-                        item = await anext(stream)
+                    item = await _next(stream)
                     if isinstance(item, dict) and "snapshot" in item and served_by is None:
                         served_by = _started(item["snapshot"])
                     yield item
@@ -181,6 +193,26 @@ class Daemon:
     async def close(self) -> None:
         """As `Source.close`."""
         self._hang_up()
+
+
+async def _next(stream: AsyncGenerator[Any, None]) -> Any:
+    """The next item.
+
+    Raises:
+        TimeoutError: nothing came for too long.
+        StopAsyncIteration: there is none.
+    """
+    asking = asyncio.ensure_future(anext(stream))
+    try:
+        done, _ = await asyncio.wait({asking}, timeout=SILENCE_S)
+        if not done:
+            # Where the terminal was a pager's or a shell's, we have heard nothing ourselves: it is here by now.
+            done, _ = await asyncio.wait({asking}, timeout=LAST_LOOK_S)
+        if not done:
+            raise TimeoutError
+        return asking.result()
+    finally:
+        asking.cancel()
 
 
 def _started(snapshot: Any) -> Any:

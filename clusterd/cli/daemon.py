@@ -14,6 +14,7 @@ import click
 from clusterd import config as configuration
 from clusterd.cli.output import ago, note, output_option, show_json
 from clusterd.client import Client
+from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
 
 START_TIMEOUT_S = 30.0
@@ -62,12 +63,6 @@ def start(local: int | None, devices: int, file: Path | None, system: bool, fore
 def _absolute(*names: str) -> dict[str, str]:
     """Paths in the environment, for a process that starts in another directory."""
     return {name: str(Path(os.environ[name]).absolute()) for name in names if os.environ.get(name)}
-
-
-def python_path() -> str:
-    """Where a new interpreter finds this clusterd, also when it was unpacked from the one-file executable."""
-    here = str(Path(configuration.__file__).parent.parent)
-    return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
 
 
 def _wait_until_it_answers(

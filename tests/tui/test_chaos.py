@@ -6,7 +6,9 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from clusterd.replay import recording
 from tests.conftest import REPOSITORY, RunningCluster, until
 from tests.tui import test_pilot
 from tests.tui.terminal import Terminal
+from tui import sources
 from tui.app import Top
 from tui.sources import Daemon
 from tui.view import LinkState
@@ -85,6 +88,57 @@ def test_a_flood_of_log_lines_and_a_tiny_terminal_leave_it_usable(socket: Path) 
         terminal.close()
         daemon.terminate()
         daemon.wait()
+
+
+def test_what_came_while_the_terminal_was_given_away_is_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pager for a quarter of an hour is no silence of the daemon's."""
+    monkeypatch.setattr(sources, "SILENCE_S", 0.1)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        heard: asyncio.Future[str] = loop.create_future()
+
+        async def stream() -> AsyncGenerator[str, None]:
+            yield await heard
+
+        def pager() -> None:
+            told = threading.Thread(target=loop.call_soon_threadsafe, args=[heard.set_result, "alive"])
+            told.start()
+            told.join()
+            blocked_until_s = time.monotonic() + 0.3
+            while time.monotonic() < blocked_until_s:
+                pass
+
+        loop.call_soon(pager)
+        assert await sources._next(stream()) == "alive"
+        silent = stream()
+        heard = loop.create_future()
+        monkeypatch.setattr(sources, "LAST_LOOK_S", 0.1)
+        with pytest.raises(TimeoutError):
+            await sources._next(silent)
+
+    asyncio.run(run())
+
+
+def test_a_shell_is_in_the_cluster_that_is_looked_at(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """The environment names another one, as for whoever has a cluster of their own."""
+    script = "import time; time.sleep(1000)"
+    job = local_cluster.run("run", "-d", "--no-snapshot", "--name", "seen", "--", sys.executable, "-c", script).stdout
+    local_cluster.wait_for(job.strip(), lambda row: row["state"] == "running")
+    argv = [sys.executable, "-m", "clusterd", "top", "--socket", str(local_cluster.socket)]
+    terminal = Terminal(argv, 100, 30, {"CLUSTERD_STATE_DIR": str(tmp_path), "PS1": "$ "})
+    try:
+        terminal.expect(b"seen")
+        terminal.expect(b"running")
+        terminal.type("!")
+        terminal.expect(b"\x1b[?1049l")
+        terminal.type("echo in-$CLUSTERD_JOB_NAME; exit\r")
+        terminal.expect(b"in-seen")
+        terminal.expect(b"seen")
+        terminal.type("q")
+        assert terminal.wait() == 0
+    finally:
+        terminal.close()
 
 
 def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster: RunningCluster) -> None:

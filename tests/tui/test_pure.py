@@ -22,6 +22,7 @@ from tui.foot import footer
 from tui.listing import Listing
 from tui.log_window import LogWindow, readable
 from tui.look import Look
+from tui.model import Model
 from tui.playback import Player
 from tui.verbs import VERBS
 from tui.view import SCREENS
@@ -197,6 +198,23 @@ def _recording() -> list[dict[str, Any]]:
         for n in range(1, 301)
     ]  # fmt: skip
     return [first, *changes]
+
+
+@pytest.mark.parametrize("seen", [[], [1, 2, 3], [3, 4, 5], [2, 4]])
+def test_history_goes_where_it_belongs(seen: list[int]) -> None:
+    """What happened before we attached, or while the daemon was away; nothing twice."""
+    model = Model()
+    model.apply(_recording()[0])
+    happened = {n: {"kind": "JobSubmitted", "id": n, "at_s": NOW_S + n} for n in range(1, 6)}
+    decided = {
+        n: [{"kind": "HoldJob", "cause": n, "reason": f"{n}{x}", "at_s": NOW_S + n} for x in "ab"] for n in happened
+    }
+    for n in seen:
+        model.apply({"number": n, "at_s": NOW_S + n, "events": [happened[n]], "decisions": decided[n]})
+    for _ in range(2):
+        model.add_history(happened.values(), [one for both in decided.values() for one in both])
+        assert [event.id for _, event in model.events] == [1, 2, 3, 4, 5]
+        assert [one.reason for _, one in model.decisions] == [f"{n}{x}" for n in happened for x in "ab"]
 
 
 @given(st.lists(st.integers(-5, 310), min_size=1, max_size=8))
