@@ -123,6 +123,21 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
     return Staged(training.step, tensors, values)
 
 
+def check(directory: str) -> None:
+    """Finds out before the first step whether this rank can write a checkpoint there; the disk may still fill up.
+
+    Raises:
+        PlanRefused: it cannot.
+    """
+    folder = os.path.dirname(directory.rstrip("/"))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise PlanRefused(f"checkpoints are to go to {folder}, which cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PlanRefused(f"checkpoints are to go to {folder}, which cannot be written")
+
+
 def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> None:
     """Writes what all ranks staged; every rank of `group` must call it. The directory appears when it is complete.
 

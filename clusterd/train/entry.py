@@ -169,6 +169,8 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
     shape = refuse_illegal(job, context, shape)
     if context.rank == 0 and job.save is not None:
         result.check(job.save)  # also of a rank in standby: its move fails, and not the job after the switch
+    if context.final:
+        checkpoint.check(context.final)
     device = device_of(context)
     with process_groups(context, device) as mesh:
         if arriving is not None:

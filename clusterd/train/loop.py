@@ -86,6 +86,7 @@ class Loop:
             How it ended; the last step is logged.
         Raises:
             CannotTravel: the job is to leave a checkpoint, and its state cannot be in one.
+            RuntimeError: the last checkpoint could not be written.
             SystemExit: code 0: peers died, and what this rank held was handed over or is not needed.
         """
         training = self._training
@@ -107,10 +108,7 @@ class Loop:
             print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
         done = not stopped or self._done
         if done and training.context.final:
-            self._checkpoints.take(training.context.final)
-            self._checkpoints.finish()
-            if self._checkpoints.failure:
-                raise RuntimeError(f"the last checkpoint could not be written: {self._checkpoints.failure}")
+            self._checkpoints.take_last(training.context.final)
         return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=done)
 
     def _steps(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -14,6 +15,9 @@ from clusterd.train.control import Control, Message
 from clusterd.train.scalars import CannotTravel
 from plans.layout import layout
 from plans.model_shape import ModelShape
+
+PATIENCE_S, RETRY_S = 3600.0, 30.0
+"""With the last checkpoint."""
 
 
 class Saved(Checkpointed, Protocol):
@@ -35,6 +39,7 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self.failure = ""  # of the last one
+        self._can_travel = True
         control.on("checkpoint", self._on_checkpoint)
 
     def take(self, path: str | None = None) -> None:
@@ -54,7 +59,7 @@ class Checkpoints:
         try:
             staged = stage(training, shape, layout(shape, training.context.plan))
         except CannotTravel as error:
-            self.failure = str(error)
+            self.failure, self._can_travel = str(error), False
         # One that has nothing to write must not leave the others waiting for it.
         self.failure = next(filter(None, self._from_all(self.failure)), "")
         if staged is None or self.failure:
@@ -65,6 +70,30 @@ class Checkpoints:
             target=self._write, args=[staged, path, blocked_s], name="clusterd-checkpoint", daemon=True
         )
         self._thread.start()
+
+    def take_last(self, path: str) -> None:
+        """After the last step, on every rank; nobody has the state but we, so a full disk is given time to be emptied.
+
+        Raises:
+            RuntimeError: it cannot be written.
+        """
+        waits_s = itertools.chain((1.0, 2.0, 5.0, 10.0), itertools.repeat(RETRY_S, int(PATIENCE_S / RETRY_S)))
+        for wait_s in itertools.chain(waits_s, (None,)):
+            self.take(path)
+            self.finish()
+            if not self.failure:
+                return
+            # Together, or some would wait for others that have ended.
+            goes_on = wait_s is not None and self._can_travel and not self._control.requested("stop")
+            if wait_s is None or not all(self._from_all("yes" if goes_on else "")):
+                break
+            print(
+                f"clusterd: the last checkpoint cannot be written: {self.failure}; tried again for an hour, clusterd "
+                "cancel ends that",
+                flush=True,
+            )
+            time.sleep(wait_s)
+        raise RuntimeError(f"the last checkpoint could not be written: {self.failure}")
 
     def finish(self) -> None:
         """Waits until the one that is being written is complete."""

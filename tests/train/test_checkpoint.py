@@ -107,10 +107,29 @@ def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
     assert sorted(p.name for p in tmp_path.glob("free*")) == ["free"]
     mover.stop()
-    to_leave_one = {"final": str(tmp_path / "taken" / "below")}
-    run = ranks.run_each(tmp_path / "asked", "dp=1", [{}], more=lambda _: to_leave_one)[0]
-    assert run.ranks[0].exit_code == 1
-    assert "the last checkpoint could not be written: NotADirectoryError" in run.ranks[0].output
+
+
+def test_a_last_checkpoint_that_nobody_could_write_is_refused_before_the_first_step(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("somebody else's")
+    to_leave_one = {"final": str(tmp_path / "taken" / "below" / "final")}
+    run = ranks.run_each(tmp_path / "asked", "dp=2", [{}], more=lambda _: to_leave_one)[0]
+    assert [rank.exit_code for rank in run.ranks] == [96, 96]
+    assert run.losses == []
+    assert (
+        f"checkpoints are to go to {tmp_path}/taken/below, which cannot be made: Not a directory" in run.ranks[0].output
+    )
+
+
+def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> None:
+    """Nobody has the state but the ranks; what stands in the way on one of them may go."""
+    (tmp_path / "final.part" / "__1_0.distcp").mkdir(parents=True)  # goes with the first try
+    to_leave_one = {"final": str(tmp_path / "final")}
+    run = ranks.run_each(tmp_path / "asked", "dp=2", [{}], more=lambda _: to_leave_one)[0].checked()
+    for rank in run.ranks:
+        assert "the last checkpoint cannot be written: IsADirectoryError" in rank.output
+    assert (tmp_path / "final" / ".metadata").exists()
 
 
 def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_training(
