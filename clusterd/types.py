@@ -165,6 +165,7 @@ class RankEnd:
     reason: Reason
     exit_code: int | None = None
     signal: int | None = None
+    message: str = ""  # the rank's own words, where our training loop ended it
 
     @property
     def is_success(self) -> bool:
@@ -175,7 +176,9 @@ class RankEnd:
         if self.reason is Reason.SIGNAL:
             return f"killed by signal {self.signal}"
         if self.reason is Reason.EXIT:
-            return f"exit code {self.exit_code}"
+            return f"exit code {self.exit_code}" + (f": {self.message}" if self.message else "")
+        if self.reason is Reason.PLAN and self.message:
+            return self.message
         return _ENDS.get(self.reason, self.reason.value)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,8 +62,11 @@ def main() -> int:
     """Run it; 0 if every job finished."""
     console = Console()
     keep = bool(os.environ.get("DEMO_KEEP"))
-    scratch = Path(os.environ.get("CLUSTERD_STATE_DIR") or tempfile.mkdtemp(prefix="clusterd-demo-"))
-    os.environ["CLUSTERD_STATE_DIR"] = str(scratch)
+    # A cluster of its own, whatever the surroundings say of another one: its jobs are cancelled at the end.
+    scratch = Path(tempfile.mkdtemp(prefix="clusterd-demo-"))
+    (scratch / "clusterd.toml").touch()
+    os.environ |= {"CLUSTERD_STATE_DIR": str(scratch), "CLUSTERD_CONFIG": str(scratch / "clusterd.toml")}
+    os.environ.pop("CLUSTERD_SOCKET", None)
     _clusterd("start", "--local", "2", "--devices", "2")
     try:
         with Client() as cluster:
@@ -83,6 +87,7 @@ def main() -> int:
         for surprise in surprises:
             console.print(f"[red]{surprise}[/red]")
         if surprises:
+            console.print(f"what the daemon wrote is in {scratch}")
             return 1
     finally:
         if keep:
@@ -94,6 +99,8 @@ def main() -> int:
                 _clusterd("cancel", "--wait", *left)
             _clusterd("host", "remove", "local0", "local1")
             _clusterd("stop")
+    if not keep:
+        shutil.rmtree(scratch)
     print(f"demo: ok, {len(rows)} jobs finished")
     return 0
 
@@ -268,4 +275,7 @@ def _model_is_odd(scratch: Path, console: Console) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

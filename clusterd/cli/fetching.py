@@ -56,7 +56,9 @@ def _list(told: dict[str, Any], output: str) -> None:
         show_json(told["files"], output)
         return
     rows = [[f["path"], size(f["bytes"]), f"{ago(f['at_s'])} ago", f["host"]] for f in told["files"]]
-    show_table(["file", "size", "written", "host"], rows, f"{told['name']} has written no files")
+    show_table(
+        ["file", "size", "written", "host"], rows, f"{told['name']} has written no files, or they were forgotten"
+    )
     if told["more"]:
         note(f"and {told['more']} more, which are not named")
 

@@ -153,7 +153,7 @@ def show(name: str, output: str) -> None:
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 @click.option("--why", default="", help="For the others who look.")
 def drain(names: tuple[str, ...], why: str) -> None:
-    """Give the hosts nothing new."""
+    """Give the hosts nothing new, and move away what can be moved; the rest runs to its end."""
 
     def one(cluster: Client, name: str) -> str:
         row = cluster.call("host_drain", host=name, why=why)

@@ -23,10 +23,11 @@ from clusterd.units import duration, size
 @click.option("--dry-run", is_flag=True, help="Say what would move and how long it would stand still.")
 @output_option
 def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run: bool, output: str) -> int:
-    """Move a running elastic job to another plan or other devices, in memory.
+    """Move a running elastic job to another plan or other devices, in memory; start a checkpointable one again.
 
     Where old and new ranks do not fit on a device side by side, the job stops, leaves its state in host memory, and
-    starts again from there: no step is lost, but it stands still for seconds.
+    starts again from there: no step is lost, but it stands still for seconds. A checkpointable job saves, stops, and
+    starts under the plan, to which it is pinned.
     """
     chosen = [device.strip() for device in devices.split(",")] if devices else []
     with Client() as cluster:
@@ -35,7 +36,8 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
             show_json(answer, output) if output != "table" else None
             will = "would save, stop, and start" if dry_run else "saves, stops, and starts"
             note(f"{answer['name']} {will} as {answer['plan']} (now {answer['from']}): clusterd why {answer['job']}")
-            note(f"it is kept so until clusterd unpin {answer['job']}")
+            if not dry_run:
+                note(f"it is kept so until clusterd unpin {answer['job']}")
             return 0
         if dry_run:
             if output == "table":
@@ -99,12 +101,12 @@ def unpin(job: str) -> None:
 def checkpoint(job: str, directory: str) -> None:
     """Write a job's state to DIRECTORY, which all its hosts must share; it trains on meanwhile.
 
-    The format is torch's distributed checkpoint. A job that is lost goes on from its newest one.
+    The format is torch's distributed checkpoint; a checkpointable job's script writes what it likes, and may do so at a
+    place of its own. A job that is lost goes on from its newest one.
     """
     with Client() as cluster:
         said = cluster.call("checkpoint", job=job, path=directory)
-    elsewhere = "" if Path(said["path"]).is_relative_to(directory) else ", where its script saves, "
-    note(
-        f"{said['name']}: step {said['step']} is in {said['path']}{elsewhere or ' '}"
-        f"(stood still for {duration(said['blocked_s'])}, written in {duration(said['write_s'])})"
-    )
+    elsewhere = "" if Path(said["path"]).is_relative_to(directory) else ", where its script saves"
+    took = f" (stood still for {duration(said['blocked_s'])}, written in {duration(said['write_s'])})"
+    # A script of its own does not say.
+    note(f"{said['name']}: step {said['step']} is in {said['path']}{elsewhere}{took if said['write_s'] else ''}")

@@ -54,7 +54,7 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
 @config.command()
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual file.")
 def show(file: Path | None) -> None:
-    """Print the settings in force, as a file that would say all of them."""
+    """Print what `clusterd start` would go by, as a file that would say all of it."""
     known = configuration.load(file)
     daemon = {
         configuration.SPELLED.get(f.name, f.name): getattr(known, f.name)

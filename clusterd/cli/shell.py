@@ -61,6 +61,8 @@ def shell(words: tuple[str, ...], gpus: int | None, devices: int | None, rank: i
         if not words:
             raise click.UsageError("name a JOB to go into, or say what to reserve: --gpus N, or --devices N")
         job, *argv = words
+        if argv and argv[0].startswith("-") and argv[0] != "--":
+            raise click.UsageError(f"{argv[0]} comes after JOB: what is meant for clusterd goes before it")
         return _attend(job, argv[1:] if argv[:1] == ["--"] else argv, rank, holds=False)
     kind = "cuda" if gpus is not None else None
     request = command_line_job(

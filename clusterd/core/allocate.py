@@ -29,6 +29,9 @@ class Grant:
     reason: str
 
 
+LEARNING = "its model is being learned, without devices"
+
+
 def allocate(job: Job, view: View) -> Grant | Refusal:
     """Devices and plan for one queued job out of what is free, or why not."""
     wanted = job.spec.resources
@@ -49,7 +52,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
             return _waits(job, view, wanted.devices)
         return Grant(None, placement, _started(job, placement, None))
     if job.description is not Description.DONE or job.shape is None:
-        return Refusal(job.id, "its model is being learned, without devices")
+        return Refusal(job.id, LEARNING)
     outlook = view.outlooks.get(job.model)
     if outlook is not None and outlook.is_whole:
         return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")

@@ -35,7 +35,7 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     """The move that a person asked for, or why it cannot be made."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
-        what = "only elastic jobs can be moved while they run"
+        what = "only elastic jobs that run can be moved"
         return Refusal(job.id, f"{job.spec.name} is a {job.spec.kind.value} job and {job.state.value}: {what}")
     wish = plan or attempt.plan
     count = wish.ranks

@@ -17,7 +17,7 @@ from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import admission
 from clusterd.core import events as e
-from clusterd.core.allocate import allocate
+from clusterd.core.allocate import LEARNING, allocate
 from clusterd.core.place import Placement
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
@@ -35,7 +35,7 @@ from clusterd.daemon.membership import Membership, need_operator
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.daemon.wellformed import refuse_malformed, refuse_secrets
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import JobId, JobKind, JobSpec
+from clusterd.types import JobId, JobSpec
 
 ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
@@ -171,13 +171,14 @@ class Api:
         now_s = time.time()
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
-        if known.kind is JobKind.ELASTIC:
-            plan = known.resources.plan
-            said = f"its model is learned first, without devices; then {plan or 'the plan is chosen'}"
-            return {"starts": False, "ahead": ahead, "reason": said, "ranks": []}
         answer = allocate(job, View(self._state, now_s))
         if isinstance(answer, Refusal):
-            return {"starts": False, "ahead": ahead, "reason": answer.reason, "ranks": []}
+            said = answer.reason
+            if said == LEARNING:
+                said = (
+                    f"its model is learned first, without devices; then {known.resources.plan or 'the plan is chosen'}"
+                )
+            return {"starts": False, "ahead": ahead, "reason": said, "ranks": []}
         where: Placement = answer.placement
         return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
 

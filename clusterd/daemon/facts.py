@@ -24,6 +24,9 @@ DESCRIPTION = 0
 FOREIGN_BYTES_MIN = 256 << 20
 """Less than this, used by somebody else, is a display or a monitor: the GPU is offered all the same."""
 
+MESSAGE_LETTERS = 400
+"""Of what a rank says of its end, that are kept; its log has all of it."""
+
 UNLISTED_BYTES_MIN = 4 << 30
 UNLISTED_SHARE_MIN = 0.1
 """Less than this, used by no process that the driver lists, is its own, or a desktop's; more of a larger GPU."""
@@ -125,4 +128,5 @@ def rank_report(report: Mapping[str, Any]) -> RankReport:
 def rank_end(report: Mapping[str, Any]) -> RankEnd:
     """How a rank ended."""
     reason = Reason.LOST if report.get("state") == "lost" else Reason(report["reason"])
-    return RankEnd(reason=reason, exit_code=report.get("exit_code"), signal=report.get("signal"))
+    said = (str(report.get("message") or "").splitlines() or [""])[0][:MESSAGE_LETTERS]
+    return RankEnd(reason=reason, exit_code=report.get("exit_code"), signal=report.get("signal"), message=said)

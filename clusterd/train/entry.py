@@ -149,10 +149,12 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
             outcome = train(job, context, control, _log(job, context), at_end)
     except Exception as error:
         refusal = exits.of(error, where=str(context) if control is not None else "starting")
+        if control is not None:
+            reason = refusal.reason if refusal is not None else "exit"
+            message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
+            control.tell({"event": "failed", "reason": reason, "message": message})
         if refusal is None:
             raise
-        if control is not None:
-            control.tell({"event": "failed", "reason": refusal.reason, "message": str(refusal)})
         exits.leave(refusal)
     finally:
         if control is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -244,6 +246,24 @@ def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCl
     assert "torch" in row["reason"]
     assert str(bare) in row["reason"]
     assert row["devices"] == []
+
+
+def test_why_a_rank_failed_is_told_in_its_words(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """Not by its exit code alone: nobody should have to look for the one line of a log."""
+    work = tmp_path / "work"
+    shutil.copytree(GPT, work, ignore=shutil.ignore_patterns("__pycache__"))
+    script = (work / "train.py").read_text()
+    broken = "        if i:\n            raise KeyError(i)\n        window ="
+    (work / "train.py").write_text(script.replace("        window =", broken))
+    text = f'kind = "elastic"\nworkdir = "{work}"\ncommand = ["python", "train.py"]\n'
+    text += "resources = { devices = 1, plan = { dp = 1 } }\n"
+    job = local_cluster.submit(text, "broken")
+    row = local_cluster.wait_for(job, lambda row: row["state"] == "failed")
+    assert re.search(r"on local\d: exit code 1: KeyError: \d+", row["reason"]), row["reason"]
+    (tmp_path / "taken").touch()
+    job = local_cluster.submit(f'{text}checkpoints = {{ directory = "{tmp_path}/taken/here" }}\n', "nowhere")
+    row = local_cluster.wait_for(job, lambda row: row["state"] == "failed")
+    assert f"checkpoints are to go to {tmp_path}/taken/here/nowhere-{job}, which cannot be made" in row["reason"]
 
 
 def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
