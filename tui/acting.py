@@ -127,9 +127,7 @@ class Acting:
 
         job = self._job
         if job.kind != "elastic" or job.state != "running":
-            raise ClusterError(
-                f"{job.name} is a {job.kind} job and {job.state}: only elastic jobs that run can be moved"
-            )
+            raise ClusterError(f"{job.name} ({job.kind}) is {job.state}: only elastic jobs that run can be moved")
         source = self._app.shared.source
         try:
             known = rows.read(rows.Plans, await source.call("plans", job=job.id))

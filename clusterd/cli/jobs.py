@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import click
 
 from clusterd.cli.completing import complete_job
+from clusterd.cli.following import exit_code, show_logs, until_over, wait_for
 from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
 from clusterd.client import Client
-from clusterd.errors import ClusterError, DaemonAbsent, UsageError
+from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
-
-RESTART_S = 60.0
-"""For a daemon that is stopped and started, as for an upgrade."""
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """Without a step for both, a job is said to be."""
@@ -140,23 +137,8 @@ def _when(at_s: float | None) -> str | None:
 def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None) -> None:
     """A job's output."""
     with Client() as cluster:
-        show_logs(cluster, job, None if all_ranks else (rank or 0), follow, attempt)
-
-
-def show_logs(cluster: Client, job: str, rank: int | None, follow: bool, attempt: int | None = None) -> None:
-    """Print a job's log as it comes; with several ranks, lines are kept whole and numbered."""
-    out = sys.stdout.buffer
-    begun: dict[tuple[int, int], bytes] = {}
-    for piece in cluster.stream("logs", job=job, rank=rank, follow=follow, attempt=attempt):
-        if rank is not None:
-            out.write(piece["data"])
-        else:
-            key = (piece["attempt"], piece["rank"])
-            *lines, begun[key] = (begun.get(key, b"") + piece["data"]).split(b"\n")
-            out.writelines(b"%d: %s\n" % (piece["rank"], line) for line in lines)
-        out.flush()
-    out.writelines(b"%d: %s\n" % (key[1], rest) for key, rest in begun.items() if rest)
-    out.flush()
+        row = cluster.call("job", job=job)
+    show_logs(row, None if all_ranks else (rank or 0), follow, attempt)
 
 
 @click.command()
@@ -174,8 +156,7 @@ def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
                 failures.append(error)
         for row in rows:
             if and_wait:
-                for change in cluster.stream("wait", job=row["id"]):
-                    row = change
+                row = until_over(row["id"])
             note(f"{row['id']} ({row['name']}) is {'being cancelled' if row['state'] == 'stopping' else row['state']}")
     raise_all(failures)
 
@@ -204,7 +185,7 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     ended: list[dict[str, Any]] = []
     for job, name in zip(ids, jobs, strict=True):
         left_s = max(deadline_s - time.monotonic(), 0.01) if deadline_s is not None else None
-        row = _wait_for(job, left_s)
+        row = wait_for(job, left_s)
         if row is None:
             note(f"{name} is not over after {duration(timeout_s or 0.0)}")
             break
@@ -231,54 +212,6 @@ def time_s(option: str, text: str, hint: str = "") -> float:
     if not 0 <= seconds < float("inf"):
         raise UsageError(f"{option} {text}: it must be a time from 0 on, as in 90s{hint}")
     return seconds
-
-
-def until_over(job: str) -> dict[str, Any]:
-    """The final row; raises as `_wait_for`."""
-    row = _wait_for(job, None)
-    assert row is not None
-    return row
-
-
-def _wait_for(job: str, timeout_s: float | None) -> dict[str, Any] | None:
-    """The final row; None when the time is over. A daemon that is restarted meanwhile is waited for.
-
-    Raises:
-        DaemonAbsent: it does not come back.
-    """
-    deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
-    back_by_s: float | None = None
-    while True:
-        try:
-            with Client() as cluster:
-                back_by_s = None
-                return _last_row(cluster, job, deadline_s)
-        except DaemonAbsent:
-            back_by_s = back_by_s or time.monotonic() + RESTART_S
-            if time.monotonic() > min(back_by_s, deadline_s or back_by_s):
-                raise
-            time.sleep(0.2)
-
-
-def _last_row(cluster: Client, job: str, deadline_s: float | None) -> dict[str, Any] | None:
-    stream = cluster.stream("wait", job=job)
-    if deadline_s is None:
-        return dict(list(stream)[-1])
-    for row in stream:
-        if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):
-            return dict(row)
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not cluster.ready(left_s):
-            return None
-    return None
-
-
-def exit_code(row: dict[str, Any]) -> int:
-    """What `run` and `wait` return for a job that is over."""
-    code = row["exit_code"]
-    if code is not None:
-        return int(code)
-    return {"finished": 0, "cancelled": 130}.get(row["state"], 1)
 
 
 @click.command()

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from clusterd.cli.jobs import exit_code, show_logs, until_over
+from clusterd.cli.following import exit_code, show_logs, until_over
 from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
-from clusterd.errors import ClusterError, DaemonAbsent
+from clusterd.errors import ClusterError
 from clusterd.jobfile import Request, command_line_job, read_job_file
 from clusterd.submitting import pack_workdir, send
 from clusterd.types import JobSpec
@@ -79,44 +79,40 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
         if options["dry_run"]:
             return _dry_run(cluster, request.spec, "table", snapshot=not options["no_snapshot"])
         answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
-        if options["detach"]:
-            print(answer["id"])
-            return 0
-        return _attend(cluster, answer)
+    if options["detach"]:
+        print(answer["id"])
+        return 0
+    return _attend(answer)
 
 
-def _attend(cluster: Client, answer: dict[str, Any]) -> int:
+def _attend(answer: dict[str, Any]) -> int:
     """Show the job's log until it is over; an interrupt cancels it and waits until it is gone."""
     job = answer["id"]
     if answer["reason"]:
         note(f"{answer['name']} ({job}): {answer['reason']}")
     try:
-        row = _follow(cluster, answer)
+        row = _follow(answer)
     except KeyboardInterrupt:
         note(f"\ncancelling {answer['name']} ({job}); Ctrl-C again leaves it to the daemon")
-        with Client() as another:  # the first connection is in the middle of a stream
-            try:
-                another.call("cancel", job=job)
-                list(another.stream("wait", job=job))
-            except ClusterError as error:
-                note(f"clusterd: {error}")
+        try:
+            with Client() as cluster:
+                cluster.call("cancel", job=job)
+            until_over(job)
+        except ClusterError as error:
+            note(f"clusterd: {error}")
         return 130
     if row["state"] != "finished":
         note(f"{row['name']} ({job}) {row['state']}: {row['reason']}")
     return exit_code(row)
 
 
-def _follow(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
+def _follow(answer: dict[str, Any]) -> dict[str, Any]:
     """The job's row when it is over, its log shown until then as long as somebody reads it."""
     try:
-        show_logs(cluster, answer["id"], rank=0, follow=True)
-    except DaemonAbsent:  # restarted, as for an upgrade, or gone
-        name = f"{answer['name']} ({answer['id']})"
-        note(f"the daemon went away; {name} runs on. Waiting for both; its log then: clusterd logs -f {answer['id']}")
+        show_logs(answer, rank=0, follow=True)
     except BrokenPipeError:  # as by `run ... | head`: the job is not over, and its exit code is wanted all the same
         drop_output(sys.stdout)
         note(f"nobody reads the output any more; {answer['name']} ({answer['id']}) runs on, Ctrl-C cancels it")
-    cluster.close()  # it may be in the middle of a stream
     return until_over(answer["id"])
 
 

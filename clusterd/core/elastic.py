@@ -35,8 +35,8 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     """The move that a person asked for, or why it cannot be made."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
-        what = "only elastic jobs that run can be moved"
-        return Refusal(job.id, f"{job.spec.name} is a {job.spec.kind.value} job and {job.state.value}: {what}")
+        what = f"{job.spec.name} ({job.spec.kind.value}) is {job.state.value}"
+        return Refusal(job.id, f"{what}: only elastic jobs that run can be moved")
     wish = plan or attempt.plan
     count = wish.ranks
     own = of_ranks(view.hosts, attempt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,23 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class _Begins:
-    """Where logs are read from."""
+class Position:
+    """How far a job's logs were read: all of what came before this generation, and so many bytes of each log of it."""
 
+    attempt: int
+    generation: int
     offsets: dict[str, int]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What of each attempt's logs."""
+
+    rank: int | None
+    follow: bool
     last_bytes: int | None
+    is_last: bool
+    """No later attempt will be looked at."""
 
 
 class JobLogs:
@@ -50,21 +62,25 @@ class JobLogs:
         rank: int | None = None,
         attempt: int | None = None,
         follow: bool = False,
-        offsets: dict[str, int] | None = None,
+        after: Position | None = None,
         last_bytes: int | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Pieces of one rank's log, or of all: ``{attempt, rank, data, offset}``; `follow`: until the job is over.
+        """Pieces of one rank's log, or of all: ``{attempt, generation, rank, data, offset}``.
 
-        `offsets`: by rank, where to go on in the first of its logs; `last_bytes`: of each other log, at most.
+        `follow`: until the job is over; `after`: what came before is left out; `last_bytes`: of each log, at most.
         """
         state = self._engine.scheduler.state
         known = admission.find_job(state, job, peer.user)
         number = attempt
+        if number is None and after is not None and after.attempt:  # 0 described it, and is no attempt
+            number = after.attempt
+        wanted = _Wanted(rank, follow, last_bytes, is_last=not follow or attempt is not None)
         while True:
             if number is None and not known.attempts:
                 if _is_over(known):
-                    async for piece in self._description(known):
-                        yield piece
+                    if after is None:
+                        async for piece in self._description(known):
+                            yield piece
                     return
                 if not follow:
                     raise ClusterError(
@@ -73,12 +89,10 @@ class JobLogs:
                 await self._feed.wait(self._feed.number)
                 continue
             current = self._attempt(known, number)
-            is_last = not follow or attempt is not None
-            begins = _Begins(dict(offsets or {}), last_bytes)
-            async for piece in self._attempt_logs(known, current, rank, follow, begins, is_last):
+            begin = after if after is not None and after.attempt == current.number else None
+            async for piece in self._attempt_logs(known, current, wanted, begin):
                 yield piece
-            offsets = None
-            if is_last:
+            if wanted.is_last:
                 return
             while known.attempts[-1].number == current.number:  # over, and the next one not begun
                 if _is_over(known):
@@ -87,41 +101,35 @@ class JobLogs:
             number = current.number + 1
 
     async def _attempt_logs(
-        self, job: Job, attempt: Attempt, rank: int | None, follow: bool, begins: _Begins, is_last: bool
+        self, job: Job, attempt: Attempt, wanted: _Wanted, after: Position | None
     ) -> AsyncIterator[dict[str, Any]]:
         """One generation after the other: a move goes on in another log, on another host.
 
         Raises:
-            ClusterError: there is nothing, and it `is_last`: no later attempt will be looked at.
+            ClusterError: there is nothing, and no later attempt will be looked at.
         """
-        done = 0
+        done = after.generation - 1 if after is not None else 0
+        offsets = after.offsets if after is not None else {}
         while True:
             generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
             if generation is None:
                 return
-            async for piece in self._generation_logs(job, attempt, generation, rank, follow, begins, is_last):
+            async for piece in self._generation_logs(job, attempt, generation, wanted, offsets):
                 yield piece
-            done, begins = generation, replace(begins, offsets={})
+            done, offsets = generation, {}
 
     async def _generation_logs(
-        self,
-        job: Job,
-        attempt: Attempt,
-        generation: int,
-        rank: int | None,
-        follow: bool,
-        begins: _Begins,
-        is_last: bool,
+        self, job: Job, attempt: Attempt, generation: int, wanted: _Wanted, offsets: dict[str, int]
     ) -> AsyncIterator[dict[str, Any]]:
-        hosts = _hosts_of(attempt, generation)
+        hosts, rank = _hosts_of(attempt, generation), wanted.rank
         if rank is not None and rank not in hosts:
             if generation != attempt.generation:
                 return  # that plan had fewer ranks
             raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(hosts) - 1}, not {rank}")
         at = {
-            r: begins.offsets[str(r)]
-            if str(r) in begins.offsets
-            else await self._near_end(job, attempt, generation, r, begins.last_bytes)
+            r: offsets[str(r)]
+            if str(r) in offsets
+            else await self._near_end(job, attempt, generation, r, wanted.last_bytes)
             for r in (sorted(hosts) if rank is None else [rank])
         }
         while True:
@@ -132,7 +140,7 @@ class JobLogs:
                 try:
                     answer = await self._read(job, attempt, generation, number, at[number])
                 except AgentLost as lost:
-                    if not follow:
+                    if not wanted.follow:
                         raise ClusterError(f"{hosts[number]} cannot be reached now: {lost}") from None
                     continue
                 unknown += bool(answer.pop("is_unknown", False))
@@ -142,10 +150,10 @@ class JobLogs:
                     yield {"attempt": attempt.number, "generation": generation, "rank": number, **answer}
             if not grew:
                 nothing = unknown == len(at) and generation == attempt.generation
-                if nothing and is_last and attempt.state is AttemptState.ENDED:
+                if nothing and wanted.is_last and attempt.state is AttemptState.ENDED:
                     said = "it never started, or was forgotten"
                     raise ClusterError(f"attempt {attempt.number} of job {job.id} ({job.spec.name}) has no log: {said}")
-                if is_over or not follow:
+                if is_over or not wanted.follow:
                     return
                 await anyio.sleep(POLL_S)
 
@@ -200,7 +208,7 @@ class JobLogs:
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         kept = self._archive.log_file(job.id, 0, 1, 0)
         if kept.exists():
-            yield {"attempt": 0, "rank": 0, **await _read_file(kept, 0)}
+            yield {"attempt": 0, "generation": 1, "rank": 0, **await _read_file(kept, 0)}
 
     async def steps(self, job: Job, attempt: int | None) -> bytes:
         """All training steps of an attempt, one JSON object a line."""

@@ -12,16 +12,18 @@ import pytest
 from tests.conftest import RunningCluster, until
 
 
-@pytest.mark.parametrize("command", ["run", "wait"])
+@pytest.mark.parametrize("command", ["run", "wait", "logs"])
 def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster, tmp_path: Path, command: str) -> None:
     """An upgrade is a stop and a start; a script that waits is none the wiser."""
     begun, over = tmp_path / "begun", tmp_path / "over"
-    script = f"touch {begun}; until [ -e {over} ]; do sleep 0.05; done; exit 3"
+    script = f"echo begun; touch {begun}; until [ -e {over} ]; do sleep 0.05; done; echo over; exit 3"
     arguments = ["run", "--no-snapshot", "--", "sh", "-c", script]
     if command == "wait":
         job = local_cluster.run("run", "-d", *arguments[1:]).stdout.strip()
         done = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
         arguments = ["wait", done, job]
+    elif command == "logs":
+        arguments = ["logs", "-f", "--all-ranks", local_cluster.run("run", "-d", *arguments[1:]).stdout.strip()]
     with subprocess.Popen(
         [sys.executable, "-m", "clusterd", *arguments],
         cwd=tmp_path,
@@ -30,16 +32,19 @@ def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster,
         stderr=subprocess.PIPE,
         text=True,
     ) as waiting:
-        assert waiting.stderr is not None
+        assert waiting.stderr is not None and waiting.stdout is not None
         until(begun.exists)
         if command == "wait":
             assert "(true) finished" in waiting.stderr.readline()
+        else:
+            assert "begun" in waiting.stdout.readline()
         local_cluster.run("stop")
         local_cluster.run("start")
         over.touch()
-        _, said = waiting.communicate(timeout=60)
-    assert waiting.returncode == 3, said
-    assert ("the daemon went away; sh (1) runs on" in said) == (command == "run")
+        printed, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == (0 if command == "logs" else 3), said
+    assert ("the daemon went away; sh (1) runs on" in said) == (command != "wait")
+    assert printed == {"run": "over\n", "logs": "0: over\n", "wait": ""}[command]
 
 
 def test_what_is_over_is_told_when_the_time_is(local_cluster: RunningCluster) -> None:

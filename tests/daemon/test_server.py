@@ -67,7 +67,7 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
         ("submit", {"spec": SPEC, "secrets": {"KEY": {}}}, "Expected `str`, got `object`"),
         ("submit", {"spec": SPEC, "secrets": [1]}, "submit: secrets: Expected `object | null`, got `array`"),
         ("submit", {"spec": {**SPEC, "resources": {"kind": "tpu"}}}, "resources.kind is 'tpu'; it must be cuda or cpu"),
-        ("logs", {"job": "1", "offsets": 5}, "logs: offsets: Expected `object | null`, got `int`"),
+        ("logs", {"job": "1", "after": 5}, "logs: after: Expected `object | null`, got `int`"),
         ("status", {"peer": 1}, "multiple values for argument 'peer'"),
         ("host_add", {"address": "a", "accept": "b"}, "host_add: accept: Expected `array`, got `str`"),
     ],
