@@ -11,13 +11,14 @@ from typing import Any
 
 from clusterd.config import check_keys, read_toml
 from clusterd.errors import ConfigError, UsageError
-from clusterd.types import HostId, JobKind, JobSpec, Resources
+from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from clusterd.units import parse_duration_s, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
+    "after",
 }  # fmt: skip
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
 _LIMITS = {"time", "stall", "grace", "retries"}
@@ -79,6 +80,7 @@ def read_job_file(file: Path) -> Request:
         priority=get("priority", int, 0),
         guaranteed=get("guaranteed", bool, False),
         tenant=get("tenant", str, "default"),
+        after=tuple(JobId(job) for job in _texts(get("after", list, []), f"{where}: after")),
         time_limit_s=limit.duration_s("time", None),
         stall_s=limit.duration_s("stall", None),
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
@@ -110,6 +112,7 @@ def command_line_job(
     env: Sequence[str] = (),
     secrets: Sequence[str] = (),
     hosts: Sequence[str] = (),
+    after: Sequence[str] = (),
 ) -> Request:
     """The job of ``clusterd run -- ARGV``.
 
@@ -138,6 +141,7 @@ def command_line_job(
         secrets=tuple(sorted(set(secrets))),
         resources=Resources(devices=devices, kind=device_kind, hosts=tuple(HostId(h) for h in hosts)),
         priority=priority,
+        after=tuple(JobId(job) for job in after),
         time_limit_s=limit_s,
     )
     return Request(spec, {key: os.environ[key] for key in secrets})

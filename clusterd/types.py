@@ -120,6 +120,7 @@ class JobSpec:
     guaranteed: bool = False
     tenant: str = "default"
     user: str = ""
+    after: tuple[JobId, ...] = ()  # jobs that must have finished before it starts; in a request, their names too
     time_limit_s: float | None = None
     stall_s: float | None = None  # without a step, after which an elastic job starts again; None: never
     grace_s: float = 30.0  # between being asked to end and being killed

@@ -98,6 +98,7 @@ def show(job: str, output: str) -> None:
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
         "asked": f"{row['asked']} devices" if row["asked"] else "CPU cores",
+        "after": ", ".join(spec["after"]),
         "submitted": _when(row["submitted_s"]),
         "started": _when(row["started_s"]),
         "ended": _when(row["ended_s"]),

@@ -9,23 +9,41 @@ from typing import Any
 
 import click
 
+from clusterd.cli.completing import complete_job
 from clusterd.cli.following import exit_code, show_logs, until_over
 from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.jobfile import Request, command_line_job, read_job_file
 from clusterd.submitting import pack_workdir, send
-from clusterd.types import JobSpec
+from clusterd.types import JobId, JobSpec
+
+_AFTER = click.option(
+    "--after",
+    metavar="JOB",
+    multiple=True,
+    shell_complete=complete_job,
+    help="Start only when JOB has finished; may be given again.",
+)
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--name", help="Instead of the file's.")
 @click.option("--priority", type=int, help="Instead of the file's.")
+@_AFTER
 @click.option("--dry-run", is_flag=True, help="Say what would become of it; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Stay until it is over; return its exit code.")
 @output_option
-def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, and_wait: bool, output: str) -> int:
+def submit(
+    file: Path,
+    name: str | None,
+    priority: int | None,
+    after: tuple[str, ...],
+    dry_run: bool,
+    and_wait: bool,
+    output: str,
+) -> int:
     """Queue the job of FILE; prints its id."""
     request = read_job_file(file)
     spec = request.spec
@@ -33,6 +51,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
         spec = replace(spec, name=name)
     if priority is not None:
         spec = replace(spec, priority=priority)
+    spec = replace(spec, after=(*spec.after, *map(JobId, after)))
     with Client() as cluster:
         if dry_run:
             return _dry_run(cluster, spec, output, snapshot=True)
@@ -56,6 +75,7 @@ def submit(file: Path, name: str | None, priority: int | None, dry_run: bool, an
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on and show to nobody; may be given again.")
 @click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be given again.")
 @click.option("--host", "hosts", multiple=True, help="Only on this host; may be given again.")
+@_AFTER
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, which the hosts must share.")
 @click.option("--dry-run", is_flag=True, help="Say what would become of it; run nothing.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and return at once.")
@@ -74,6 +94,7 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
         env=options["env"],
         secrets=options["secret"],
         hosts=options["hosts"],
+        after=options["after"],
     )
     with Client() as cluster:
         if options["dry_run"]:

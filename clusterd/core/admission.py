@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clusterd.core.state import Host, Job, State
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import HostId, JobId, JobKind, JobSpec
+from clusterd.types import HostId, JobId, JobKind, JobSpec, JobState
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -31,6 +31,19 @@ def find_job(state: State, text: str, user: str) -> Job:
         could = f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"
         raise UsageError(f"{text!r} could be {could}: write more of the name, or the id")
     raise UsageError(f"there is no job {text!r}: clusterd ls --all shows them")
+
+
+def find_awaited(state: State, text: str, user: str) -> JobId:
+    """The job that another is to start after, by id or name.
+
+    Raises:
+        UsageError: there is none, or several.
+        ClusterError: it will never finish.
+    """
+    job = find_job(state, text, user)
+    if job.state.is_final and job.state is not JobState.FINISHED:
+        raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: nothing can start after it")
+    return job.id
 
 
 def find_host(state: State, name: str) -> Host:

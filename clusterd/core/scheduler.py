@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.data import waits_for
+from clusterd.core.dependencies import in_vain, waits_for
 from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Description, Host, Job, Outcome
@@ -70,9 +70,10 @@ class Scheduler(OnHosts):
         if not self.state.queue and not self.state.active:
             return
         self._next_round()
+        self._end_what_waits_in_vain()
         for job in map(self.state.jobs.__getitem__, self.state.queue):
-            if (data := waits_for(job.spec, self.state.hosts)) is not None:
-                self._hold(job, data)
+            if (awaited := waits_for(job.spec, self.state)) is not None:
+                self._hold(job, awaited)
         self._describe_models()
         self._try_plans()
         if self.state.recovering:
@@ -107,6 +108,17 @@ class Scheduler(OnHosts):
         self.proposed = replace(proposal, refusals=news)
         self._say_who_stays()
 
+    def _end_what_waits_in_vain(self) -> None:
+        """Jobs that were to start after one that failed, and those that were to start after these."""
+        dependents = [self.state.jobs[job] for job in self.state.queue if self.state.jobs[job].spec.after]
+        ended = True
+        while ended:
+            ended = False
+            for job in dependents:
+                if job.state is JobState.QUEUED and (why := in_vain(job.spec, self.state.jobs)) is not None:
+                    self._end_job(job, JobState.FAILED, why, exit_code=None)
+                    ended = True
+
     def _say_who_stays(self) -> None:
         """Whoever waits for a drained host is told what keeps it busy."""
         drained = {host.id for host in self.state.hosts.values() if host.drained is not None}
@@ -129,7 +141,7 @@ class Scheduler(OnHosts):
     def _describe_models(self) -> None:
         queued = [self.state.jobs[job] for job in self.state.queue]
         new = [job for job in queued if job.description is Description.NEEDED and job.not_before_s <= self._now_s]
-        new = [job for job in new if waits_for(job.spec, self.state.hosts) is None]
+        new = [job for job in new if waits_for(job.spec, self.state) is None]
         if not new:
             return
         asked = Counter(job.described_on for job in queued if job.described_on is not None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from clusterd.core.data import waits_for
+from clusterd.core.dependencies import waits_for
 from clusterd.core.outlook import Outlook
 from clusterd.core.state import Host, Job, State
 from clusterd.core.tenants import Quotas
@@ -120,7 +120,7 @@ class View:
         self.hosts: Mapping[HostId, Host] = state.hosts
         self.jobs: Mapping[JobId, Job] = state.jobs
         queued = [state.jobs[job] for job in state.queue]
-        self.queued: list[Job] = [job for job in queued if waits_for(job.spec, state.hosts) is None]
+        self.queued: list[Job] = [job for job in queued if waits_for(job.spec, state) is None]
         self.outlooks: Mapping[str, Outlook] = state.outlooks
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s

@@ -18,6 +18,7 @@ from clusterd.config import Config
 from clusterd.core import admission
 from clusterd.core import events as e
 from clusterd.core.allocate import LEARNING, allocate
+from clusterd.core.dependencies import waits_for
 from clusterd.core.place import Placement
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
@@ -171,7 +172,8 @@ class Api:
         now_s = time.time()
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
         ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
-        answer = allocate(job, View(self._state, now_s))
+        awaited = waits_for(known, self._state)
+        answer = allocate(job, View(self._state, now_s)) if awaited is None else Refusal(job.id, awaited)
         if isinstance(answer, Refusal):
             said = answer.reason
             if said == LEARNING:
@@ -199,7 +201,8 @@ class Api:
             raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
         if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
             raise UsageError("the job's workdir has not arrived here: submit again")
-        return known
+        awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
+        return replace(known, after=tuple(dict.fromkeys(awaited)))
 
     async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
         """Whether a workdir of this content is here, and how large one may be."""

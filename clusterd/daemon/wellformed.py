@@ -69,6 +69,7 @@ def _refuse_null(what: str, text: str) -> None:
 
 def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
     """What is shown in one line with others' jobs; a command may have lines, and is shown with escapes."""
+    yield from (("after", job) for job in spec.after)
     yield from (("resources.hosts", host) for host in spec.resources.hosts)
     yield from (("env", name) for name in spec.env)
     yield from (("datasets", name) for name in spec.datasets)

@@ -78,7 +78,10 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
     models = _models(ran.values(), state, seen)
     at_s = {job.id: job.submitted_s + seen.set_s.get(job.id, 0.0) for job in ran.values()}
     first_s = min(at_s.values())
-    arrivals = [_arrival(ran[job], at_s[job] - first_s, models) for job in sorted(ran, key=at_s.__getitem__)]
+    arrivals = []
+    for job in sorted(ran, key=at_s.__getitem__):
+        before = [ran[other] for other in ran[job].spec.after if at_s.get(other, math.inf) <= at_s[job]]
+        arrivals.append(_arrival(ran[job], at_s[job] - first_s, models, before))
     left: dict[str, int] = {}
     for job in state.jobs.values():
         if job.id not in ran:
@@ -157,7 +160,7 @@ def _as_it_was(job: Job, seen: _Seen) -> ModelTruth:
     return ModelTruth(_own_model(job), 1, times, known=times)
 
 
-def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth]) -> Arrival:
+def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth], before: Iterable[Job]) -> Arrival:
     wanted = job.spec.resources
     own = _own_model(job)
     one = Arrival(
@@ -170,6 +173,7 @@ def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth]) -> Arrival:
         guaranteed=job.spec.guaranteed,
         priority=job.priority,
         tenant=job.spec.tenant,
+        after=tuple(map(_own_model, before)),
         predictable=job.predictable is not False,
     )
     if own in models:

@@ -29,6 +29,7 @@ class Arrival:
     priority: int = 0
     tenant: str = "default"
     cpus: int = 0
+    after: tuple[str, ...] = ()  # names of jobs that must have finished before it starts
     predictable: bool = True  # its number of steps is known to the scheduler
 
     def __post_init__(self) -> None:

@@ -88,6 +88,7 @@ class World:
         self._ids = count(1)
         self._going: dict[JobId, None] = {}  # with devices
         self._waiting: dict[JobId, None] = {}
+        self._named: dict[str, JobId] = {}
         self._unfinished = len(workload.arrivals)
         self._device_s = 0.0
         self._samples: list[tuple[float, dict[str, int]]] = []
@@ -114,6 +115,7 @@ class World:
     def _when_arrival(self, what: tuple[JobId, Arrival]) -> list[e.Event]:
         job, arrival = what
         model = self.truth.models[arrival.model]
+        self._named[arrival.name] = job
         self.runs[job] = Run(arrival, job, model, waited_s=self.now_s - arrival.at_s)
         self._waiting[job] = None
         spec = JobSpec(
@@ -123,6 +125,7 @@ class World:
             resources=Resources(devices=arrival.devices, kind="cuda", cpus=arrival.cpus, plan=arrival.plan),
             priority=arrival.priority,
             guaranteed=arrival.guaranteed,
+            after=tuple(self._named[name] for name in arrival.after),
             tenant=arrival.tenant,
             user=arrival.tenant,
         )

@@ -52,9 +52,12 @@ class Chaos(RuleBasedStateMachine):
 
     # --- users and operators ------------------------------------------------------------------------------------------
 
-    @rule(spec=wishes.specs())
-    def submit(self, spec: JobSpec) -> None:
+    @rule(spec=wishes.specs(), after=st.sampled_from([0, 0, 1, 2]))
+    def submit(self, spec: JobSpec, after: int = 0) -> None:
+        """`after`: so many jobs, the newest there are."""
         self.jobs += 1
+        awaited = range(max(self.jobs - after, 1), self.jobs)
+        spec = replace(spec, after=tuple(JobId(str(number)) for number in awaited))
         if self.policy != "default":  # the others look at devices alone: at no quota, and at nothing beside them
             plain = replace(spec.resources, hosts=(), cpus=0, memory_bytes=0)
             spec = replace(spec, resources=plain, tenant="default")

@@ -24,6 +24,9 @@ def broken(state: State) -> list[str]:
             wrong.append(f"job {job.id} is {job.state.value}, and still holds something")
         if job.state is JobState.QUEUED and not job.reason:
             wrong.append(f"job {job.id} waits without a reason")
+        early = [other for other in job.spec.after if state.jobs[other].state is not JobState.FINISHED]
+        if early and job.attempts:
+            wrong.append(f"job {job.id} was started before {', '.join(early)} had finished")
         if attempt is not None:
             wrong += _of_attempt(state, job, attempt)
     return wrong

@@ -83,6 +83,22 @@ def test_a_journal_needs_nothing_else_and_has_to_be_one(past: tuple[Path, list[f
         told("--from-journal", str(empty))
 
 
+def test_what_came_after_another_job_does_so_again(tmp_path: Path) -> None:
+    lab = Lab()
+    lab.host("a", gpus=2)
+    first, _ = lab.submit("first")
+    second, _ = lab.submit("second", after=(first,))
+    for job in (first, second):
+        lab.run(job)
+        lab.now_s += 100.0
+        lab.finish(job)
+    written(tmp_path, [[event] for event in lab.log])
+    found = told("--from-journal", str(tmp_path), "--policy", "fifo", "--move-cost", "0")
+    assert found["policies"]["fifo"]["makespan_s"] == pytest.approx(200.0, abs=20.0), (
+        "on two devices, one after another"
+    )
+
+
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
 def test_a_clock_that_was_set_between_two_jobs_is_no_gap_between_them(by_s: float) -> None:
     """Those that were over kept the time that was shown, and came an hour before the others, or after them."""

@@ -1,0 +1,49 @@
+"""Jobs that come after others, as a person has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.conftest import RunningCluster
+
+
+def test_one_after_the_other(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    script = f"until [ -e {ready} ]; do sleep 0.05; done"
+    local_cluster.run("run", "-d", "--no-snapshot", "--name", "prepare", "--", "sh", "-c", script)
+    file = tmp_path / "train.toml"
+    file.write_text('name = "train"\ncommand = ["true"]\nafter = ["prepare"]\n')
+    said = local_cluster.run("submit", "--dry-run", str(file)).stdout
+    assert "train would be queued behind 0 jobs: waits for prepare (1, " in said
+    local_cluster.run("submit", str(file))
+    last = local_cluster.run("run", "-d", "--after", "train", "--after", "1", "--no-snapshot", "--", "true").stdout
+    assert "waits for prepare (1, " in local_cluster.run("why", "train").stdout
+    assert "after      2, 1" in local_cluster.run("show", last.strip()).stdout
+    ready.touch()
+    local_cluster.run("wait", last.strip())
+    ended = [local_cluster.job(job)["ended_s"] for job in ("1", "2", "3")]
+    assert ended == sorted(ended)
+
+
+def test_what_nothing_can_come_after(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    answer = local_cluster.run("run", "--after", "nosuch", "--", "true", check=False)
+    assert answer.returncode == 2
+    assert "there is no job 'nosuch'" in answer.stderr
+    local_cluster.run("run", "--no-snapshot", "--name", "broken", "--", "false", check=False)
+    answer = local_cluster.run("run", "--after", "broken", "--", "true", check=False)
+    assert answer.returncode == 1
+    assert "job 1 (broken) is failed: nothing can start after it" in answer.stderr
+    file = tmp_path / "job.toml"
+    file.write_text('command = ["true"]\nafter = "broken"\n')
+    answer = local_cluster.run("submit", str(file), check=False)
+    assert answer.returncode == 2
+    assert "after is 'broken'; it must be a list" in answer.stderr
+
+
+def test_who_waits_for_a_job_in_vain_is_told(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    local_cluster.run("run", "-d", "--no-snapshot", "--name", "slow", "--", "sleep", "1000")
+    late = local_cluster.run("run", "-d", "--after", "slow", "--no-snapshot", "--", "true").stdout.strip()
+    local_cluster.run("cancel", "slow")
+    answer = local_cluster.run("wait", late, check=False)
+    assert answer.returncode == 1
+    assert "failed: it was to start after slow (1), which was cancelled" in answer.stderr
