@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+
+log = logging.getLogger(__name__)
 
 
 def notify(message: str) -> None:
@@ -14,4 +17,7 @@ def notify(message: str) -> None:
     if address.startswith("@"):
         address = "\0" + address[1:]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.sendto(message.encode(), address)
+        try:
+            sender.sendto(message.encode(), address)
+        except OSError as error:  # it is systemd's to end us for that, by its watchdog
+            log.warning("systemd does not hear us at %s: %s", address, error.strerror)
