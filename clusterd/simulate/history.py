@@ -79,9 +79,9 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
     at_s = {job.id: job.submitted_s + seen.set_s.get(job.id, 0.0) for job in ran.values()}
     first_s = min(at_s.values())
     arrivals = []
-    for job in sorted(ran, key=at_s.__getitem__):
-        before = [ran[other] for other in ran[job].spec.after if at_s.get(other, math.inf) <= at_s[job]]
-        arrivals.append(_arrival(ran[job], at_s[job] - first_s, models, before))
+    for job in sorted(ran.values(), key=lambda job: at_s[job.id]):
+        before = [ran[other] for other in job.spec.after if at_s.get(other, math.inf) <= at_s[job.id]]
+        arrivals.append(_arrival(job, at_s[job.id] - first_s, models, before))
     left: dict[str, int] = {}
     for job in state.jobs.values():
         if job.id not in ran:

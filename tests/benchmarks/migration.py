@@ -41,7 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.benchmarks.limits import memcpy_s, moves_of, network_bound, plan_70b_s, streams_of, wire_s
-from tests.benchmarks.overhead import ranks_of, snapshot_overhead, step_overhead
+from tests.benchmarks.overhead import ranks_of, resume, snapshot_overhead, step_overhead, stop
 from tests.benchmarks.ranks import started
 from tests.benchmarks.report import Report, options, spread
 from tests.conftest import RunningCluster, kill_everything_of
@@ -157,8 +157,11 @@ def migrate(
     found["bound"], found["streams"] = bounds[key]
     # At once: what else the machine does changes from minute to minute.
     share = (found["local_bytes"] + found["network_bytes"]) // len(devices)
+    pids = ranks_of(cluster, job)
+    stop(pids)  # nobody trains while bytes are moved
     found["memcpy_s"] = memcpy_s([share] * len(devices))
     found["wire_s"] = wire_s(found["streams"]) if found["streams"] else 0.0
+    resume(pids)
     said = {k: round(found[k], 4) for k in ("downtime_s", "bytes_s", "memcpy_s", "wire_s", "peak")}
     print(f"{found['from']} -> {found['to']}: {said}", file=sys.stderr, flush=True)
     return found
