@@ -78,6 +78,7 @@ class Table(Unmarked, ScrollView, can_focus=True):
         self.keys: list[str] = []
         self._places: dict[str, int] = {}
         self.cursor: str | None = None
+        self._awaited: str | None = None  # row for the cursor
         self.marked: set[str] = set()
         self.sorted_by = ""
         self.descending = False
@@ -115,6 +116,8 @@ class Table(Unmarked, ScrollView, can_focus=True):
                 self.scroll_to(y=target, animate=False, force=True, immediate=True)
         if moved:
             self.post_message(self.Moved(self))
+        if self._awaited is not None and self._awaited in self._places:
+            self.move_to(self._awaited)
 
     def redraw(self) -> None:
         """Look at the visible rows, and draw those again that look otherwise than before."""
@@ -203,7 +206,8 @@ class Table(Unmarked, ScrollView, can_focus=True):
     # --- moving about -------------------------------------------------------------------------------------------------
 
     def move_to(self, key: str) -> None:
-        """Put the cursor on this row, in sight."""
+        """Put the cursor on this row, in sight; where it is not there yet, when it comes, unless it is moved before."""
+        self._awaited = None if key in self._places else key
         if key in self._places and key != self.cursor:
             self.cursor = key
             self.redraw()

@@ -127,9 +127,10 @@ async def test_a_job_runs_through_cut_connections(host: EmbeddedHost, dialer: Di
             ["sh", "-c", "while [ ! -e go ]; do sleep 0.02; done; echo done; exit 3"], job="ends-in-the-dark"
         )
         await watched.link.request("launch", **request)
-        held = launch(["sh", "-c", "trap '' TERM; while [ ! -e go ]; do sleep 0.02; done; exit 4"], job="held")
-        await watched.link.request("launch", **held)
+        deaf = "trap '' TERM; touch deaf; while [ ! -e go ]; do sleep 0.02; done; exit 4"
+        await watched.link.request("launch", **launch(["sh", "-c", deaf], job="held"))
         home = Home(host.agent_home)
+        await until((home.attempt("held", 1) / "work" / "deaf").exists, "it to hear no SIGTERM any more")
         in_flight = asyncio.create_task(
             watched.link.request("stop", job="held", attempt=1, generation=1, grace_s=60.0, reason="x")
         )

@@ -105,6 +105,24 @@ def test_the_cursor_stays_with_its_job_when_others_come_and_go() -> None:
     drive(script)
 
 
+def test_the_cursor_goes_to_a_job_that_is_not_there_yet() -> None:
+    """The answer to a submit may be here before the news of its job: the cursor stayed where it was."""
+
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        board: Any = app.board
+        app.goto_job_row("77")
+        await pilot.pause()
+        new = [{"id": str(n), "name": f"new{n}", "state": "queued", "submitted_s": NOW_S} for n in (76, 77)]
+        await source.queue.put({"number": 9, "at_s": NOW_S, "jobs": new})
+        await until(pilot, lambda: board.jobs() == ["77"])
+        await pilot.press("home")
+        await source.queue.put({"number": 10, "jobs": [{**new[0], "id": "78"}]})
+        await until(pilot, lambda: "78" in board.table.keys)
+        assert board.jobs() != ["77"], "once"
+
+    drive(script)
+
+
 def test_a_daemon_that_recovers_is_up_when_the_last_host_is_heard() -> None:
     """The snapshot says which hosts it waits for, and each change which of them are left."""
 
