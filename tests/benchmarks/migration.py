@@ -6,6 +6,7 @@
 With ``--turns 0`` steps are not compared, ``--baselines`` says which ways by a checkpoint are measured.
 
 Four ranks on two embedded hosts of two CPU devices each; the state is parameters and two moments, all float32.
+Limits are measured while the job's ranks are stopped, as they are while bytes are moved.
 Everything is measured in one run on the same machine; each figure is the worst pair's, of medians over repeats.
 
 ==========================  ============================================================================================
