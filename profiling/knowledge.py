@@ -160,6 +160,8 @@ class Knowledge:
     ) -> tuple[Ranked, str] | None:
         """The plan whose measurement on one of these shapes would teach most, and why; None: nothing is worth a trial.
 
+        From `least` on, when the model as a whole is known, it is the one that is most likely to change the choice.
+
         Args:
             shapes: that the job's own devices allow.
             tried: plans that were measured, or tried in vain.
@@ -174,12 +176,16 @@ class Knowledge:
             choices = [choice for choice in choices if choice.memory.device_bytes <= room]
         if not choices:
             return None
-        regret = expected_regret(choices)
-        if tried >= least and regret < WORTH_KNOWING:
-            return None
-        rows = Rows.of(self.row(c.plan, c.shape) for c in choices)
         measured = {(o.row.plan, o.row.allocation.counts) for o in self.online.observations}
         done = [i for i, c in enumerate(choices) if (c.plan, c.shape) in measured]
+        if tried >= least:
+            for rival in sorted(rivals(choices), key=lambda rival: -rival.gain):
+                unknown = [i for i in (rival.index, rival.best) if i not in done]
+                if unknown and rival.gain >= WORTH_KNOWING:
+                    chosen = choices[max(unknown, key=lambda i: choices[i].width)]
+                    return chosen, f"the best plan may be {rival.gain:.0%} faster than the one that looks best"
+            return None
+        rows = Rows.of(self.row(c.plan, c.shape) for c in choices)
         cost = np.array([c.step_time_s * sum(c.shape) for c in choices])
         hosts = np.array([len(c.shape) for c in choices])
         # What matters more is predicted better: slow plans are not candidates for anything.
@@ -188,36 +194,41 @@ class Knowledge:
             best[c.shape] = min(best[c.shape], c.step_time_s)
         near = [i for i, c in enumerate(choices) if c.step_time_s <= 2.0 * best[c.shape]]
         options = DesignOptions(budget=len(done) + 1, most_hosts=max(int(hosts.max()), 2))
-        chosen = next_trials(self.online.fit, rows[near], rows, hosts, cost, done, options)
-        if not chosen:
-            return None
-        said = f"the best plan may be {regret:.0%} faster than the one that looks best" if tried >= least else (
-            f"trial {tried + 1} of at least {least}"
-        )  # fmt: skip
-        return choices[chosen[0]], said
+        first = next_trials(self.online.fit, rows[near], rows, hosts, cost, done, options)
+        return (choices[first[0]], f"trial {tried + 1} of at least {least}") if first else None
 
 
-def expected_regret(choices: Sequence[Ranked]) -> float:
-    """Relative step time that is expected to be lost by running what looks best, the worst of all shapes.
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A plan beside the one that looks best on the same shape.
 
-    Of each shape the plan that looks best is compared with every other one, errors taken as independent: an upper
-    bound, as errors of plans alike go together.
+    Attributes:
+        gain: relative step time that is expected to be lost by running the best-looking one without knowing this one.
     """
-    by_shape: dict[tuple[int, ...], list[Ranked]] = {}
-    for choice in choices:
-        by_shape.setdefault(choice.shape, []).append(choice)
-    worst = 0.0
+
+    index: int
+    best: int
+    gain: float
+
+
+def rivals(choices: Sequence[Ranked]) -> list[Rival]:
+    """Every plan but the best-looking of each shape.
+
+    Errors are taken as independent: an upper bound, as errors of plans alike go together.
+    """
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, choice in enumerate(choices):
+        by_shape.setdefault(choice.shape, []).append(index)
+    found: list[Rival] = []
     for some in by_shape.values():
-        if len(some) < 2:
-            continue
-        best = min(some, key=lambda c: c.step_time_s)
-        others = [c for c in some if c is not best]
-        slower: Array = np.array([math.log(c.step_time_s / best.step_time_s) for c in others])
-        width: Array = np.array([math.hypot(c.width, best.width) for c in others])
+        at = min(some, key=lambda i: choices[i].step_time_s)
+        best, others = choices[at], [i for i in some if i != at]
+        slower: Array = np.array([math.log(choices[i].step_time_s / best.step_time_s) for i in others])
+        width: Array = np.array([math.hypot(choices[i].width, best.width) for i in others])
         z = slower / width
         gain = width * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) - slower * scipy.special.ndtr(-z)
-        worst = max(worst, float(gain.max()))
-    return worst
+        found += [Rival(i, at, float(value)) for i, value in zip(others, gain, strict=True)]
+    return found
 
 
 def workload_of(model: ModelShape) -> Workload:

@@ -109,14 +109,14 @@ class JobLogs:
             ClusterError: there is nothing, and no later attempt will be looked at.
         """
         done = after.generation - 1 if after is not None else 0
-        offsets = after.offsets if after is not None else {}
         while True:
             generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
             if generation is None:
                 return
+            offsets = after.offsets if after is not None and after.generation == generation else {}
             async for piece in self._generation_logs(job, attempt, generation, wanted, offsets):
                 yield piece
-            done, offsets = generation, {}
+            done = generation
 
     async def _generation_logs(
         self, job: Job, attempt: Attempt, generation: int, wanted: _Wanted, offsets: dict[str, int]
@@ -127,7 +127,7 @@ class JobLogs:
                 return  # that plan had fewer ranks
             raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(hosts) - 1}, not {rank}")
         at = {
-            r: offsets[str(r)]
+            r: max(offsets[str(r)], 0)
             if str(r) in offsets
             else await self._near_end(job, attempt, generation, r, wanted.last_bytes)
             for r in (sorted(hosts) if rank is None else [rank])
