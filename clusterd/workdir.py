@@ -181,6 +181,8 @@ def _walk(directory: Path, left_out: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _refuse_unreadable(error: OSError) -> None:
+    if isinstance(error, FileNotFoundError):
+        return  # removed since its parent was listed
     # Left out without a word, it would be missed only on the host.
     raise UsageError(
         f"workdir: {error.filename} cannot be read: {error.strerror}: make it readable, or exclude it in {IGNORE_FILE}"

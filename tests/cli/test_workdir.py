@@ -248,3 +248,22 @@ def test_two_send_the_same_directory_at_once(cluster: RunningCluster) -> None:
         assert one.call("snapshot_has", digest=digest)["have"]
     cluster.run("stop")
     assert [file.name for file in (cluster.directory / "snapshots").iterdir()] == [f"{digest}.tar"]
+
+
+def test_a_directory_that_goes_while_it_is_packed_is_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a job that writes there: it was to be made readable."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "gone").mkdir()
+    is_link = os.path.islink
+
+    def removed(path: str) -> bool:
+        if str(path).endswith("gone") and os.path.lexists(path):
+            Path(path).rmdir()
+        return is_link(path)
+
+    monkeypatch.setattr(os.path, "islink", removed)
+    packed = pack(tmp_path, LIMIT)
+    packed.archive.close()
+    assert packed.files == 1

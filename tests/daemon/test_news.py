@@ -34,11 +34,11 @@ def test_ends_of_jobs_are_told_in_order(cluster: RunningCluster, tmp_path: Path)
     settings.write_text(f'[notify]\ncommand = ["{teller}"]\n')
     cluster.environment["CLUSTERD_CONFIG"] = str(settings)
     cluster.start(hosts=1)
-    cluster.run("run", "--name", "good", "--", "true")
-    cluster.run("run", "--name", "bad", "--", "sh", "-c", "exit 9", check=False)
-    gone = cluster.run("run", "-d", "--name", "gone", "--", "sleep", "1000").stdout.strip()
+    cluster.run("run", "--no-snapshot", "--name", "good", "--", "true")
+    cluster.run("run", "--no-snapshot", "--name", "bad", "--", "sh", "-c", "exit 9", check=False)
+    gone = cluster.run("run", "-d", "--no-snapshot", "--name", "gone", "--", "sleep", "1000").stdout.strip()
     cluster.run("cancel", "--wait", gone)  # by default, whoever cancelled it knows
-    cluster.run("run", "--name", "last", "--", "true")
+    cluster.run("run", "--no-snapshot", "--name", "last", "--", "true")
 
     def told() -> list[dict[str, Any]]:
         return [json.loads(line) for line in heard.read_text().splitlines()] if heard.exists() else []
@@ -129,7 +129,7 @@ def test_a_slow_command_holds_up_neither_stop_nor_what_it_left_behind(cluster: R
     cluster.environment["CLUSTERD_CONFIG"] = str(settings)
     cluster.start(hosts=1)
     for name in ("first", "second"):
-        cluster.run("run", "--name", name, "--", "true")
+        cluster.run("run", "--no-snapshot", "--name", name, "--", "true")
     until(lambda: child.exists() and child.read_text().strip() != "", 30.0)
     os.kill(int(Path(f"{child}.left").read_text()), signal.SIGKILL)  # nobody's but the teller's
     cluster.run("stop")
