@@ -160,7 +160,7 @@ class Knowledge:
     ) -> tuple[Ranked, str] | None:
         """The plan whose measurement on one of these shapes would teach most, and why; None: nothing is worth a trial.
 
-        From `least` on, when the model as a whole is known, it is the one that is most likely to change the choice.
+        From `least` on, when the model as a whole is known, the one from which most is expected over what looks best.
 
         Args:
             shapes: that the job's own devices allow.

@@ -26,11 +26,10 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
     """
     out = sys.stdout.buffer
     begun: dict[tuple[int, int], bytes] = {}
-    after: dict[str, Any] | None = None  # what is printed
+    after: dict[str, Any] = {}  # up to where it is printed
 
     def show(cluster: Client) -> None:
-        nonlocal after
-        more = {"after": after} if after is not None else {}
+        more = {"after": after} if after else {}
         for piece in cluster.stream("logs", job=row["id"], rank=rank, follow=follow, attempt=attempt, **more):
             if rank is not None:
                 out.write(piece["data"])
@@ -40,8 +39,8 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
                 out.writelines(b"%d: %s\n" % (piece["rank"], line) for line in lines)
             out.flush()
             at = {"attempt": piece["attempt"], "generation": piece.get("generation", 1)}
-            if after is None or {**after, **at} != after:
-                after = {**at, "offsets": {}}
+            if not at.items() <= after.items():
+                after.update(at, offsets={})
             after["offsets"][str(piece["rank"])] = piece["offset"]
 
     name = f"{row['name']} ({row['id']})"
