@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ _TOP = {
 _RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
 _LIMITS = {"time", "stall", "grace", "retries"}
 _CHECKPOINTS = {"directory", "every"}
+
+NAME_LENGTH_MAX = 63
 
 _TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "a table", float: "a number"}
 
@@ -121,12 +123,6 @@ def command_line_job(
     """
     if not argv:
         raise UsageError("nothing to run: give the command after --, as in clusterd run --gpus 1 -- python train.py")
-    pairs: dict[str, str] = {}
-    for item in env:
-        key, given, value = item.partition("=")
-        if not key or (not given and key not in os.environ):
-            raise UsageError(f"--env {item}: write NAME=VALUE, or NAME of a variable that is set")
-        pairs[key] = value if given else os.environ[key]
     if unset := [key for key in secrets if key not in os.environ]:
         raise UsageError(f"--secret {unset[0]}: the environment variable {unset[0]} is not set")
     try:
@@ -137,7 +133,7 @@ def command_line_job(
         name=checked_name(_default_name(argv) if name is None else name, "--name"),
         command=tuple(argv),
         workdir=_here(),
-        env=pairs,
+        env=variables(env),
         secrets=tuple(sorted(set(secrets))),
         resources=Resources(devices=devices, kind=device_kind, hosts=tuple(HostId(h) for h in hosts)),
         priority=priority,
@@ -145,6 +141,21 @@ def command_line_job(
         time_limit_s=limit_s,
     )
     return Request(spec, {key: os.environ[key] for key in secrets})
+
+
+def variables(given: Iterable[str]) -> dict[str, str]:
+    """Of ``NAME=VALUE``, and of ``NAME`` alone as it is here.
+
+    Raises:
+        UsageError: naming what is neither.
+    """
+    pairs: dict[str, str] = {}
+    for item in given:
+        key, assigned, value = item.partition("=")
+        if not key or (not assigned and key not in os.environ):
+            raise UsageError(f"--env {item}: write NAME=VALUE, or NAME of a variable that is set")
+        pairs[key] = value if assigned else os.environ[key]
+    return pairs
 
 
 def _here() -> str:
@@ -285,8 +296,10 @@ def checked_name(name: str, where: str) -> str:
     """
     if re.fullmatch(r"[0-9]+", name):
         raise ConfigError(f"{where}: the name {name!r} would be taken for the id of a job: add a letter")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
-        raise ConfigError(f"{where}: the name {name!r} must be letters, digits, '.', '_' and '-', 63 at most")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or len(name) > NAME_LENGTH_MAX:
+        raise ConfigError(
+            f"{where}: the name {name!r} must be letters, digits, '.', '_' and '-', {NAME_LENGTH_MAX} at most"
+        )
     return name
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from clusterd.client import Client
 from clusterd.jobfile import Request
+from clusterd.types import JobSpec
 from clusterd.units import size
 from clusterd.workdir import Snapshot, pack
 
@@ -23,38 +24,49 @@ def send(
     Raises:
         ClusterError: the daemon refused the job, or the directory cannot be packed.
     """
-    spec = prepare(cluster, request, snapshot, say)
-    answer: dict[str, Any] = cluster.call("submit", spec=spec, secrets=request.secrets)
+    spec = with_workdir(cluster, request.spec, say) if snapshot else request.spec
+    return hand_over(cluster, Request(spec, request.secrets))
+
+
+def hand_over(cluster: Client, request: Request) -> dict[str, Any]:
+    """Submit a job whose working directory, if it has one of its own, is with the daemon.
+
+    Raises:
+        ClusterError: the daemon refused it.
+    """
+    answer: dict[str, Any] = cluster.call("submit", spec=plain(request.spec), secrets=request.secrets)
     return answer
 
 
-def prepare(
-    cluster: Client, request: Request, snapshot: bool = True, say: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
-    """The job as it goes over the socket, its working directory sent ahead of it.
+def plain(spec: JobSpec) -> dict[str, Any]:
+    """The job as it goes over the socket."""
+    import msgspec
+
+    described: dict[str, Any] = msgspec.to_builtins(spec)
+    return described
+
+
+def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = lambda _: None) -> JobSpec:
+    """The job with the content of its working directory as it is now, which is sent to the daemon.
 
     Raises:
         ClusterError: the directory cannot be packed, or is too large.
     """
-    import msgspec
-
-    spec = request.spec
-    if snapshot and spec.workdir is not None:
-        packed = pack_workdir(cluster, spec.workdir)
-        with packed.archive:
-            if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
-                say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
-                offset = 0
-                while True:
-                    data = packed.archive.read(CHUNK_BYTES)
-                    last = offset + len(data) >= packed.size_bytes
-                    cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
-                    offset += len(data)
-                    if last:
-                        break
-        spec = replace(spec, snapshot=packed.digest)
-    plain: dict[str, Any] = msgspec.to_builtins(spec)
-    return plain
+    if spec.workdir is None:
+        return spec
+    packed = pack_workdir(cluster, spec.workdir)
+    with packed.archive:
+        if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
+            say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
+            offset = 0
+            while True:
+                data = packed.archive.read(CHUNK_BYTES)
+                last = offset + len(data) >= packed.size_bytes
+                cluster.call("snapshot_put", digest=packed.digest, offset=offset, data=data, last=last)
+                offset += len(data)
+                if last:
+                    break
+    return replace(spec, snapshot=packed.digest)
 
 
 def pack_workdir(cluster: Client, workdir: str) -> Snapshot:

@@ -17,6 +17,10 @@ DeviceId = NewType("DeviceId", str)
 """``HOST:gpu0`` or ``HOST:cpu1``: unique in the cluster, readable in a command line."""
 
 
+TEMPLATE_NAMES = ("job", "dp", "tp", "pp", "zero", "accumulation", "devices", "hosts")
+"""What stands in braces in a checkpointable job's command, and is filled in when it starts."""
+
+
 class JobKind(StrEnum):
     """What clusterd may do with a job (more from top to bottom)."""
 

@@ -98,6 +98,7 @@ def show(job: str, output: str) -> None:
         "user": f"{row['user']} (tenant {row['tenant']})",
         "priority": f"{row['priority']}{', guaranteed' if row['guaranteed'] else ''}",
         "asked": f"{row['asked']} devices" if row["asked"] else "CPU cores",
+        "env": " ".join(f"{name}={value}" for name, value in spec["env"].items()),
         "after": ", ".join(spec["after"]),
         "submitted": _when(row["submitted_s"]),
         "started": _when(row["started_s"]),

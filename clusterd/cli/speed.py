@@ -12,7 +12,7 @@ from clusterd.cli.output import note, output_option, show_json, show_table, tell
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.jobfile import read_job_file
-from clusterd.submitting import prepare
+from clusterd.submitting import plain, with_workdir
 from clusterd.units import duration, fine, size
 
 _SHOWN = 12
@@ -92,7 +92,7 @@ def estimate(file: Path, output: str) -> int:
     with Client() as cluster:
         answer = cluster.call(
             "estimate",
-            spec=prepare(cluster, request, say=note),
+            spec=plain(with_workdir(cluster, request.spec, say=note)),
             meanwhile=f"the model of {request.spec.name} is being learned: its script runs on a host, "
             "and then its plans are ranked",
         )

@@ -14,8 +14,9 @@ from clusterd.cli.following import exit_code, show_logs, until_over
 from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
-from clusterd.jobfile import Request, command_line_job, read_job_file
-from clusterd.submitting import pack_workdir, send
+from clusterd.jobfile import Request, command_line_job, read_job_file, variables
+from clusterd.submitting import hand_over, pack_workdir, plain, with_workdir
+from clusterd.sweep import parse_sweep, swept
 from clusterd.types import JobId, JobSpec
 
 _AFTER = click.option(
@@ -27,43 +28,70 @@ _AFTER = click.option(
 )
 
 
+_ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be given again.")
+_SWEEP = click.option(
+    "--sweep",
+    metavar="NAME=V1,V2,...",
+    multiple=True,
+    help="A job for each value: in its environment, and for {NAME} in its command. Given again: for every combination.",
+)
+
+
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--name", help="Instead of the file's.")
 @click.option("--priority", type=int, help="Instead of the file's.")
+@_ENV
+@_SWEEP
 @_AFTER
 @click.option("--dry-run", is_flag=True, help="Say what would become of it; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Stay until it is over; return its exit code.")
 @output_option
-def submit(
-    file: Path,
-    name: str | None,
-    priority: int | None,
-    after: tuple[str, ...],
-    dry_run: bool,
-    and_wait: bool,
-    output: str,
-) -> int:
+def submit(file: Path, output: str, **options: Any) -> int:
     """Queue the job of FILE; prints its id."""
     request = read_job_file(file)
     spec = request.spec
-    if name is not None:
-        spec = replace(spec, name=name)
-    if priority is not None:
-        spec = replace(spec, priority=priority)
-    spec = replace(spec, after=(*spec.after, *map(JobId, after)))
+    if options["name"] is not None:
+        spec = replace(spec, name=options["name"])
+    if options["priority"] is not None:
+        spec = replace(spec, priority=options["priority"])
+    spec = replace(spec, env={**spec.env, **variables(options["env"])})
+    spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
+    sweep = parse_sweep(options["sweep"])
     with Client() as cluster:
-        if dry_run:
-            return _dry_run(cluster, spec, output, snapshot=True)
-        answer = send(cluster, Request(spec, request.secrets), say=note)
-        if output == "table":
-            print(answer["id"])
-            note(f"{answer['name']} is queued: clusterd why {answer['id']} tells how it goes")
+        if options["dry_run"]:
+            return _dry_run(cluster, spec, sweep, output, snapshot=True)
+        spec = with_workdir(cluster, spec, say=note)
+        answers = _queue(cluster, Request(spec, request.secrets), sweep, output)
+    if output == "table":
+        first, last = answers[0], answers[-1]
+        if first is last:
+            note(f"{first['name']} is queued: clusterd why {first['id']} tells how it goes")
         else:
-            show_json(answer, output)
-        if and_wait:
-            return exit_code(until_over(answer["id"]))
+            note(f"{len(answers)} jobs are queued, {first['name']} to {last['name']}: clusterd ls tells how they go")
+    if options["and_wait"]:
+        return _first_failure(answers)
     return 0
+
+
+def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], output: str) -> list[dict[str, Any]]:
+    """Submit the job, or those of a sweep; what was accepted is printed, also when one of the others is refused."""
+    answers: list[dict[str, Any]] = []
+    try:
+        for spec in swept(request.spec, sweep):
+            answers.append(hand_over(cluster, Request(spec, request.secrets)))
+            if output == "table":
+                print(answers[-1]["id"], flush=True)
+    finally:
+        if answers and output != "table":
+            show_json(answers if sweep else answers[0], output)
+    return answers
+
+
+def _first_failure(answers: list[dict[str, Any]]) -> int:
+    """The exit code of the first that failed, when all are over."""
+    codes = [exit_code(until_over(answer["id"])) for answer in answers]
+    return next((code for code in codes if code), 0)
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -73,7 +101,8 @@ def submit(
 @click.option("--priority", type=int, default=0, help="Higher goes first; default 0.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on and show to nobody; may be given again.")
-@click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be given again.")
+@_ENV
+@_SWEEP
 @click.option("--host", "hosts", multiple=True, help="Only on this host; may be given again.")
 @_AFTER
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, which the hosts must share.")
@@ -84,6 +113,9 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
     """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it."""
     if gpus is not None and devices is not None:
         raise click.UsageError("--gpus and --devices are both given; --devices means any kind: give one of them")
+    sweep, snapshot = parse_sweep(options["sweep"]), not options["no_snapshot"]
+    if sweep and not (options["detach"] or options["dry_run"]):
+        raise click.UsageError("--sweep makes several jobs, whose logs are not shown at once: add --detach")
     request = command_line_job(
         argv,
         name=options["name"],
@@ -98,11 +130,13 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
     )
     with Client() as cluster:
         if options["dry_run"]:
-            return _dry_run(cluster, request.spec, "table", snapshot=not options["no_snapshot"])
-        answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)
-    if options["detach"]:
-        print(answer["id"])
-        return 0
+            return _dry_run(cluster, request.spec, sweep, "table", snapshot=snapshot)
+        if snapshot:
+            request = replace(request, spec=with_workdir(cluster, request.spec, say=note))
+        if options["detach"]:
+            _queue(cluster, request, sweep, "table")
+            return 0
+        answer = hand_over(cluster, request)
     return _attend(answer)
 
 
@@ -137,18 +171,21 @@ def _follow(answer: dict[str, Any]) -> dict[str, Any]:
     return until_over(answer["id"])
 
 
-def _dry_run(cluster: Client, spec: JobSpec, output: str, *, snapshot: bool) -> int:
-    import msgspec
-
+def _dry_run(cluster: Client, spec: JobSpec, sweep: dict[str, list[str]], output: str, *, snapshot: bool) -> int:
     if snapshot and spec.workdir is not None:
         pack_workdir(cluster, spec.workdir).archive.close()  # what a submit would be refused for is refused here too
-    answer = cluster.call("dry_run", spec=msgspec.to_builtins(spec))
+    answers = []
+    for each in swept(spec, sweep):
+        answer = cluster.call("dry_run", spec=plain(each))
+        answers.append(answer)
+        if output != "table":
+            continue
+        if answer["starts"]:
+            where = ", ".join(place["device"] or f"{place['host']} (CPU cores)" for place in answer["ranks"])
+            print(f"{each.name} would start now on {where}: {answer['reason']}")
+        else:
+            print(f"{each.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
     if output != "table":
-        show_json(answer, output)
-    elif answer["starts"]:
-        where = ", ".join(place["device"] or f"{place['host']} (CPU cores)" for place in answer["ranks"])
-        print(f"{spec.name} would start now on {where}: {answer['reason']}")
-    else:
-        print(f"{spec.name} would be queued behind {answer['ahead']} jobs: {answer['reason']}")
+        show_json(answers if sweep else answers[0], output)
     sys.stdout.flush()
     return 0

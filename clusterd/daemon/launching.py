@@ -15,7 +15,7 @@ from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.errors import NotStarted
-from clusterd.types import Device, HostId, JobId, JobKind, JobSpec, RankPlace
+from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -172,10 +172,8 @@ def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -
     """The argv under a plan: ``--tp {tp} --save /shared/{job}``; braces around anything else stay as they are."""
     if plan is None:
         return list(command)
-    values: dict[str, int | str] = {
-        "job": job, "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "zero": plan.zero, "accumulation": plan.accumulation,
-        "devices": plan.ranks, "hosts": hosts,
-    }  # fmt: skip
+    sizes = (job, plan.dp, plan.tp, plan.pp, plan.zero, plan.accumulation, plan.ranks, hosts)
+    values = dict(zip(TEMPLATE_NAMES, sizes, strict=True))
     names = "|".join(values)
     return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), word) for word in command]
 

@@ -1,0 +1,81 @@
+"""One job file, many jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clusterd.errors import UsageError
+from clusterd.sweep import parse_sweep, swept
+from clusterd.types import JobSpec
+from tests.conftest import RunningCluster
+
+
+def test_every_combination_is_a_job(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os, sys\nprint(*sys.argv[1:], os.environ['SEED'], os.environ['KEPT'])\n")
+    file = tmp_path / "job.toml"
+    file.write_text('name = "net"\ncommand = ["python3", "train.py", "--lr={LR}", "{other}"]\n[env]\nKEPT = "no"\n')
+    sweep = ("--sweep", "LR=1e-3,3e-4", "--sweep", "SEED=1,2", "--env", "KEPT=yes")
+    said = local_cluster.run("submit", *sweep, "--dry-run", str(file)).stdout
+    assert "net_LR3e-4_SEED2 would start now" in said
+    answer = local_cluster.run("submit", *sweep, "--wait", str(file))
+    jobs = answer.stdout.split()
+    assert len(jobs) == 4
+    assert answer.stderr.count("sending") == 1, "the working directory is packed and sent once"
+    assert "4 jobs are queued, net_LR1e-3_SEED1 to net_LR3e-4_SEED2" in answer.stderr
+    printed = [local_cluster.run("logs", job).stdout for job in jobs]
+    assert printed == [f"--lr={lr} {{other}} {seed} yes\n" for lr in ("1e-3", "3e-4") for seed in (1, 2)]
+    assert "env        KEPT=yes LR=3e-4 SEED=1" in local_cluster.run("show", "net_LR3e-4_SEED1").stdout
+
+
+def test_a_sweep_on_the_command_line(local_cluster: RunningCluster) -> None:
+    script = ("--", "sh", "-c", "exit {CODE}")
+    jobs = local_cluster.run("run", "-d", "--no-snapshot", "--sweep", "CODE=0,3", *script).stdout.split()
+    assert local_cluster.run("wait", *jobs, check=False).returncode == 3
+    answer = local_cluster.run("run", "--sweep", "CODE=0,3", *script, check=False)
+    assert answer.returncode == 2
+    assert "add --detach" in answer.stderr
+
+
+def test_the_first_failure_is_the_exit_code(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('command = ["sh", "-c", "exit {CODE}"]\n')
+    answer = local_cluster.run("submit", "--sweep", "CODE=0,4,3", "--wait", "-o", "json", str(file), check=False)
+    assert answer.returncode == 4
+    assert [row["name"] for row in json.loads(answer.stdout)] == ["job_CODE0", "job_CODE4", "job_CODE3"]
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (["LR"], "write NAME=VALUE"),
+        (["LR=1,,2"], "write NAME=VALUE"),
+        (["1LR=1"], "write NAME=VALUE"),
+        (["dp=1,2"], "choose another name"),
+        (["LR=1", "LR=2"], "given twice"),
+        (["LR=1,1"], "there twice"),
+        ([f"A={','.join(map(str, range(101)))}", f"B={','.join(map(str, range(10)))}"], "1010 jobs"),
+    ],
+)
+def test_what_is_no_sweep(given: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        parse_sweep(given)
+
+
+_VALUES = st.lists(st.text("ab/ .=0é", min_size=1, max_size=40), min_size=1, max_size=4, unique=True)
+
+
+@given(st.dictionaries(st.sampled_from(["LR", "SEED", "DATA"]), _VALUES, max_size=3))
+def test_jobs_of_a_sweep_have_names_of_their_own(values: dict[str, list[str]]) -> None:
+    specs = swept(JobSpec(name="net", command=("train",)), values)
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len(names)
+    assert all(
+        len(name) <= 63 and name.isascii() and name.replace("_", "").replace("-", "").replace(".", "").isalnum()
+        for name in names
+    )
+    assert len({tuple(spec.env.items()) for spec in specs}) == len(specs)
