@@ -1,0 +1,48 @@
+"""docs/client.md says what the socket understands."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from clusterd.daemon import api, by_hand, fetching, forgetting, joblogs, membership, speed, terminals
+from tests.conftest import RunningCluster
+
+PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
+
+
+def test_its_example_runs(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        env=local_cluster.environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("42\n")
+
+
+def test_every_verb_is_told_with_its_arguments() -> None:
+    told = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
+    there: dict[str, list[str]] = {}
+    for rooms in (
+        api.Api, by_hand.ByHand, fetching.Fetching, forgetting.Forgetting, membership.Membership, speed.Speed,
+        terminals.Terminals,
+    ):  # fmt: skip
+        for name, verb in inspect.getmembers(rooms, inspect.isfunction):
+            of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]
+            if of == "peer" and not name.startswith("_") and _is_verb(verb):
+                there[name] = arguments or [""]
+    there["logs"] = list(inspect.signature(joblogs.JobLogs.follow).parameters)[2:]
+    assert told == there
+
+
+def _is_verb(function: object) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
