@@ -9,6 +9,7 @@ import click
 
 from clusterd.cli.completing import complete_job
 from clusterd.cli.jobs import time_s
+from clusterd.cli.naming import own_jobs
 from clusterd.cli.output import note, raise_all
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
@@ -23,7 +24,7 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
     """Remove logs, steps and working directories of jobs that are over, here and on their hosts.
 
     What a job wrote into its working directory goes with it; checkpoints elsewhere and the job's line in `clusterd ls
-    --all` stay.
+    --all` stay. 'net_*' is those of yours that have such a name and are over.
     """
     if bool(jobs) == (older is not None):
         raise UsageError("name jobs, or say --older TIME")
@@ -31,7 +32,7 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
     failures: list[ClusterError] = []
     freed, left = 0, set()
     with Client() as cluster:
-        chosen = list(jobs) if limit_s is None else _ended_before(cluster, limit_s)
+        chosen = own_jobs(cluster, jobs, over=True) if limit_s is None else _ended_before(cluster, limit_s)
         for job in chosen:
             try:
                 if dry_run:

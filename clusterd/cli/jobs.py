@@ -9,6 +9,7 @@ import click
 
 from clusterd.cli.completing import complete_job
 from clusterd.cli.following import exit_code, show_logs, until_over, wait_for
+from clusterd.cli.naming import is_meant, own_jobs
 from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
@@ -19,13 +20,16 @@ SILENT_S, SILENT_STEPS = 60.0, 20
 
 
 @click.command()
+@click.argument("jobs", nargs=-1, shell_complete=complete_job)
 @click.option("-a", "--all", "everything", is_flag=True, help="Finished jobs too.")
 @click.option("--state", help="Only jobs in this state.")
 @output_option
-def ls(everything: bool, state: str | None, output: str) -> None:
-    """List jobs: those that are not over, and with --all the others."""
+def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) -> None:
+    """List jobs: those that are not over, and with --all the others; of JOBS alone, which may be 'net_*'."""
     with Client() as cluster:
         rows = cluster.call("jobs", all=everything or state is not None)
+    if jobs:
+        rows = [row for row in rows if is_meant(row, jobs)]
     if state is not None:
         _check_state(state)
         rows = [row for row in rows if row["state"] == state]
@@ -38,9 +42,9 @@ def ls(everything: bool, state: str | None, output: str) -> None:
         headings.insert(1, "user")
         for row, line in zip(rows, lines, strict=True):
             line.insert(1, row["user"])
-    empty = (
-        "no jobs" if everything or state else "no jobs are queued or running (clusterd ls --all shows finished ones)"
-    )
+    empty = "no jobs are queued or running (clusterd ls --all shows finished ones)"
+    if jobs or everything or state:
+        empty = "no such jobs" if jobs else "no jobs"
     show_table(headings, lines, empty)
 
 
@@ -147,11 +151,11 @@ def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @click.option("--wait", "and_wait", is_flag=True, help="Until their devices are free.")
 def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
-    """End jobs and free what they hold."""
+    """End jobs and free what they hold; 'net_*' is those of yours that have such a name and are not over."""
     failures: list[ClusterError] = []
     with Client() as cluster:
         rows = []
-        for job in jobs:
+        for job in own_jobs(cluster, jobs, over=False):
             try:
                 rows.append(cluster.call("cancel", job=job))
             except ClusterError as error:

@@ -49,6 +49,22 @@ def test_the_first_failure_is_the_exit_code(local_cluster: RunningCluster, tmp_p
     assert [row["name"] for row in json.loads(answer.stdout)] == ["job_CODE0", "job_CODE4", "job_CODE3"]
 
 
+def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster) -> None:
+    script = ("--name", "net", "--", "sleep", "1000")
+    other = local_cluster.run("run", "-d", "--no-snapshot", "--name", "other", *script[2:]).stdout.strip()
+    jobs = local_cluster.run("run", "-d", "--no-snapshot", "--sweep", "LR=1,2,3", *script).stdout.split()
+    listed = local_cluster.run("ls", "net_*", "-o", "json").stdout
+    assert [row["id"] for row in json.loads(listed)] == jobs
+    local_cluster.run("cancel", "--wait", "net_LR[12]", "net_LR1")
+    assert [local_cluster.job(job)["state"] for job in jobs[:2]] == ["cancelled"] * 2
+    local_cluster.run("cancel", "--wait", "net_*")
+    assert [row["id"] for row in json.loads(local_cluster.run("ls", "-o", "json").stdout)] == [other]
+    answer = local_cluster.run("cancel", "net_*", check=False)
+    assert answer.returncode == 2
+    assert "no job of yours that is not over has a name like net_*" in answer.stderr
+    assert "3 jobs forgotten" in local_cluster.run("forget", "net_*").stderr
+
+
 @pytest.mark.parametrize(
     "given, told",
     [
