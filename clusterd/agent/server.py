@@ -149,7 +149,7 @@ class Agent:
             elif connection.reads_for is not None:
                 answer = await self._data(connection.reads_for, str(verb), message)
             elif connection.rank is not None:
-                answer = await self._asked_by_rank(connection.rank[0], str(verb), message)
+                answer = await self._asked_by_rank(*connection.rank, str(verb), message)
             elif verb == "hello":
                 self._callers.check(connection, verb)
                 answer = await self._hello(connection, message)
@@ -197,7 +197,7 @@ class Agent:
             connection.send(missed)
         return {}
 
-    async def _asked_by_rank(self, attempt: Attempt, verb: str, message: Message) -> Message:
+    async def _asked_by_rank(self, attempt: Attempt, rank: int, verb: str, message: Message) -> Message:
         if verb == "segment":
             return await self._moves.segment(attempt, message)
         if verb == "publish":
@@ -206,13 +206,16 @@ class Agent:
             return await self._moves.fetch(attempt, message)
         if verb == "segments":
             return self._moves.segments(message)
+        if verb == "failed":
+            self._attempts.failed(attempt, rank, str(message["reason"]), str(message["message"]))
+            return {}
         raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
 
     def _heard_from_rank(self, connection: Connection, message: Message) -> None:
         if connection.rank is None:
             return
         attempt, rank = connection.rank
-        if message["event"] == "failed":
+        if message["event"] == "failed":  # a rank that an agent before this one started
             self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
         elif message["event"] == "said":
             self._callers.tell_daemons(

@@ -24,6 +24,8 @@ SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done")
 
 RECONNECT_S = 1.0
 ANSWER_S = 120.0
+LAST_WORDS_S = 5.0
+"""For which a rank that failed waits to be heard, before it ends."""
 
 Message = dict[str, Any]
 Handler = Callable[[Message], None]
@@ -112,6 +114,12 @@ class Control:
         """Tells the daemon, through the agent; the last thing said is said again to an agent that comes later."""
         self._said = {"event": "said", "said": {"what": what, **more}}
         self._send(self._said)
+
+    def tell_failure(self, reason: str, message: str) -> None:
+        """Tells the agent why this rank is about to end, and waits until that is kept: what is on its way is lost."""
+        if self._context.control_socket:
+            with contextlib.suppress(AgentAbsent, AgentRefused):
+                self.ask("failed", LAST_WORDS_S, reason=reason, message=message)
 
     def say_again(self) -> None:
         """The last thing said, for a daemon that may not have been there to hear it."""

@@ -152,7 +152,7 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
         if control is not None:
             reason = refusal.reason if refusal is not None else "exit"
             message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
-            control.tell({"event": "failed", "reason": reason, "message": message})
+            control.tell_failure(reason, message)
         if refusal is None:
             raise
         exits.leave(refusal)

@@ -246,8 +246,11 @@ def test_a_rank_that_is_none_of_ours_is_not_let_in(
     wait_until(lambda: f'"kind": "{kind}"' in standin_agent.log(), "the refusal")
 
 
-def test_what_a_rank_says_about_its_failure_comes_with_its_end(standin_agent: AgentClient, tmp_path: Path) -> None:
-    failed = {"event": "failed", "reason": "plan", "message": "tp=3 does not divide 4 heads"}
+@pytest.mark.parametrize("how", [{"id": 2, "verb": "failed"}, {"event": "failed"}], ids=["now", "formerly"])
+def test_what_a_rank_says_about_its_failure_comes_with_its_end(
+    standin_agent: AgentClient, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    failed = {**how, "reason": "plan", "message": "tp=3 does not divide 4 heads"}
     source = dedent(HELLO).format(
         root=ROOT, changes={}, then=f"line.sendall(protocol.encode({failed})); line.recv(9); sys.exit(96)"
     )

@@ -170,6 +170,9 @@ class HostAgent:
             self._start(self._bring, message["move"], path, source)
         return {"path": str(path)}
 
+    def _failed(self, who: tuple[int, int], message: Message) -> Message:
+        return {}
+
     def _segments_(self, who: tuple[int, int], message: Message) -> Message:
         with self.network.news:
             return {"segments": [s for s in self._complete if s["move"] == message["move"]]}
