@@ -122,35 +122,46 @@ class Acting:
             await self._each("priority", f"priority {value}", calls)
 
     async def migrate(self, pin: bool = False) -> None:
-        """Choose a plan, see the cost, confirm, watch."""
-        from tui.migrate_dialog import OTHER, ChoosePlan, WatchMove, cost_lines
+        """Choose a plan, see the cost, confirm, watch; a job with a training loop of its own starts again under it."""
+        from tui.migrate_dialog import WatchMove, cost_lines
 
         job = self._job
-        if job.kind != "elastic" or job.state != "running":
-            raise ClusterError(f"{job.name} ({job.kind}) is {job.state}: only elastic jobs that run can be moved")
-        source = self._app.shared.source
-        try:
-            known = rows.read(rows.Plans, await source.call("plans", job=job.id))
-        except (ClusterError, rows.Malformed) as refused:
-            known = rows.Plans(known=str(refused))
-        plan: str | None = OTHER
-        if known.rows:
-            plan = await self._app.window(ChoosePlan(self._app.shared, job, known))
-        if plan == OTHER:
-            why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
-            hint = line("dp, tp, pp, zero, accumulation ... as in ", ("dp=2,tp=2", "key"))
-            title = f"move {job.name} from {job.plan} to"
-            plan = await self._app.ask(title, [hint, *why], job.plan or "", something("a plan, please"))
+        if job.kind == "command" or job.state != "running":
+            raise ClusterError(f"{job.name} ({job.kind}) is {job.state}: commands stay; other jobs move while they run")
+        plan = await self._chosen_plan(job)
         if plan is None:
             return
+        source = self._app.shared.source
         cost = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
         keys = {"P": "move and pin"} if pin else {"y": "move", "P": "move and pin it there"}
+        if cost.restarts:
+            keys = {"y": "start it again"}
         answer = await self._app.confirm(f"move {job.name}", cost_lines(cost), keys)
         if not answer:
             return
         begun = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
+        if begun.restarts:
+            self._app.notify(f"{job.name} saves, and starts again as {begun.plan}")
+            return
         watch = WatchMove(self._app.shared, job, begun.migrations, begun.predicted_downtime_s)
         await self._app.window(watch)
+
+    async def _chosen_plan(self, job: rows.Job) -> str | None:
+        """Out of those that are ranked, or as it is typed."""
+        from tui.migrate_dialog import OTHER, ChoosePlan
+
+        known = rows.Plans(known="its plans, and any that its command can be told")
+        if job.kind == "elastic":
+            try:
+                known = rows.read(rows.Plans, await self._app.shared.source.call("plans", job=job.id))
+            except (ClusterError, rows.Malformed) as refused:
+                known = rows.Plans(known=str(refused))
+        if known.rows and (plan := await self._app.window(ChoosePlan(self._app.shared, job, known))) != OTHER:
+            return plan
+        why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
+        hint = line("dp, tp, pp, zero, accumulation ... as in ", ("dp=2,tp=2", "key"))
+        title = f"move {job.name} from {job.plan} to"
+        return await self._app.ask(title, [hint, *why], job.plan or "", something("a plan, please"))
 
     async def pin(self) -> None:
         """Unpin what is pinned; otherwise move and pin."""

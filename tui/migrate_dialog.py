@@ -47,6 +47,12 @@ def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -
 
 def cost_lines(preview: rows.Cost) -> list[Line]:
     """What a move would do, out of `migrate`'s dry run."""
+    if preview.restarts:
+        return [
+            line(("from      ", "dim"), printable(preview.old)),
+            line(("to        ", "dim"), (printable(preview.plan), "bold")),
+            line("it saves, stops, and starts again; it is kept so until it is unpinned"),
+        ]
     moved = f"{size(preview.local_bytes)} within hosts, {size(preview.network_bytes)} over the network"
     if preview.crowded:  # no room for old and new ranks side by side
         moved = f"{size(preview.local_bytes)} through host memory; it stops and starts again"

@@ -317,6 +317,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     predicted_downtime_s: Seconds = 0.0
     crowded: str | None = None  # why it has to stop and start again
     migrations: int = 0  # of the job so far
+    restarts: bool = False  # it has a training loop of its own, and starts again
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):

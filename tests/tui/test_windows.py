@@ -61,6 +61,24 @@ def test_the_best_plan_is_first_and_its_cost_is_asked_before_anything_moves() ->
     drive(script)
 
 
+def test_a_job_with_a_loop_of_its_own_is_started_again() -> None:
+    async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
+        job = {"id": "1", "name": "own", "kind": "checkpointable", "state": "running", "plan": "dp=4"}
+        await source.queue.put({"number": 9, "jobs": [job]})
+        await until(pilot, lambda: app.shared.model.jobs["1"].kind == "checkpointable")
+        source.answers["migrate"] = {"from": "dp=4", "plan": "dp=2", "restarts": True}
+        await pilot.press("m")
+        await window(pilot)
+        await pilot.press(*["backspace"] * 4, *"dp=2", "enter")
+        await until(pilot, lambda: type(app.screen).__name__ == "Confirm")
+        await pilot.press("y")
+        await until(pilot, lambda: len(app.screen_stack) == 1)
+        assert source.calls[-1] == ("migrate", {"job": "1", "plan": "dp=2", "pin": False})
+        assert not any(verb == "plans" for verb, _ in source.calls)
+
+    drive(script)
+
+
 def test_a_refused_verb_is_said_in_the_daemons_words() -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         await pilot.press("w")
