@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from clusterd.core import decisions as d
@@ -17,11 +17,14 @@ from clusterd.core import events as e
 from clusterd.core.dependencies import in_vain, waits_for
 from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
-from clusterd.core.state import Description, Host, Job, Outcome
+from clusterd.core.state import Description, Job, Outcome
 from clusterd.core.view import Policy, Proposal, Refusal, View
-from clusterd.types import AttemptState, HostId, JobKind, JobState
+from clusterd.types import AttemptState, JobKind, JobState
 
 __all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
+
+DESCRIPTIONS_AT_ONCE = 2
+"""On one host: they share the memory and the few cores that its jobs leave, and a sweep has hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +147,22 @@ class Scheduler(OnHosts):
         new = [job for job in new if waits_for(job.spec, self.state) is None]
         if not new:
             return
+        usable = [host for host in self.state.hosts.values() if host.unusable is None]
         asked = Counter(job.described_on for job in queued if job.described_on is not None)
-        for job in new:
-            host = self._host_to_describe(job, asked)
+        room = [host for host in usable if asked[host.id] < DESCRIPTIONS_AT_ONCE]
+        for job in sorted(new, key=lambda job: -job.priority):
+            host = min(
+                (h for h in room if job.admits(h.id)), key=lambda h: (asked[h.id], h.cores_used, h.id), default=None
+            )
             if host is None:
-                self._hold(job, "waits for a host to tell its model on")
+                if not any(job.admits(h.id) for h in usable):
+                    self._hold(job, "waits for a host to tell its model on")
                 continue
             job.description, job.described_on = Description.ASKED, host.id
             asked[host.id] += 1
+            room = [h for h in room if asked[h.id] < DESCRIPTIONS_AT_ONCE]
             reason = f"{job.spec.name} is new here: its model is built without storage to learn its shape"
             self._decide(d.DescribeModel(cause=self._cause, reason=reason, job=job.id, host=host.id))
-
-    def _host_to_describe(self, job: Job, asked: Mapping[HostId, int]) -> Host | None:
-        """Descriptions asked of a host at once share its few spare cores: take the least busy."""
-        usable = [h for h in self.state.hosts.values() if h.unusable is None and job.admits(h.id)]
-        return min(usable, key=lambda h: (asked.get(h.id, 0), h.cores_used, h.id), default=None)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
