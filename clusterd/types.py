@@ -71,6 +71,7 @@ class Reason(StrEnum):
     SIGNAL = "signal"
     OOM = "oom"  # the kernel killed it for host memory
     DEVICE_OOM = "device-oom"
+    DEVICE_FAULT = "device-fault"  # the GPU failed, as its driver says
     CROWDED = "crowded"  # out of device memory while a move prepared other ranks beside it, as the core finds
     PORT = "port"  # the rendezvous port was taken
     NO_TORCH = "no-torch"
@@ -82,7 +83,7 @@ class Reason(StrEnum):
     @property
     def is_infrastructure(self) -> bool:
         """Not the job's fault: the job is queued again rather than failed."""
-        return self in (Reason.LOST, Reason.PORT, Reason.DATA, Reason.CROWDED)
+        return self in (Reason.LOST, Reason.PORT, Reason.DATA, Reason.CROWDED, Reason.DEVICE_FAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,7 @@ class Device:
     memory_bytes: int
     cores: tuple[int, ...] = ()  # of a CPU device
     foreign: str = ""  # who else uses it, in words; not offered while it says so
+    exclusive: bool = False  # its driver lets in one process at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +184,7 @@ class RankEnd:
             return f"killed by signal {self.signal}"
         if self.reason is Reason.EXIT:
             return f"exit code {self.exit_code}" + (f": {self.message}" if self.message else "")
-        if self.reason is Reason.PLAN and self.message:
+        if self.reason in (Reason.PLAN, Reason.DEVICE_FAULT, Reason.NO_TORCH) and self.message:
             return self.message
         return _ENDS.get(self.reason, self.reason.value)
 
@@ -190,6 +192,7 @@ class RankEnd:
 _ENDS = {
     Reason.OOM: "killed by the kernel: out of host memory",
     Reason.DEVICE_OOM: "out of device memory",
+    Reason.DEVICE_FAULT: "its GPU failed",
     Reason.CROWDED: "out of device memory, beside ranks that a move prepared there",
     Reason.PORT: "the rendezvous port was taken",
     Reason.NO_TORCH: "its Python environment has no torch that works there",

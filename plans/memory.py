@@ -108,7 +108,11 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
 
     host = 0
     if plan.offload != "none":
-        host, state, temporaries = state + 2 * shard, 0, 0
+        parts = plan.dp if plan.zero >= 2 else 1
+        each = [-(-p.local_bytes(plan.tp) // parts) for p in mine if p.trainable]
+        # Parameters and gradients; torch pins memory in powers of two.
+        host = state + 2 * sum(1 << (n - 1).bit_length() if kind == "cuda" and n else n for n in each)
+        state, temporaries = 0, 0
     if plan.offload == "parameters":
         parameters = 0
         gradients -= shard

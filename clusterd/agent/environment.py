@@ -18,7 +18,13 @@ _OF_RANKS = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CLUSTERD_RANK_FILE",
 )  # fmt: skip
 
-SURVIVES_PEERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+SURVIVES_PEERS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # of the watchdog, which ends the process before its script has said why
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # for which the watchdog keeps the process from anything else, for a minute
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+}
 """torch would end a process whose NCCL peer is gone; a rank of ours is told, and hands over what it holds."""
 
 

@@ -15,17 +15,24 @@ from clusterd.agent import processes
 
 _SUCCESS = 0
 _NOT_SUPPORTED = 3
+_NO_PERMISSION = 4
 _INSUFFICIENT_SIZE = 7
 _DRIVER_NOT_LOADED = 9
 _LIBRARY_MISMATCH = 18
 _NOT_AVAILABLE = (1 << 64) - 1
 _PROCESSES_MAX = 1024
+_MODE_EXCLUSIVE, _MODE_PROHIBITED = 3, 2
 _MIG_IS_ON = "MIG is on: a GPU that is cut into instances is not offered (off: `nvidia-smi -mig 0`)"
+_PROHIBITED = "its compute mode lets nobody in (`nvidia-smi -c 0` as root does)"
 _NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
 
 
 class NvmlError(Exception):
     """The driver answers, but with an error."""
+
+
+class _NotOffered(NvmlError):
+    """A GPU that is well, and not for us: to ask the driver anew would change nothing."""
 
 
 class _Memory(ctypes.Structure):
@@ -49,10 +56,15 @@ Gpu = dict[str, Any]
 
 
 class Nvml:
-    """The loaded library. One per agent: its first call costs the driver tens of milliseconds."""
+    """The loaded library. One per agent: its first call costs the driver tens of milliseconds.
+
+    Attributes:
+        is_stale: something is wrong that the driver may have mended for those who load it anew.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self.is_stale = False
         self._check(self._call("nvmlInit_v2"))
 
     def close(self) -> None:
@@ -70,13 +82,16 @@ class Nvml:
             NvmlError: the driver refused, as after its upgrade under a running kernel.
         """
         count = ctypes.c_uint()
+        self.is_stale = True
         self._check(self._call("nvmlDeviceGetCount_v2", ctypes.byref(count)))
         found, wrong = [], []
+        self.is_stale = False
         for index in range(count.value):
             try:
                 found.append(self._gpu(index))
             except NvmlError as error:  # one that fell off the bus leaves the others as they are
                 wrong.append(f"GPU {index}: {error}")
+                self.is_stale |= not isinstance(error, _NotOffered)
         return found, "; ".join(wrong) or None
 
     def _gpu(self, index: int) -> Gpu:
@@ -84,7 +99,12 @@ class Nvml:
         self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
         mode, pending = ctypes.c_uint(), ctypes.c_uint()
         if self._tell("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)) and mode.value:
-            raise NvmlError(_MIG_IS_ON)
+            raise _NotOffered(_MIG_IS_ON)
+        compute = ctypes.c_uint()
+        if not self._tell("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute)):
+            compute.value = 0
+        if compute.value == _MODE_PROHIBITED:
+            raise _NotOffered(_PROHIBITED)
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         if code == _NOT_SUPPORTED:
@@ -99,6 +119,7 @@ class Nvml:
             "uuid": self._text("nvmlDeviceGetUUID", handle),
             "index": index,
             "name": self._text("nvmlDeviceGetName", handle),
+            "exclusive": compute.value == _MODE_EXCLUSIVE,
             "memory_bytes": memory.total,
             "memory_used_bytes": None if shared else memory.used,
             "utilisation": utilisation.gpu / 100 if known else None,
@@ -144,7 +165,8 @@ class Nvml:
             raise NvmlError("the NVIDIA kernel driver is not loaded: run `nvidia-smi` as root, or reboot this host")
         self._library.nvmlErrorString.restype = ctypes.c_char_p
         text = self._library.nvmlErrorString(code)
-        raise NvmlError(f"the NVIDIA driver says: {text.decode(errors='replace') if text else f'error {code}'}")
+        kind = _NotOffered if code == _NO_PERMISSION else NvmlError
+        raise kind(f"the NVIDIA driver says: {text.decode(errors='replace') if text else f'error {code}'}")
 
 
 class Probe:
@@ -170,7 +192,7 @@ class Probe:
             return self._by_program()
         except (NvmlError, AttributeError) as error:
             found, wrong = [], str(error)
-        if wrong is not None and self._nvml is not None:
+        if self._nvml is not None and self._nvml.is_stale:
             self._nvml.close()
             self._nvml = None  # to be loaded anew at the next look: a reset, or a driver that came back
         return found, wrong
@@ -178,7 +200,7 @@ class Probe:
     def _by_program(self) -> tuple[list[Gpu], str | None]:
         try:
             devices = self._query(
-                "--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu,mig.mode.current"
+                "--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu,mig.mode.current,compute_mode"
             )
             apps = self._query("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
         except FileNotFoundError:
@@ -220,9 +242,9 @@ def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
             users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
     gpus, wrong = [], []
     for line in filter(None, map(str.strip, devices.splitlines())):
-        uuid, index, name, total, memory_used, utilisation, mig = (part.strip() for part in line.split(","))
-        if mig == "Enabled":
-            wrong.append(f"GPU {index}: {_MIG_IS_ON}")
+        uuid, index, name, total, memory_used, utilisation, mig, mode = (part.strip() for part in line.split(","))
+        if mig == "Enabled" or mode == "Prohibited":
+            wrong.append(f"GPU {index}: {_MIG_IS_ON if mig == 'Enabled' else _PROHIBITED}")
             continue
         memory_bytes = _mebibytes(total)
         if total in _NO_SUCH_VALUE:
@@ -235,6 +257,7 @@ def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
                 "uuid": uuid,
                 "index": int(index),
                 "name": name,
+                "exclusive": mode == "Exclusive_Process",
                 "memory_bytes": memory_bytes,
                 "memory_used_bytes": _mebibytes(memory_used),
                 "utilisation": int(utilisation) / 100 if utilisation.isdigit() else None,

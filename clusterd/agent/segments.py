@@ -28,6 +28,10 @@ from clusterd.agent.records import Refused
 SPARE_SHARE = 0.1
 """Of a segment's size, that must stay free beside it: others use shared memory too."""
 
+OTHERS_BYTES_MAX = 1 << 30
+OTHERS_SHARE = 0.1
+"""Of all shared memory, that stays free too: NCCL and loaders of data have theirs there, and go without warning."""
+
 OWNER = "owner"
 """File of a store in memory that names its agent's directory, and is locked while that agent lives."""
 
@@ -233,10 +237,12 @@ class Store:
 
     def _room_bytes(self, place: Path) -> int:
         free = _free_bytes(place)
+        if place == self._places[0]:
+            free -= min(OTHERS_BYTES_MAX, int(_total_bytes(place) * OTHERS_SHARE))
         said = (read_json(self._limits) or {}) if self._limits is not None else {}
         limit = said.get("memory_bytes" if place == self._places[0] else "disk_bytes")
         if limit is None:
-            return free
+            return max(free, 0)
         with self._lock:
             taken = sum(s.file_bytes for s in (*self._segments.values(), *self._pool) if s.path.parent == place)
         return max(min(free, int(limit) - taken), 0)
@@ -251,6 +257,11 @@ class Store:
 def _free_bytes(place: Path) -> int:
     found = os.statvfs(place)
     return found.f_bavail * found.f_frsize
+
+
+def _total_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_blocks * found.f_frsize
 
 
 def _make_present(path: Path, size: int) -> mmap.mmap:

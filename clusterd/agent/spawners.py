@@ -28,8 +28,9 @@ _READ_AT_START = (
     "OPENBLAS_",
     "MALLOC_",
     "GLIBC_",
-    "TORCH_",
+    "TORCH",  # TORCHINDUCTOR_ and TORCHDYNAMO_ too
     "PYTORCH_",
+    "TRITON_",
 )
 """Variables that libraries read while they load: without effect in a fork, so part of a server's identity."""
 

@@ -137,6 +137,7 @@ def got_on(attempt: Attempt, now_s: float) -> bool:
 # What explains the other ends comes first: when a host is lost, the ranks elsewhere fail for lack of it.
 _CAUSES = (
     Reason.LOST,
+    Reason.DEVICE_FAULT,
     Reason.CROWDED,
     Reason.PORT,
     Reason.DATA,
@@ -208,10 +209,10 @@ def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
     return number, end
 
 
-def lacks_torch(attempt: Attempt) -> tuple[HostId, str] | None:
-    """The host whose environment made the attempt end at its start, and what was said; another's may be whole."""
+def at_fault(attempt: Attempt) -> tuple[HostId, str] | None:
+    """The host whose environment or GPU made the attempt end, and what was said; another's may be whole."""
     cause = root_cause(attempt) if attempt.outcome is None else None
-    if cause is None or cause[1].reason is not Reason.NO_TORCH:
+    if cause is None or cause[1].reason not in (Reason.NO_TORCH, Reason.DEVICE_FAULT):
         return None
     return attempt.ranks[cause[0]].place.host, str(cause[1])
 

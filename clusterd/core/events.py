@@ -247,7 +247,7 @@ class RankOrphaned(Event):
     attempt: int
     generation: int
     rank: int
-    step: int
+    step: int  # -1: of no step, parameters were torn in the middle of an update
     may_finish: bool = False  # it has all that the next step needs of others, should one of them have made that step
     out_of_memory: bool = False  # its own plan does not fit its device; peers that it cuts off say no such thing
 
@@ -351,6 +351,7 @@ class MigrationFailed(Event):
     phase: str
     why: str
     host: HostId | None = None  # that could not start the new ranks
+    out_of_memory: bool = False  # a new rank found too little on its device
 
 
 EVENTS: dict[str, type[Event]] = {

@@ -67,6 +67,8 @@ def crowded(
     shared = [d for d in of_ranks(hosts, attempt) if d.id in devices]
     if not shared or attempt.plan is None or job.shape is None:
         return None
+    if one := next((d.id for d in shared if d.exclusive), None):
+        return f"{one} takes one process at a time (its compute mode: `nvidia-smi -c 0` as root lets in several)"
     if job.needs_room:
         return "a rank of it ran out of memory before while others were made ready beside it"
     tightest = min(shared, key=lambda d: d.memory_bytes)

@@ -171,7 +171,11 @@ class OnMigrations(Stopping):
         attempt = self._migrating(event.job, event.attempt, event.generation)
         if attempt is None:
             return
-        lost = attempt.migration.lost if attempt.migration is not None else ()
+        migration = attempt.migration
+        lost = migration.lost if migration is not None else ()
+        if event.out_of_memory and migration is not None:
+            beside = {place.device for place in migration.places}.intersection(attempt.devices)
+            self.state.jobs[event.job].needs_room |= bool(beside)
         why = event.why
         if event.host is not None:
             why = f"{event.host} did not start it: {event.why}"

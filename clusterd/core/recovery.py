@@ -24,7 +24,7 @@ NOTICE_S = 5.0
 WAIT_FOR_SURVIVORS_S = 90.0
 """For ranks that were told to say what they hold."""
 
-_SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM, Reason.CROWDED)
+_SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM, Reason.CROWDED, Reason.DEVICE_FAULT)
 """Ends without a word of the job's own: the code did not fail, something took its process away."""
 
 
@@ -60,6 +60,8 @@ def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
     if before is None:
         return Refusal(job.id, f"{attempt.plan} ran out of memory, and no other plan ran before it")
     steps = set(attempt.orphaned.values())
+    if min(steps) < 0:
+        return Refusal(job.id, f"{attempt.plan} ran out of memory while other ranks changed their parameters")
     if len(steps) != 1:
         return Refusal(job.id, f"{attempt.plan} ran out of memory with ranks at different steps: {sorted(steps)}")
     answer = trials.move_for(job, attempt, before, view.hosts, f"{attempt.plan} ran out of memory: back to {before}")
@@ -67,8 +69,9 @@ def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
 
 
 def outlived_by(attempt: Attempt, step: int) -> set[int]:
-    """Survivors that hold the state of the end of `step`, or can make it."""
-    return {r for r, at in attempt.orphaned.items() if at == step or (at == step - 1 and r in attempt.may_finish)}
+    """Survivors that hold the state of the end of `step`, or can make it; none, where that step is none."""
+    behind = {r for r, at in attempt.orphaned.items() if at == step - 1 and r in attempt.may_finish}
+    return {r for r, at in attempt.orphaned.items() if at == step} | behind if step >= 0 else set()
 
 
 def is_crowded(job: Job, attempt: Attempt, move: Move, hosts: Mapping[HostId, Host]) -> bool:

@@ -9,9 +9,16 @@ from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Job, Migration, Outcome, Retired
 from clusterd.core.view import Start
 from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState
+from plans.model_shape import ModelShape
 
 KEEPING_S = 60.0
-"""At least, for ranks to end their step and copy their state to host memory; then they are killed."""
+"""At least, beside steps and copies, for ranks to leave their state in host memory; then they are killed."""
+
+KEEPING_STEPS = 4
+"""That may end before all ranks have heard of it."""
+
+KEEPING_BYTES_PER_S = 1e9
+"""Of the whole state, with the making of the memory that it is copied to."""
 
 RESULT_S = 600.0
 """At least, for ranks to write what the job was trained for."""
@@ -46,7 +53,7 @@ class Stopping(Deciding):
         self.state.timers.pop(f"limit:{job.id}", None)
         self.state.timers.pop(f"recover:{job.id}", None)
         done = outcome is Outcome.TARGET_REACHED
-        grace_s = max(self._grace_s(attempt), KEEPING_S if keep else RESULT_S if done else 0.0)
+        grace_s = max(self._grace_s(attempt), _keeping_s(job) if keep else RESULT_S if done else 0.0)
         for host_id in attempt.hosts:
             self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, grace_s, why, keep, done)
         for host_id in attempt.hosts:
@@ -86,9 +93,9 @@ class Stopping(Deciding):
         attempt.ended_s = self._now_s
         job = self.state.jobs[attempt.job]
         devices = of_ranks(self.state.hosts, attempt)
-        lacking = attempts.lacks_torch(attempt)
-        if lacking is not None and self._try_elsewhere(job, lacking[0], lacking[1], devices):
-            attempt.outcome, attempt.why = Outcome.REFUSED, f"{lacking[0]} did not start it: {lacking[1]}"
+        unfit = attempts.at_fault(attempt)
+        if unfit is not None and self._try_elsewhere(job, *unfit, devices):
+            attempt.outcome, attempt.why = Outcome.REFUSED, f"{unfit[0]} cannot run it: {unfit[1]}"
         verdict = attempts.judge(job, attempt, devices[0].kind if devices else "cuda")
         if verdict.state is not JobState.QUEUED:
             self._end_job(job, verdict.state, verdict.reason, verdict.exit_code)
@@ -151,3 +158,8 @@ def _from_where(job: Job) -> str:
     if job.checkpoint is not None:
         return f", to go on from a newer snapshot in memory, or from step {job.checkpoint_step} ({job.checkpoint})"
     return ", to go on from a snapshot in memory if one is left: there is no checkpoint on disk"
+
+
+def _keeping_s(job: Job) -> float:
+    state_bytes = ModelShape.from_dict(job.shape).state_bytes if job.shape is not None else 0
+    return KEEPING_S + KEEPING_STEPS * (job.step_time_s or 0.0) + state_bytes / KEEPING_BYTES_PER_S

@@ -69,6 +69,7 @@ def _gpu(host: HostId, gpu: Mapping[str, Any]) -> Device:
         name=str(gpu["name"]),
         memory_bytes=int(gpu["memory_bytes"]),
         foreign=use,
+        exclusive=bool(gpu.get("exclusive", False)),
     )
 
 

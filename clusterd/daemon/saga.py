@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 180.0
 QUIESCE_TIMEOUT_S = 120.0
+STEPS_AWAITED = 4
+"""In either, on top: a word takes effect two steps later, and new ranks rehearse one beside the old ones."""
+
 TRANSFER_TIMEOUT_S = 600.0
 
 Launch = Callable[[d.StartMigration, dict[str, Any]], Coroutine[Any, Any, None]]
@@ -63,6 +66,7 @@ class Saga:
         self._heard: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
         self._news = anyio.Event()
         self._failure: str | None = None
+        self._out_of_memory = False
         self._phase = "prepare"
         self._measured: list[e.MigrationAdvanced] = []
         self._step = -1
@@ -89,6 +93,7 @@ class Saga:
     def hear(self, generation: int, rank: int, said: dict[str, Any]) -> None:
         """A rank said something about this move."""
         if said["what"] == "failed":
+            self._out_of_memory |= bool(said.get("out_of_memory"))
             self.fail(f"rank {rank} of generation {generation}: {said['why']}")
         self._heard.setdefault(said["what"], {})[generation, rank] = said
         self._wake()
@@ -148,7 +153,7 @@ class Saga:
     async def _make_room(self, move: dict[str, Any]) -> None:
         """Old ranks that wait anyway hand over and let go of their devices' memory before the new ones are made."""
         await self._tell_old(move)
-        await self._wait("prepared", self._old(), PREPARE_TIMEOUT_S)
+        await self._wait("prepared", self._old(), PREPARE_TIMEOUT_S + self._steps_s)
         await self._quiesce()
         self._phase = "prepare"
         await self._launch_standby(self.decision, move)
@@ -165,7 +170,7 @@ class Saga:
     async def _stand_by(self) -> None:
         """Old and new ranks are ready, and mean the same move."""
         new = {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
-        prepared = await self._wait("prepared", self._old() | new, PREPARE_TIMEOUT_S)
+        prepared = await self._wait("prepared", self._old() | new, PREPARE_TIMEOUT_S + self._steps_s)
         digests = {said["digest"] for said in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
@@ -198,7 +203,7 @@ class Saga:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
                 group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
-        quiesced = await self._wait("quiesced", self._old(), QUIESCE_TIMEOUT_S)
+        quiesced = await self._wait("quiesced", self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
         steps = {said["step"] for said in quiesced.values()}
         if len(steps) != 1:
             raise MoveFailed(f"old ranks stopped at different steps: {sorted(steps)}")
@@ -238,6 +243,11 @@ class Saga:
                 at_s=time.time(), step=self._step, network_bytes=network, local_bytes=local, **which
             )
             group.start_soon(self._engine.post, switch)
+
+    @property
+    def _steps_s(self) -> float:
+        job = self._engine.scheduler.state.jobs[self.decision.job]
+        return STEPS_AWAITED * (job.step_time_s or 0.0)
 
     # --- waiting and telling ------------------------------------------------------------------------------------------
 
@@ -301,6 +311,7 @@ class Saga:
                 phase=self._phase,
                 why=why,
                 host=host,
+                out_of_memory=self._out_of_memory,
             )
         )
 

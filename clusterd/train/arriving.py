@@ -93,7 +93,8 @@ class Arriving:
             training = self._arrive(make)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            self._control.say("failed", id=self.move_id, phase=self._phase, why=why)
+            full = isinstance(exits.of(error, where=""), exits.DeviceOutOfMemory)
+            self._control.say("failed", id=self.move_id, phase=self._phase, why=why, out_of_memory=full)
             raise MoveFailed(f"move {self.move_id} failed in phase {self._phase}: {why}") from error
         self._control.on("stop", lambda _: None)  # from now on between two steps
         # A daemon that says it once more did not hear that this rank trains.

@@ -14,6 +14,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -55,14 +56,20 @@ class Copies:
     def __init__(self, pieces: int, copies: Sequence[_Copy], blank: Sequence[torch.Tensor] = ()) -> None:
         self._pieces, self._copies, self._blank = pieces, copies, blank
 
-    def run(self, threads: int = 1) -> list[int]:
-        """Copies; returns the sum of each piece."""
+    def run(self, threads: int = 1, after: Any = None) -> list[int]:
+        """Copies; returns the sum of each piece.
+
+        Args:
+            after: an event on the device to begin after; None: all that is queued there.
+        """
         for tensor in self._blank:
             tensor.zero_()
         copies = self._copies
         device = next((t.device for copy in copies for t in (copy.target, copy.source) if t.is_cuda), None)
         if device is not None:
-            return self._totals(_on_stream(copies, device))
+            with _on_stream(device, after):
+                _copy(copies)
+                return self._totals(list(map(_word_sum, copies)))
         if threads == 1:
             return self._totals(_copied(copies))
         share = -(-sum(copy.target.nbytes for copy in copies) // threads)
@@ -144,14 +151,20 @@ def _copied(copies: Sequence[_Copy]) -> list[torch.Tensor]:
     return sums
 
 
-def _on_stream(copies: Sequence[_Copy], device: torch.device) -> list[torch.Tensor]:
-    """On a side stream, all at once and one wait at the end, whatever happens: what is copied may be unpinned then."""
+@contextmanager
+def _on_stream(device: torch.device, after: Any) -> Iterator[None]:
+    """On a side stream, waited for at the end, whatever happens: what is copied may be unpinned then.
+
+    Sums are read there too: on the main stream, that would be behind the next step.
+    """
     stream = _side_stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    if after is not None:
+        stream.wait_event(after)
+    else:
+        stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.cuda.stream(stream), torch.no_grad():
-            _copy(copies)
-            return list(map(_word_sum, copies))
+            yield
     finally:
         stream.synchronize()
 

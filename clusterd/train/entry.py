@@ -134,7 +134,7 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
     Under clusterd a stop ends the process (exit code 0); elsewhere it returns.
 
     Raises:
-        SystemExit: 94 to 98 where this rank cannot train (see `clusterd.train.exits`), 0 after a stop.
+        SystemExit: 93 to 98 where this rank cannot train (see `clusterd.train.exits`), 0 after a stop.
     """
     control = None
     try:

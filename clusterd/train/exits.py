@@ -7,14 +7,29 @@ from typing import Any
 
 from clusterd.datasets import DataUnreachable
 
+DEVICE_FAULT = 93
 DATA = 94
 DEVICE_OOM = 95
 PLAN = 96
 NO_TORCH = 97
 PORT = 98
 
-REASONS = {DATA: "data", DEVICE_OOM: "device-oom", PLAN: "plan", NO_TORCH: "no-torch", PORT: "port"}
+REASONS = {
+    DEVICE_FAULT: "device-fault",
+    DATA: "data",
+    DEVICE_OOM: "device-oom",
+    PLAN: "plan",
+    NO_TORCH: "no-torch",
+    PORT: "port",
+}
 
+_FAULTS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "GPU is lost",
+)
+"""CUDA's words for hardware that failed; what a kernel of the script's did wrong has others."""
 
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
@@ -67,6 +82,12 @@ class DeviceOutOfMemory(TrainError):
     exit_code = DEVICE_OOM
 
 
+class DeviceFault(TrainError):
+    """The GPU itself failed; on another the job may go on."""
+
+    exit_code = DEVICE_FAULT
+
+
 class DataAway(TrainError):
     """No host that has the job's data could be reached; later one may be."""
 
@@ -91,6 +112,8 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
         if isinstance(cause, DataUnreachable):
             said = text.strip().rpartition("DataUnreachable: ")[2]  # a loader's worker puts its traceback before it
             return DataAway(f"{where}: {said}")
+        if any(sign in text for sign in _FAULTS):
+            return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
             return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
         # torch's store tells it as a RuntimeError; an OSError is of a socket of the script's own.

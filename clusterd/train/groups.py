@@ -91,7 +91,8 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
         if device.type == "cpu":
             dist.destroy_process_group()
         raise
-    dist.destroy_process_group()
+    if dist.is_initialized():  # and not torn down because peers were said to be gone
+        dist.destroy_process_group()
 
 
 def _connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:

@@ -264,6 +264,7 @@ class Leaving:
 def let_go(training: Trained, live: Live) -> None:
     """Frees what was handed over, and gradients: this rank is only waited for by those who are to take its place."""
     training.optimizer.zero_grad()
+    training.parallel.drop_buckets()
     for holding in live.values():
         for tensor in holding.tensors:
             if tensor is not None and tensor.untyped_storage().resizable():

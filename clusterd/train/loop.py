@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +27,15 @@ from clusterd.train.step import Stepper
 from plans.model_shape import ModelShape
 
 ORPHAN_WAIT_S = 600.0
+
+FIRST_STEPS = 5
+"""After a move; in them all wait for each other: where memory runs out it does so then, and nobody may be ahead."""
+
+SETTLES_S = 2.0
+"""For a device to end an update that waits for nobody."""
+
+TORN = -1
+"""The step of a rank whose parameters are of none."""
 
 StepSeen = Callable[[int, float, float, "dict[str, Any]"], None]
 """Called on every rank with a finished step: its number, the global loss, its seconds; now and then where they went."""
@@ -69,10 +79,14 @@ class Loop:
         self._lacking = 0.0  # as the last agreement had it that was looked into
         self._ended_at_s = time.time()
         self._cut_off = False
+        self._tearing = threading.Lock()
         self._done = False  # when it is stopped: it is where it was to get
         self._agreement: Agreement | None = None
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
+        self._waits_until = training.step + FIRST_STEPS if training.context.move is not None else 0
+        self._updated: Any = None  # event on the device: the last step is done there
+        self._whole = 0  # a step that was, when connections were torn up
         self._cores = 0  # to compute on from the next step on; 0: as it is
         watched = training.device.type == "cuda" and dist.is_initialized()
         self._hangs = peers.HangWatch(COLLECTIVE_TIMEOUT_S if watched else None, self._lose_peers)
@@ -128,6 +142,9 @@ class Loop:
             self._hangs.begin()
             training.stepper.step(inputs, targets, self._agree)
             self._ended_at_s = time.time()
+            if training.device.type == "cuda":
+                self._updated = torch.cuda.Event()
+                self._updated.record()
             training.step += 1
             agreement = self._agreement
             assert agreement is not None
@@ -170,7 +187,7 @@ class Loop:
 
     def _agree(self, contribution: torch.Tensor) -> None:
         self._agreement = Agreement(contribution, self._control.flags(), self._training.parallel.without_gradient())
-        if self._replicated:
+        if self._replicated or self._training.step < self._waits_until:
             self._agreement.wait()
         self._check_cut_off()
         self._snapshots.copied()
@@ -236,7 +253,8 @@ class Loop:
         what = "out of memory" if no_memory else "peers are gone"
         print(f"clusterd: {what} after step {training.step}: {exits.first_line(error)}", flush=True)
         may_finish = training.stepper.complete and self._replicated and self._gradients_arrived()
-        peers.cut_off()
+        self._tear_up()
+        whole = training.device.type != "cuda" or self._replicated or self._whole == training.step
         if self._pending is not None:
             # Done, though its loss may never have been summed up; replicas waited for that within the step.
             step, time_s, agreement = self._pending
@@ -247,7 +265,8 @@ class Loop:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__
         training.stepper.clear(gradients=not may_finish)
-        self._control.say("orphaned", step=training.step, updated=True, may_finish=may_finish, out_of_memory=no_memory)
+        step = training.step if whole else TORN
+        self._control.say("orphaned", step=step, updated=True, may_finish=may_finish, out_of_memory=no_memory)
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:
             if may_finish and move.step == training.step + 1:
@@ -272,6 +291,29 @@ class Loop:
 
     def _lose_peers(self, reason: str) -> None:
         """Somebody knows before the connections do: a host that is gone closes none."""
-        self._cut_off = True
         print(f"clusterd: peers are gone: {reason}", flush=True)
+        self._tear_up()
+
+    def _tear_up(self) -> None:
+        """Ends all connections, having noted which step the device has ended.
+
+        It may hold the next update already, queued behind a sum that never came and that this makes up.
+        """
+        with self._tearing:  # of two threads, the one that comes second would see what the first has made up
+            step = self._training.step
+            if not self._cut_off:
+                self._whole = step if self._is_done() else TORN
+            self._cut_off = True
         peers.cut_off()
+
+    def _is_done(self) -> bool:
+        """Whether the update of the last step is made on the device too, or is in a moment."""
+        deadline = time.monotonic() + SETTLES_S
+        try:
+            while self._updated is not None and not self._updated.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.01)
+        except RuntimeError:  # the device is gone itself
+            return False
+        return True

@@ -127,6 +127,12 @@ class Parallel:
         if looks and self._all_trained and not self._find_unused:
             self.runner = self._replicated(look_for_unused=False)
 
+    def drop_buckets(self) -> None:
+        """Frees what gradients are summed in; no step follows."""
+        self.runner = self.module
+        if self._gradient_sum is not None:
+            self._gradient_sum.drop()
+
     def without_gradient(self) -> list[str]:
         """Global names of the parameters that train and got no gradient in this step."""
         return [name for name, p in self.parameters if p.requires_grad and p.grad is None]
@@ -152,8 +158,11 @@ class Parallel:
 
         words = matches_here(tp_plan, self.module)
         styles = {name: style for name, word in words.items() if (style := style_of(word)) is not None}
+        trains = {name: p.requires_grad for name, p in self.module.named_parameters(remove_duplicate=False)}
         # Every rank built the same whole tensors under the same seed: each cuts its own, nothing is sent.
         parallelize_module(self.module, self.mesh["tp"], styles, src_data_rank=None)
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(trains[name])  # torch before 2.10 has all of them train
 
     def _recompute_blocks(self) -> None:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -181,6 +190,8 @@ class Parallel:
             if not shares_parameters(self.module, block) and any(True for _ in block.parameters()):
                 fully_shard(block, **options)
         fully_shard(self.module, **options)
+        if self.device.type == "cpu":
+            self._average_on_cpu()
         if any(p.is_meta for p in self.module.parameters()):
             allocate(self.module, torch.device("cpu") if self.plan.offload == "parameters" else self.device)
             with keeping_shared(self.module):  # what is offloaded is parameters: buffers are computed with
@@ -188,6 +199,14 @@ class Parallel:
                     for name, buffer in module._buffers.items():
                         module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
         self.averages = True
+
+    def _average_on_cpu(self) -> None:
+        """Has FSDP2 divide gradients itself: gloo gave sums for averages before torch 2.9."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
     def _replicate(self) -> None:
         parameters = [p for p in self.module.parameters() if p.requires_grad]

@@ -12,10 +12,18 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+ABORT_S = 30.0
+"""For NCCL to end its kernels; beyond it, nothing is got out of the device any more."""
+
+LOOK_S = 1.0
+
+_aborting = threading.Lock()
 
 _SIGNS = (
     "Connection closed by peer",
@@ -60,15 +68,57 @@ def cut_off() -> None:
                 # A listening socket has no peer, and gloo ends the process when its own fails.
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
-    if torch.cuda.is_initialized() and dist.is_initialized():  # not once more, if another thread did it
-        from torch.distributed.distributed_c10d import _abort_process_group
+    if torch.cuda.is_initialized():
+        with _aborting:
+            if dist.is_initialized():  # not once more, if another thread did it
+                _abort_groups()
 
-        # Kernels that wait for a peer would keep the device from copying anything out.
-        _abort_process_group()
+
+def _abort_groups() -> None:
+    """Ends what waits for a peer on the device: it would keep the device from copying anything out."""
+    from torch.distributed import distributed_c10d
+
+    if abort_together(list(_nccl())):
+        distributed_c10d._abort_process_group()  # what torch keeps in books
+    else:
+        print(f"clusterd: NCCL did not end within {ABORT_S:.0f} s", flush=True)
+
+
+def abort_together(backends: Sequence[Any]) -> bool:
+    """Aborts all of them, and whether all were done in time.
+
+    The kernel of one may hold the device until that one is aborted, and the others' aborts wait for the device: one
+    after another, as torch has it, the first may wait for the last (pytorch issue 119797).
+    """
+    aborts = [threading.Thread(target=backend.abort, name="clusterd-abort", daemon=True) for backend in backends]
+    for abort in aborts:
+        abort.start()
+    deadline_s = time.monotonic() + ABORT_S
+    for abort in aborts:
+        abort.join(max(deadline_s - time.monotonic(), 0.0))
+    return not any(abort.is_alive() for abort in aborts)
+
+
+def _nccl() -> Iterator[Any]:
+    """What carries the collectives of each group on the device."""
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_names):
+        with contextlib.suppress(RuntimeError):  # a group of hosts' memory alone
+            yield group._get_backend(torch.device("cuda"))
+
+
+def _errors() -> list[str]:
+    """What NCCL knows to be wrong: told to leave processes alone (`SURVIVES_PEERS`), torch keeps it to itself."""
+    # Not every torch can be asked.
+    asked = (get_error() for backend in _nccl() if (get_error := getattr(backend, "get_error", None)) is not None)
+    return [error.name for error in asked if error.name != "SUCCESS"]
 
 
 class HangWatch:
     """Notices a step that does not end although nobody is known to be gone: a rank on a GPU would wait for ever.
+
+    A connection that broke is known at once; else only time tells.
 
     Args:
         patience_s: with a step; none: gloo's collectives, and a lone rank, need no watch.
@@ -95,8 +145,13 @@ class HangWatch:
         self._over.set()
 
     def _watch(self, patience_s: float) -> None:
-        while not self._over.wait(patience_s / 10):
+        while not self._over.wait(min(LOOK_S, patience_s / 10)):
             since_s = self._since_s
-            if since_s is not None and time.monotonic() - since_s > patience_s:
-                self._tell(f"a step has not ended for {time.monotonic() - since_s:.0f} s")
+            if since_s is None:
+                continue
+            waited_s = time.monotonic() - since_s
+            errors = _errors()
+            if errors or waited_s > patience_s:
+                why = f": NCCL says {errors[0]}" if errors else ""
+                self._tell(f"a step has not ended for {waited_s:.0f} s{why}")
                 return

@@ -10,6 +10,7 @@ import importlib
 
 MODULES = (
     "torch",
+    "clusterd.train.torch_version",
     "torch.distributed",
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",

@@ -49,6 +49,10 @@ class GradientSum:
                     local_tensor(parameter.grad).copy_(summed)
         self._begin()
 
+    def drop(self) -> None:
+        """Frees the sums of a step that did not end."""
+        self._begin()
+
     def _begin(self) -> None:
         self._seen: dict[nn.Parameter, int] = {}
         self._lacking = [len(bucket) for bucket in self._buckets]

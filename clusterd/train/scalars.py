@@ -7,8 +7,8 @@ so that it does not matter how old and new ranks share parameters and groups.
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
     names = {id(plain): name for name, _, plain in optimizer.local}
     state = optimizer.holder.state
     updated = optimizer.updated()
+    counters = [v for kept in state.values() if isinstance(kept, Mapping) for v in kept.values() if _is_counter(v)]
+    read = dict(zip(map(id, counters), on_host(counters), strict=True))
     for name, _, plain in optimizer.local:
         if name not in updated:
             continue
@@ -51,7 +53,7 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
         if not kept and tensors.get(name):
             absent.append(name)
         values = {
-            slot: plain_value(value, f"{name}: {slot}")
+            slot: plain_value(read.get(id(value), value), f"{name}: {slot}")
             for slot, value in kept.items()
             if slot not in tensors.get(name, ()) and value is not None
         }
@@ -69,6 +71,22 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
         ],
         "scheduler": plain_value(scheduler.state_dict(), "scheduler") if scheduler is not None else None,
     }
+
+
+def _is_counter(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values in host memory, read in one go for each type: each read waits for all that a GPU has to do."""
+    read: dict[int, torch.Tensor] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for scalar in scalars:
+        alike[scalar.dtype, scalar.device].append(scalar)
+    for same in alike.values():
+        together = torch.stack([scalar.detach().reshape(()) for scalar in same]).cpu()
+        read.update(zip(map(id, same), together.unbind(), strict=True))
+    return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
 def restore(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape, came: Iterable[Scalars]) -> None:

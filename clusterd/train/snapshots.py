@@ -84,11 +84,15 @@ class Snapshots:
             self._every = 0
             return
         self._copied.clear()
+        done = None  # of what is queued after it, the next step, the copy need not wait
+        if training.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
 
         def take() -> None:
             try:
                 be_patient()
-                meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run())
+                meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run(after=done))
             finally:
                 self._copied.set()
             if self._tell("publish", name=self._name(which), meta=meta) is not None:

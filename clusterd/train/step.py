@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ class Stepper:
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
+        self._quiet: dict[str, bool] = {}
         self._schedule = self._pipeline() if plan.pp > 1 else None
         # Shards of one replica have the same loss; it is counted once.
         self._counts_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
@@ -137,13 +139,13 @@ class Stepper:
         assert self._schedule is not None
         device = self._parallel.device
         if self._stage == 0:
-            self._schedule.step(inputs, return_outputs=False)
+            self._schedule.step(inputs, **self._quiet)
         elif self._stage == self._parallel.plan.pp - 1:
             losses: list[torch.Tensor] = []
-            self._schedule.step(target=targets, losses=losses, return_outputs=False)
+            self._schedule.step(target=targets, losses=losses, **self._quiet)
             return torch.stack([loss.detach() for loss in losses]).sum().float() / self._gradient_factor
         else:
-            self._schedule.step(return_outputs=False)
+            self._schedule.step(**self._quiet)
         return torch.zeros((), device=device)
 
     def _pipeline(self) -> Any:
@@ -152,8 +154,15 @@ class Stepper:
         parallel, plan = self._parallel, self._parallel.plan
         spare_first_pass(parallel.runner, parallel.device)
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
+        if parallel.device.type == "cpu":
+            # A greeting that makes NCCL's communicators. torch before 2.10 sends 8 bytes for 4, at which gloo ends the
+            # process.
+            stage._get_init_p2p_neighbors_ops = list
         self._pipeline_stage = stage
         kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+        # Outputs are not wanted; torch before 2.10 gives them all the same, and hands the word on to the model.
+        knows = "return_outputs" in inspect.signature(kind.step).parameters
+        self._quiet = {"return_outputs": False} if knows else {}
         # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
         # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
         factor = self._gradient_factor * self._sizes[0] / self._global_batch

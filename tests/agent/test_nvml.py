@@ -27,7 +27,8 @@ typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, c
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; MORE } process_v3;
 static int holders, there = THERE, seen; /* what came back is seen by the first holder alone */
 void come_back(void) { there = 2; }
-int nvmlInit_v2(void) { if (INIT == 0 && holders++ == 0) seen = there; return INIT; }
+int opened;
+int nvmlInit_v2(void) { opened++; if (INIT == 0 && holders++ == 0) seen = there; return INIT; }
 int nvmlShutdown(void) { holders--; return 0; }
 const char *nvmlErrorString(int code) { (void)code; return "Unknown Error"; }
 int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
@@ -35,6 +36,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { *h = (void *)(unsigned
 int nvmlDeviceGetMigMode(void *h, unsigned *now, unsigned *next) {
     if ((unsigned long)h == 1) return 3;
     *now = *next = MIG; return 0; }
+int nvmlDeviceGetComputeMode(void *h, unsigned *m) { *m = (unsigned long)h == 2 ? COMPUTE : 0; return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, memory *m) {
     if ((unsigned long)h == 2 && SECOND) return SECOND;
     if ((int)(unsigned long)h > seen) return 15;
@@ -61,7 +63,7 @@ pytestmark = pytest.mark.skipif(
 def fake_driver(tmp_path: Path, name: str = "libfake.so", **answers: object) -> str:
     source, library = tmp_path / "fake.c", tmp_path / name
     source.write_text(FAKE)
-    usual = {"init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "pid": 1, "used_gib": 1, "numa": 3}
+    usual = {"init": 0, "second": 0, "more": "", "there": 2, "mig": 0, "pid": 1, "used_gib": 1, "numa": 3, "compute": 0}
     defined = [f"-D{key.upper()}={value}" for key, value in {**usual, **answers}.items()]
     subprocess.run(["gcc", "-shared", "-fPIC", *defined, "-o", library, source], check=True)
     return str(library)
@@ -105,6 +107,27 @@ def test_a_gpu_with_mig_on_is_not_offered_and_that_is_said(tmp_path: Path, memor
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
     assert error is not None
     assert error.startswith("GPU 1: MIG is on")
+
+
+def test_a_gpu_that_lets_in_one_process_is_told_and_one_that_lets_in_none_is_not_offered(tmp_path: Path) -> None:
+    gpus, error = Probe(fake_driver(tmp_path, compute=3)).gpus()
+    assert ([gpu["exclusive"] for gpu in gpus], error) == ([False, True], None)
+    gpus, error = Probe(fake_driver(tmp_path, "libother.so", compute=2)).gpus()
+    assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
+    assert error is not None
+    assert error.startswith("GPU 1: its compute mode lets nobody in")
+
+
+@pytest.mark.parametrize(("answers", "opened"), [({"mig": 1}, 1), ({"second": 4}, 1), ({"second": 15}, 3)])
+def test_the_driver_is_loaded_anew_only_where_that_may_mend_something(
+    tmp_path: Path, answers: dict[str, int], opened: int
+) -> None:
+    """Each time costs seconds on a GPU that nobody uses, where the driver does not persist."""
+    library = fake_driver(tmp_path, **answers)
+    probe = Probe(library)
+    for _ in range(3):
+        assert len(probe.gpus()[0]) == 1
+    assert ctypes.c_int.in_dll(ctypes.CDLL(library), "opened").value == opened
 
 
 def test_a_gpu_that_came_back_is_seen(tmp_path: Path) -> None:
@@ -170,7 +193,7 @@ def test_without_the_library_the_program_is_asked(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\ncase $1 in\n"
-        "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7, Disabled';;\n"
+        "--query-gpu*) echo 'GPU-a, 0, NVIDIA A100, 40960, 512, 7, Disabled, Exclusive_Process';;\n"
         "*) echo 'GPU-a, 42, 500';;\nesac\n"
     )
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -178,6 +201,7 @@ def test_without_the_library_the_program_is_asked(tmp_path: Path) -> None:
     assert error is None
     assert gpus[0]["memory_bytes"] == 40960 << 20
     assert gpus[0]["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
+    assert gpus[0]["exclusive"]
 
 
 def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
@@ -198,32 +222,33 @@ def test_a_program_that_finds_no_gpus_is_not_taken_for_one_that_fails(tmp_path: 
 
 
 def test_values_that_the_program_does_not_know_are_unknown() -> None:
-    [gpu], error = parse_query("GPU-a, 0, NVIDIA L4, 23034, [N/A], [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
+    [gpu], error = parse_query("GPU-a, 0, NVIDIA L4, 23034, [N/A], [N/A], [N/A], [N/A]\n", "GPU-a, 42, [N/A]\n")
     assert error is None
     assert (gpu["memory_used_bytes"], gpu["utilisation"], gpu["processes"][0]["memory_bytes"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("said", ["[N/A]", "[Not Supported]"])
 def test_a_gpu_without_memory_of_its_own_has_the_host_s_by_the_program_too(said: str) -> None:
-    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {said}, {said}, 0, [N/A]\n", "")
+    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {said}, {said}, 0, [N/A], Default\n", "")
     assert error is None
     assert gpu["memory_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_gpu_whose_memory_may_not_be_told_leaves_the_others() -> None:
-    devices = "GPU-a, 0, A100, [Insufficient Permissions], 0, 0, Disabled\nGPU-b, 1, A100, 81920, 1, 0, Disabled\n"
+    devices = "GPU-a, 0, A100, [Insufficient Permissions], 0, 0, Disabled, Default\n"
+    devices += "GPU-b, 1, A100, 81920, 1, 0, Disabled, Default\n"
     gpus, error = parse_query(devices, "")
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
     assert error == "GPU 0: nvidia-smi says of its memory: [Insufficient Permissions]"
 
 
 def test_a_process_that_the_program_does_not_name_leaves_the_others() -> None:
-    [gpu], _ = parse_query("GPU-a, 0, A100, 81920, 1, 0, Disabled\n", "GPU-a, [N/A], [N/A]\nGPU-a, 42, 500\n")
+    [gpu], _ = parse_query("GPU-a, 0, A100, 81920, 1, 0, Disabled, Default\n", "GPU-a, [N/A], [N/A]\nGPU-a, 42, 500\n")
     assert gpu["processes"] == [{"pid": 42, "memory_bytes": 500 << 20}]
 
 
 def test_mig_is_said_by_the_program_too() -> None:
-    devices = "GPU-a, 0, A100, 81920, 1, [N/A], Enabled\nGPU-b, 1, A100, 81920, 1, 0, Disabled\n"
+    devices = "GPU-a, 0, A100, 81920, 1, [N/A], Enabled, Default\nGPU-b, 1, A100, 81920, 1, 0, Disabled, Default\n"
     gpus, error = parse_query(devices, "")
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
     assert error is not None

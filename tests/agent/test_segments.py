@@ -90,6 +90,14 @@ def test_what_does_not_fit_memory_goes_to_a_file_and_what_fits_nowhere_is_refuse
         store.make("bigger", 8 << 20, "m")
 
 
+def test_shared_memory_is_left_for_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL fails for good where it finds none, as the very ranks would that a segment is made for."""
+    monkeypatch.setattr("clusterd.agent.segments._free_bytes", lambda place: 16 << 20)
+    monkeypatch.setattr("clusterd.agent.segments._total_bytes", lambda place: 40 << 20)
+    assert store.make("first", 10 << 20, "m").path.parent.name == "shm"
+    assert store.make("second", 12 << 20, "m").path.parent.name == "files"
+
+
 def test_a_store_takes_no_more_than_it_may(tmp_path: Path) -> None:
     """A host whose memory others need too: what is beyond the limit goes to disk, then nowhere; read as it changes."""
     limits = tmp_path / "store.json"

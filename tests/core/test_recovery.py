@@ -69,6 +69,18 @@ def test_survivors_make_room_where_new_ranks_find_none_beside_them(lab: Lab, sha
     assert start is not None and start.makes_room == (share > 0.5)
 
 
+def test_a_gpu_that_failed_is_not_gone_on_with(lab: Lab) -> None:
+    lab.host("a", gpus=3)
+    job = running(lab, devices=2)
+    lab.attempt(job).plan = Plan(dp=2)
+    faulty = lab.attempt(job).ranks[1].place.device
+    lab.exit(job, rank=1, end=RankEnd(reason=Reason.DEVICE_FAULT, exit_code=93))
+    start = d.StartMigration.match(orphan(lab, job, 0, 12), job=job)
+    assert start is not None
+    assert len(start.new_ranks) == 2
+    assert faulty not in {place.device for place in start.new_ranks}
+
+
 def test_a_trial_that_runs_out_of_memory_takes_its_job_back(lab_with_two_hosts: Lab) -> None:
     """Every rank holds the state of the last step; the plan is known not to fit, and the job is not failed."""
     lab = lab_with_two_hosts
@@ -86,6 +98,37 @@ def test_a_trial_that_runs_out_of_memory_takes_its_job_back(lab_with_two_hosts: 
     assert trial.is_refused
     move(lab, job)
     assert lab.state(job) == "running"
+
+
+@pytest.mark.parametrize("torn", [(1,), (0, 1)])
+def test_parameters_of_no_step_are_not_gone_on_from(lab_with_two_hosts: Lab, torn: tuple[int, ...]) -> None:
+    """A GPU had queued its next update behind sums that never came."""
+    lab = lab_with_two_hosts
+    job = running(lab, devices=4)
+    propose(lab, job, Plan(dp=2))
+    move(lab, job)
+    for rank in (0, 1):
+        decided = orphan(lab, job, rank, -1 if rank in torn else 12, out_of_memory=rank == 0)
+    assert d.StartMigration.match(decided, job=job) is None
+    assert d.StopAttempt.match(decided, job=job) is not None
+    assert "while other ranks changed their parameters" in lab.attempt(job).why
+
+
+@pytest.mark.parametrize("torn", [1, 2])
+def test_who_holds_parameters_of_no_step_counts_as_dead(lab: Lab, torn: int) -> None:
+    lab.host("a", gpus=4)
+    job = running(lab, devices=3)
+    lab.attempt(job).plan = Plan(dp=3)
+    lab.exit(job, rank=2, end=KILLED)
+    orphan(lab, job, 1, -1)
+    decided = orphan(lab, job, 0, -1 if torn == 2 else 12)
+    start = d.StartMigration.match(decided, job=job)
+    if torn == 1:
+        assert start is not None
+        assert (start.lost, start.step) == ((1, 2), 12)
+    else:
+        assert start is None
+        assert "no rank is left of 3" in lab.attempt(job).why
 
 
 def test_where_the_way_back_fails_too_the_job_starts_again(lab_with_two_hosts: Lab) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -110,3 +111,36 @@ def test_a_rank_that_runs_out_beside_those_of_a_move_is_not_its_plan_s_fault(lab
     decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=other, by="ann"))
     assert d.StartMigration.match(decided, job=job) is None  # but through host memory
     assert d.StopAttempt.match(decided, job=job) is not None
+
+
+@pytest.mark.parametrize("why", ["memory", "mode"])
+def test_where_new_ranks_find_no_place_beside_the_old_the_job_moves_through_host_memory(lab: Lab, why: str) -> None:
+    """Each try took memory from the ranks that train, or found a GPU that lets nobody else in."""
+    asked, other = Plan(dp=2), Plan(dp=2, checkpointing=True)
+    job, at = submitted(lab, asked, 2), {"attempt": 1}
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=1.0))
+    if why == "memory":
+        lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=other, by="ann"))
+        new = lab.attempt(job).migration.generation
+        failed = {"phase": "prepare", "why": "rank 0 of generation 2: out of device memory", "out_of_memory": True}
+        lab.tell(e.MigrationFailed(**lab.at(), job=job, **at, generation=new, **failed))
+        gone = {"host": lab.attempt(job).hosts[0], "generation": new}
+        lab.tell(e.AttemptStopped(**lab.at(), job=job, **at, **gone))
+    else:
+        host = lab.scheduler.state.hosts[lab.attempt(job).hosts[0]]
+        alone = tuple(replace(device, exclusive=True) for device in host.devices)
+        host.facts = replace(host.facts, devices=alone)
+    decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=other, by="ann"))
+    assert d.StartMigration.match(decided, job=job) is None
+    assert d.StopAttempt.match(decided, job=job) is not None
+
+
+def test_a_large_job_with_long_steps_has_time_to_leave_its_state(lab: Lab) -> None:
+    """It was killed after a minute, in the middle of a copy, and steps were lost."""
+    job, at = submitted(lab, Plan(dp=2), 2), {"attempt": 1}
+    lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=60.0))
+    lab.scheduler.state.jobs[job].needs_room = True
+    decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2, checkpointing=True), by="ann"))
+    stop = d.StopAttempt.match(decided, job=job)
+    assert stop is not None
+    assert stop.grace_s > 4 * 60.0 + MODEL.state_bytes / 1e9

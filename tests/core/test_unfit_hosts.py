@@ -88,6 +88,21 @@ def test_a_host_that_was_mended_is_tried_again() -> None:
     assert lab.scheduler.state.jobs[job].unfit == {}
 
 
+def test_a_gpu_that_fails_sends_its_job_to_another_host() -> None:
+    """It is no failure of the job's, which has no retries."""
+    lab = lab_of("ab")
+    job, _ = lab.submit()
+    lab.run(job)
+    first = place_of(lab, job)
+    fault = RankEnd(reason=Reason.DEVICE_FAULT, exit_code=93, message="the GPU failed: uncorrectable ECC error")
+    lab.exit(job, end=fault)
+    decided = lab.stopped(job)
+    assert place_of(lab, job) != first
+    requeued = d.RequeueJob.match(decided, job=job)
+    assert requeued is not None
+    assert f"{first} cannot run it: the GPU failed: uncorrectable ECC error" in requeued.reason
+
+
 def test_a_host_without_torch_is_left_out_as_long_as_others_may_have_it() -> None:
     lab = lab_of("ab")
     job, _ = lab.submit()

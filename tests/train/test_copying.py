@@ -90,7 +90,7 @@ def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -
     assert torch.equal(corner, whole[5:9, 2:5])
 
 
-def test_every_copy_of_a_gpu_takes_the_same_stream(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_copy_of_a_gpu_takes_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new one each time is, sooner or later, one that the training itself waits for."""
 
     class Stream:
@@ -100,18 +100,24 @@ def test_every_copy_of_a_gpu_takes_the_same_stream(segment: Segment, monkeypatch
         def wait_stream(self, other: Any) -> None:
             """Nothing is queued."""
 
+        def wait_event(self, event: Any) -> None:
+            awaited.append(event)
+
         def synchronize(self) -> None:
             """Nothing is queued."""
 
     made: list[Stream] = []
     used: list[Stream] = []
+    awaited: list[Any] = []
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
     monkeypatch.setattr(copying, "_side_streams", {})
-    copies = fills(segment, laid_out(tensors()))._copies
-    for _ in range(3):
-        copying._on_stream(copies, torch.device("cuda", 0))
-    copying._on_stream(copies, torch.device("cuda", 1))
+    for after in (None, "the step", None):
+        with copying._on_stream(torch.device("cuda", 0), after):
+            pass
+    with copying._on_stream(torch.device("cuda", 1), None):
+        pass
+    assert awaited == ["the step"]
     assert len(made) == 2
     assert used == [made[0]] * 3 + [made[1]]

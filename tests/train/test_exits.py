@@ -88,6 +88,16 @@ def test_an_environment_without_torch_ends_with_97() -> None:
     assert len(ended.stderr.splitlines()) == 1
 
 
+def test_a_torch_that_is_too_old_is_one_line() -> None:
+    """Some plans hang with it, and some train something else."""
+    script = "import torch; torch.__version__ = '2.7.1+cu126'; from clusterd import train; train.run(**dict.fromkeys("
+    script += "('model', 'loss', 'data', 'optimizer', 'global_batch', 'steps')))"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 97
+    assert "torch 2.7.1+cu126 is too old, 2.8 or newer is needed" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
 def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host of rank 0 is down; whoever looks for the error's cause must come to an end."""
     monkeypatch.setattr(groups, "RENDEZVOUS_TIMEOUT_S", 0.3)
@@ -104,11 +114,25 @@ def test_a_port_of_the_scripts_own_is_not_taken_for_the_rendezvous() -> None:
     assert exits.of(OSError(98, "Address already in use"), where="") is None
 
 
+def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
+    try:
+        try:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might ...")
+        except RuntimeError as error:
+            raise RuntimeError("in a pipeline stage") from error
+    except RuntimeError as error:
+        found = exits.of(error, where="rank 3")
+    assert isinstance(found, exits.DeviceFault)
+    assert (found.exit_code, found.reason) == (93, "device-fault")
+    assert str(found) == "the GPU failed, rank 3: CUDA error: uncorrectable ECC error encountered"
+    assert exits.of(RuntimeError("CUDA error: device-side assert triggered"), where="") is None
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         ("CUDA error: no kernel image is available for execution on the device\nCompile with ...", exits.NoTorch),
-        ("CUDA error: uncorrectable ECC error encountered", exits.NoTorch),
+        ("CUDA error: uncorrectable ECC error encountered", RuntimeError),
         ("CUDA error: out of memory", RuntimeError),
         ("", exits.NoTorch),
     ],

@@ -152,7 +152,7 @@ from pathlib import Path
 from test_rank_snapshots import Agent, Snapshots, cast, ready, snapshots, torch, training
 
 class Slow:
-    def run(self):
+    def run(self, after):
         print("copying", flush=True)
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
