@@ -12,6 +12,7 @@ from torch import nn
 from clusterd.train.buffers import spare_first_pass
 from clusterd.train.clip import clip_gradients
 from clusterd.train.data import cut, micro_batch_sizes
+from clusterd.train.exits import PlanRefused
 from clusterd.train.job import LossFunction
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
@@ -166,9 +167,12 @@ class Stepper:
         # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
         # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
         factor = self._gradient_factor * self._sizes[0] / self._global_batch
-        return kind(
-            stage,
-            n_microbatches=plan.accumulation,
-            loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
-            scale_grads=False,
-        )
+        try:
+            return kind(
+                stage,
+                n_microbatches=plan.accumulation,
+                loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
+                scale_grads=False,
+            )
+        except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
+            raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
