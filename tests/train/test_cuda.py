@@ -91,14 +91,21 @@ def test_a_job_moves_between_kinds_of_devices(walk: list[str], mover: Mover, on_
     assert [s["loss"] for s in steps] == pytest.approx(on_a_cpu[: len(steps)], rel=TOLERANCE)
 
 
-@on_two
-def test_a_survivor_on_a_gpu_hands_over_what_it_holds(mover: Mover) -> None:
-    """torch would end it with its peer, and nobody tells it but the agent."""
+@pytest.mark.parametrize(
+    ("plan", "dead", "after"),
+    [
+        pytest.param("dp=2", 1, "dp=1", marks=on_two),
+        pytest.param("dp=2,tp=2", 3, "tp=2", marks=on_four),  # communicators of two dimensions
+        pytest.param("dp=2,pp=2,accumulation=2", 3, "dp=2", marks=on_four),
+    ],
+)
+def test_survivors_on_gpus_hand_over_what_they_hold(mover: Mover, plan: str, dead: int, after: str) -> None:
+    """torch would end them with their peer, and nobody tells them but the agent."""
     mover.rank_file = on_cuda
-    mover.start("dp=2")
+    mover.start(plan)
     mover.train(3)
-    mover.kill(1, told=True)
-    assert mover.move("dp=1", lost=[1]) is not None
+    mover.kill(dead, told=True)
+    assert mover.move(after, lost=[dead]) is not None
     mover.train(3)
     steps = mover.stop()
     assert [s["step"] for s in steps] == list(range(1, len(steps) + 1))
