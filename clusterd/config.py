@@ -151,7 +151,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             policy=str(daemon.get("policy", "default")),
             host_lost_after_s=parse_duration_s(daemon.get("host_lost_after", 120.0)),
             workdir_bytes_max=parse_size(daemon.get("workdir_max", 256 << 20)),
-            ssh_config=_text(daemon, "ssh_config"),
+            ssh_config=_path(daemon, "ssh_config"),
             trials=_yes_or_no(daemon.get("trials", True), "trials"),
             log_level=_one_of(daemon.get("log_level", "info"), LOG_LEVELS, "log_level"),
             hosts=hosts,
@@ -192,7 +192,11 @@ def _notify(table: Any, where: str) -> Notify:
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     check_keys(table, {f.name for f in fields(Notify)}, where)
     command, on = table.get("command"), table.get("on", [kind for kind in NEWS if kind != "job cancelled"])
-    if not isinstance(command, list) or not command or not all(isinstance(w, str) and "\0" not in w for w in command):
+    if (
+        not isinstance(command, list)
+        or not all(isinstance(word, str) and "\0" not in word for word in command)
+        or not "".join(command[:1])
+    ):
         raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
     if not isinstance(on, list) or not set(map(str, on)) <= set(NEWS):
         raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NEWS)}")
@@ -212,8 +216,9 @@ def host_options(table: Any, where: str) -> HostOptions:
         value = table.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise ConfigError(f"{where}: {key} is {value!r}; it must be a whole number from {least} to {most}")
-    if not isinstance(table.get("agent_home", ""), str):
-        raise ConfigError(f"{where}: agent_home is {table['agent_home']!r}; it must be a path")
+    home = table.get("agent_home", "")
+    if not isinstance(home, str) or not home.isprintable():
+        raise ConfigError(f"{where}: agent_home is {home!r}; it must be a path")
     return HostOptions(**table)
 
 
@@ -227,6 +232,13 @@ def _text(table: Mapping[str, Any], name: str) -> str | None:
     value = table.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{name} is {value!r}; put it in quotes")
+    return value
+
+
+def _path(table: Mapping[str, Any], name: str) -> str | None:
+    value = _text(table, name)
+    if value is not None and not value.isprintable():
+        raise ValueError(f"{name} is {value!r}; it must be a path")
     return value
 
 

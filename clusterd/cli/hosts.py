@@ -155,12 +155,21 @@ def show(name: str, output: str) -> None:
 def drain(names: tuple[str, ...], why: str) -> None:
     """Give the hosts nothing new, and move away what can be moved; the rest runs to its end."""
 
-    def one(cluster: Client, name: str) -> str:
-        row = cluster.call("host_drain", host=name, why=why)
-        still = f"still runs {', '.join(row['jobs'])}" if row["jobs"] else "nothing runs there"
-        return f"{name} is drained; {still}"
-
-    _each(names, one)
+    known: list[str] = []
+    failures: list[ClusterError] = []
+    with Client() as cluster:
+        for name in names:
+            try:
+                known.append(cluster.call("host", host=name)["name"])
+            except ClusterError as error:
+                failures.append(error)
+        if known:
+            others: dict[str, Any] = {"also": known[1:]} if known[1:] else {}
+            cluster.call("host_drain", host=known[0], why=why, **others)
+        for row in [cluster.call("host", host=name) for name in known]:
+            still = f"still runs {', '.join(row['jobs'])}" if row["jobs"] else "nothing runs there"
+            note(f"{row['name']} is drained; {still}")
+    raise_all(failures)
 
 
 @host.command()

@@ -167,7 +167,7 @@ def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
     raise_all(failures)
 
 
-@click.command()
+@click.command(context_settings={"ignore_unknown_options": True})  # -5 is a number here
 @click.argument("job", shell_complete=complete_job)
 @click.argument("priority", type=int)
 def priority(job: str, priority: int) -> None:

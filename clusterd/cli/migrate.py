@@ -73,6 +73,9 @@ def _watch(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
     """Until the move is over."""
     for row in cluster.stream("wait", job=answer["job"]):
         new = row["migrations"][answer["migrations"] :]
+        if new and new[0]["to"] != answer["plan"]:
+            instead = f"to {new[0]['to']} instead: clusterd why {answer['job']}"
+            raise ClusterError(f"{answer['name']} is being moved {instead}")
         if new and new[0]["ended_s"]:
             return dict(new[0])
         if row["state"] in ("finished", "failed", "cancelled"):
@@ -100,6 +103,8 @@ def unpin(job: str) -> None:
 @click.argument("directory")
 def checkpoint(job: str, directory: str) -> None:
     """Write a job's state to DIRECTORY, which all its hosts must share; it trains on meanwhile.
+
+    DIRECTORY is made, or holds an earlier checkpoint, which is replaced.
 
     The format is torch's distributed checkpoint; a checkpointable job's script writes what it likes, and may do so at a
     place of its own. A job that is lost goes on from its newest one.

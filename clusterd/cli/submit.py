@@ -75,16 +75,27 @@ def submit(file: Path, output: str, **options: Any) -> int:
 
 
 def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], output: str) -> list[dict[str, Any]]:
-    """Submit the job, or those of a sweep; what was accepted is printed, also when one of the others is refused."""
+    """Submit the job, or those of a sweep; what was accepted is printed, also when one of the others is refused.
+
+    Nor does it end with whoever reads that: half a sweep is what nobody wants.
+    """
     answers: list[dict[str, Any]] = []
+    unread: OSError | None = None
     try:
         for spec in swept(request.spec, sweep):
             answers.append(hand_over(cluster, Request(spec, request.secrets)))
             if output == "table":
-                print(answers[-1]["id"], flush=True)
+                try:
+                    print(answers[-1]["id"], flush=True)
+                except OSError as error:
+                    drop_output(sys.stdout)
+                    unread = error
     finally:
         if answers and output != "table":
             show_json(answers if sweep else answers[0], output)
+    if unread is not None and not isinstance(unread, BrokenPipeError):
+        note(f"{', '.join(answer['id'] for answer in answers)} queued")
+        raise unread
     return answers
 
 

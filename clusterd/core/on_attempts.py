@@ -187,6 +187,8 @@ class OnAttempts(OnTrials):
         host = self.state.hosts.get(event.host)
         if host is not None:
             host.orphans.discard((event.job, event.attempt, event.generation))
+            if (left := self.state.past_attempt(event.job, event.attempt)) is not None:
+                left.given_up.discard(host.id)
         attempt = self.state.attempt(event.job, event.attempt)
         if attempt is not None and attempt.generation == event.generation:
             attempts.take_reports(attempt, event.ranks)

@@ -31,10 +31,15 @@ def _generations(attempt: Attempt, host: HostId) -> set[int]:
     return mine | {g for g, retired in attempt.retired.items() if host in retired.pending}
 
 
-def _is_history(attempt: Attempt, report: AttemptReport) -> bool:
-    """Whether these are records, kept until the attempt is over, of a generation that trained and left in order."""
-    left = attempt.state is not AttemptState.ENDED and report.generation in attempt.past
-    return left and all(rank.end is not None for rank in report.ranks)
+def _is_history(state: State, host: HostId, report: AttemptReport) -> bool:
+    """Whether these are records alone, of a generation that left in order, or of an attempt that is over.
+
+    An agent keeps them with the logs; there may be thousands.
+    """
+    attempt = state.past_attempt(report.job, report.attempt)
+    if attempt is None or host in attempt.given_up or not all(rank.end is not None for rank in report.ranks):
+        return False
+    return attempt.state is AttemptState.ENDED or report.generation in attempt.past
 
 
 def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:
@@ -43,7 +48,8 @@ def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Fou
     told = {(r.job, r.attempt, r.generation): r for r in reports}
     for (job, number, generation), report in told.items():
         attempt = state.attempt(job, number)
-        if attempt is not None and (generation in _generations(attempt, host.id) or _is_history(attempt, report)):
+        ours = attempt is not None and generation in _generations(attempt, host.id)
+        if ours or _is_history(state, host.id, report):
             continue
         found.orphans.append((job, number, generation))
     for attempt in list(state.attempts_on(host.id)):

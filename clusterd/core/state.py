@@ -159,6 +159,7 @@ class Attempt:
     state: AttemptState = AttemptState.LAUNCHING
     step: int = 0  # newest that was heard of
     ended_s: float | None = None
+    given_up: set[HostId] = field(default_factory=set)  # hosts that were lost before they could say that it is gone
     outcome: Outcome | None = None
     why: str = ""  # it is being stopped, or ended
     pending: set[HostId] = field(default_factory=set)  # hosts that have not reported it gone
@@ -301,6 +302,11 @@ class State:
         if attempt is None or attempt.number != number:
             return None
         return attempt if generation is None or attempt.generation == generation else None
+
+    def past_attempt(self, job: JobId, number: int) -> Attempt | None:
+        """The attempt, over or not."""
+        known = self.jobs.get(job)
+        return next((a for a in known.attempts if a.number == number), None) if known is not None else None
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
         """Attempts with a rank on the host, of whatever generation."""

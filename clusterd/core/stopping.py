@@ -71,6 +71,8 @@ class Stopping(Deciding):
         if attempt.state is not AttemptState.STOPPING or host_id not in attempt.pending:
             return
         attempt.pending.discard(host_id)
+        if self.state.hosts[host_id].state is HostState.LOST:
+            attempt.given_up.add(host_id)
         attempts.release(self.state, attempt, host_id)
         if not attempt.pending and not attempt.retired:
             self._conclude(attempt)

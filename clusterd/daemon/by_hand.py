@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
 import anyio
@@ -12,7 +13,7 @@ from clusterd.core import admission, elastic, migrations
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocate import objection_to_size
-from clusterd.core.state import Job
+from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.expected import Expected
@@ -21,7 +22,7 @@ from clusterd.daemon.foresight import foresee
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Verb
 from clusterd.errors import ClusterError, TryLater, UsageError
-from clusterd.types import AttemptState, DeviceId, JobKind
+from clusterd.types import AttemptState, DeviceId, JobId, JobKind
 from plans.plan import Plan, PlanError
 
 CHECKPOINT_S = 900.0
@@ -35,6 +36,7 @@ class ByHand:
 
     def __init__(self, engine: Engine, hosts: Hosts, feed: Feed) -> None:
         self._engine, self._hosts, self._feed = engine, hosts, feed
+        self._asking: dict[JobId, anyio.Lock] = defaultdict(anyio.Lock)
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -67,6 +69,12 @@ class ByHand:
                     f"{known.spec.name} is a checkpointable job: it starts where there is room, not on --devices"
                 )
             return await self._restart(peer, known, wish, dry_run)
+        async with self._asking[known.id]:  # of two at once the second finds the job being moved
+            return await self._asked(peer, known, wish, chosen, pin, dry_run)
+
+    async def _asked(
+        self, peer: Peer, known: Job, wish: Plan | None, chosen: tuple[DeviceId, ...], pin: bool, dry_run: bool
+    ) -> dict[str, Any]:
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
         answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
@@ -161,11 +169,13 @@ class ByHand:
                 )
             with anyio.move_on_after(CHECKPOINT_S) as patience:
                 async with anyio.create_task_group() as watching:
-                    watching.start_soon(self._tell_end, known, attempt.number, waiting)
+                    watching.start_soon(self._tell_end, known, attempt, waiting)
                     said = await waiting.wait()
                     watching.cancel_scope.cancel()
             if patience.cancelled_caught:
                 raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
+            if said is None and known.attempt is attempt:
+                raise TryLater(f"{known.spec.name} was moved before it had written its checkpoint: ask again")
             if said is None:
                 raise ClusterError(f"{known.spec.name} is {known.state.value}, and had not written its checkpoint")
         finally:
@@ -174,8 +184,10 @@ class ByHand:
             raise ClusterError(f"{known.spec.name} could not write its checkpoint: {said['why']}")
         return {"name": known.spec.name, **said}
 
-    async def _tell_end(self, job: Job, number: int, waiting: Expected) -> None:
-        while job.attempt is not None and job.attempt.number == number:
+    async def _tell_end(self, job: Job, attempt: Attempt, waiting: Expected) -> None:
+        """When the ranks that were asked are gone: the attempt is over, or others have taken their place."""
+        generation = attempt.generation
+        while job.attempt is attempt and attempt.generation == generation:
             await self._feed.wait(self._feed.number)
         waiting.arrive(None)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import anyio
+
 from clusterd import projection
 from clusterd.config import host_options
 from clusterd.core import admission
 from clusterd.core import events as e
+from clusterd.daemon.bugs import first_of
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
@@ -85,11 +88,18 @@ class Membership:
         self._hosts.retry_now(known.id)
         return answer
 
-    async def host_drain(self, peer: Peer, host: str, why: str = "") -> dict[str, Any]:
-        """Give the host nothing new."""
+    async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> dict[str, Any]:
+        """Give the host nothing new; `also`: nor these, at one moment, so that nothing moves from one to the next."""
         need_operator(peer, "drain hosts")
-        known = admission.find_host(self._state, host)
-        await self._engine.post(e.HostDrained(at_s=time.time(), host=known.id, by=peer.user, why=why))
+        known = [admission.find_host(self._state, name) for name in (host, *(also or ()))]
+        now_s = time.time()
+        try:
+            async with anyio.create_task_group() as group:
+                for each in known:
+                    event = e.HostDrained(at_s=now_s, host=each.id, by=peer.user, why=why)
+                    group.start_soon(self._engine.post, event)
+        except ExceptionGroup as errors:
+            raise first_of(errors) from None
         return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:

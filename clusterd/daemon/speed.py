@@ -211,7 +211,7 @@ class Speed:
 
     async def _of(self, text: str, user: str) -> tuple[list[Knowledge], Job]:
         """What is known of a job's model on each type, that of the devices that it runs on first, or else of most."""
-        by_model = [j for j in self._state.jobs.values() if j.model == text]
+        by_model = [j for j in self._state.jobs.values() if text and j.model == text]
         job = by_model[-1] if by_model else admission.find_job(self._state, text, user)
         if not job.model or job.shape is None:
             raise ClusterError(

@@ -142,13 +142,16 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
     """Writes what all ranks staged; every rank of `group` must call it. The directory appears when it is complete.
 
     Args:
-        directory: on a file system that all ranks see; one that is there already is replaced.
+        directory: on a file system that all ranks see; a checkpoint that is there already is replaced.
         group: that nobody else talks over meanwhile; None for a lone process.
     Raises:
+        FileExistsError: something else is there.
         Exception: the first rank's that failed, on all of them.
     """
     part = f"{directory.rstrip('/')}.part"
     first = group is None or dist.get_rank(group) == 0
+    failed: list[OSError | None] = [_in_the_way(directory, part, _before(part)) if first else None]
+    _all_hear(failed, group)
     try:
         with _as_exceptions():
             dcp.save(
@@ -162,17 +165,40 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
         if first:
             shutil.rmtree(part, ignore_errors=True)
         raise
-    failed: list[OSError | None] = [None]
     if first:
         try:
             _replace(part, directory)
         except OSError as error:
             failed = [error]
             shutil.rmtree(part, ignore_errors=True)
-    if group is not None:  # all wait for the first rank, so it tells them how it went whatever happens
+    _all_hear(failed, group)
+
+
+def _all_hear(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:
+    """All wait for the first rank, so it tells them how it went whatever happens."""
+    if group is not None:
         dist.broadcast_object_list(failed, src=0, group=group)
     if failed[0] is not None:
         raise failed[0]
+
+
+def _in_the_way(*directories: str) -> OSError | None:
+    """What is no checkpoint of ours, whole or begun, is not ours to remove."""
+    for directory in directories:
+        try:
+            there = sorted(os.listdir(directory))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return error
+        strange = [name for name in there if not name.startswith(".metadata") and not name.endswith(".distcp")]
+        if strange:
+            return FileExistsError(f"{directory} holds {strange[0]}, which is no checkpoint: name another directory")
+    return None
+
+
+def _before(part: str) -> str:
+    return f"{part}.before"
 
 
 @contextlib.contextmanager
@@ -187,7 +213,7 @@ def _as_exceptions() -> Iterator[None]:
 
 def _replace(part: str, directory: str) -> None:
     """Puts `part` in the place of `directory`; one that is there goes last, so that one of both is whole throughout."""
-    before = f"{part}.before"
+    before = _before(part)
     shutil.rmtree(before, ignore_errors=True)
     if replaces := os.path.isdir(directory):
         os.rename(directory, before)

@@ -171,6 +171,9 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
         ('[daemon]\nsocket = "a\\u0000b"', "[daemon]: socket is 'a\\x00b'; it must be a path"),
         ('[daemon]\nsocket_group = "a\\u0000b"', "[daemon]: socket_group is 'a\\x00b'; there is no such group"),
         ('[notify]\ncommand = ["a\\u0000b"]', "[notify]: command is ['a\\x00b']; it must be a command"),
+        ('[notify]\ncommand = [""]', "[notify]: command is ['']; it must be a command"),
+        ('[daemon]\nssh_config = "a\\u0000b"', "[daemon]: ssh_config is 'a\\x00b'; it must be a path"),
+        ('[hosts.a]\nagent_home = "a\\u0000b"', "[hosts.a]: agent_home is 'a\\x00b'; it must be a path"),
         ("[tenants.vision]\nshare = 0", "[tenants.vision]: share is 0; it must be a number above 0"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,22 @@ def test_a_sweep_on_the_command_line(local_cluster: RunningCluster) -> None:
     answer = local_cluster.run("run", "--sweep", "CODE=0,3", *script, check=False)
     assert answer.returncode == 2
     assert "add --detach" in answer.stderr
+
+
+def test_a_sweep_is_whole_though_nobody_reads_on(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """As by ``| head -1``: two of eighty jobs were queued, and nothing was said."""
+    file = tmp_path / "job.toml"
+    file.write_text('command = ["true"]\n')
+    command = f"{sys.executable} -m clusterd submit --sweep N=1,2,3,4,5 {file}"
+    environment = {**local_cluster.environment, "PYTHONPATH": str(Path(__file__).parents[2])}
+    for reader, code in (("| true", 0), ("> /dev/full", 1)):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", f"{command} {reader}"],
+            env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+    assert "6, 7, 8, 9, 10 queued" in done.stderr
+    assert len(json.loads(local_cluster.run("ls", "-a", "-o", "json").stdout)) == 10
 
 
 def test_the_first_failure_is_the_exit_code(local_cluster: RunningCluster, tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.reconcile import reconcile
 from clusterd.core.state import Attempt, Rank
@@ -39,6 +41,29 @@ def test_records_of_old_generations_are_no_orphans(generation: int, ended: bool,
         ),
     ]
     assert len(reconcile(state, host, reports).orphans) == orphans
+
+
+def test_what_is_over_is_not_ended_again(lab: Lab) -> None:
+    """A thousand finished jobs kept a host from work for seconds at each of its returns."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    lab.finish(job)
+    report = AttemptReport(job=job, attempt=1, generation=1, ranks=(RankReport(rank=0, end=OK),))
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    assert d.StopAttempt.match(lab.connect("a", report), job=job) is None
+    assert lab.scheduler.state.hosts[HostId("a")].unusable is None
+
+
+def test_what_was_given_up_is_ended_once(lab: Lab) -> None:
+    """Its host could not say that nothing is left there, though its ranks have ended meanwhile."""
+    (report,) = left_behind(lab, 1)
+    over = replace(report, ranks=(RankReport(rank=0, end=OK),))
+    assert d.StopAttempt.match(lab.connect("a", over), job=report.job, attempt=1) is not None
+    what: dict[str, Any] = {"job": report.job, "attempt": 1, "generation": 1, "host": HostId("a")}
+    lab.tell(e.AttemptStopped(**lab.at(), **what))
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    assert d.StopAttempt.match(lab.connect("a", over), job=report.job, attempt=1) is None
 
 
 def test_a_rank_that_nobody_has(lab_with_two_hosts: Lab) -> None:

@@ -103,6 +103,10 @@ def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     (tmp_path / "half.part" / "__1_0.distcp").mkdir()
     assert all("Is a directory" in why for why in mover.checkpoint_fails(tmp_path / "half"))
     assert not (tmp_path / "half.part").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    assert all("holds thesis.tex, which is no checkpoint" in why for why in mover.checkpoint_fails(tmp_path / "mine"))
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
     mover.checkpoint(tmp_path / "free")
     mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
     assert sorted(p.name for p in tmp_path.glob("free*")) == ["free"]
