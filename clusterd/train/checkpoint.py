@@ -191,7 +191,10 @@ def _in_the_way(*directories: str) -> OSError | None:
             continue
         except OSError as error:
             return error
-        strange = [name for name in there if not name.startswith(".metadata") and not name.endswith(".distcp")]
+        # NFS keeps what somebody still reads under names of its own.
+        strange = [
+            name for name in there if not name.startswith((".metadata", ".nfs")) and not name.endswith(".distcp")
+        ]
         if strange:
             return FileExistsError(f"{directory} holds {strange[0]}, which is no checkpoint: name another directory")
     return None
