@@ -194,8 +194,9 @@ def _notify(table: Any, where: str) -> Notify:
     command, on = table.get("command"), table.get("on", [kind for kind in NEWS if kind != "job cancelled"])
     if (
         not isinstance(command, list)
+        or not command
+        or not command[0]
         or not all(isinstance(word, str) and "\0" not in word for word in command)
-        or not "".join(command[:1])
     ):
         raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
     if not isinstance(on, list) or not set(map(str, on)) <= set(NEWS):

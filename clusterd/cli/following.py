@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from clusterd.cli.output import note
@@ -72,6 +72,12 @@ def exit_code(row: dict[str, Any]) -> int:
     if code is not None:
         return int(code)
     return {"finished": 0, "cancelled": 130}.get(row["state"], 1)
+
+
+def first_failure(rows: Iterable[dict[str, Any]]) -> int:
+    """The exit code of the first that failed, of jobs that are over; all are looked at."""
+    codes = [exit_code(row) for row in rows]
+    return next((code for code in codes if code), 0)
 
 
 def _over_restarts(ask: Callable[[Client], T], saying: str = "", deadline_s: float | None = None) -> T:

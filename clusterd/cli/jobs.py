@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
-from clusterd.cli.following import exit_code, show_logs, until_over, wait_for
+from clusterd.cli.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.naming import is_meant, own_jobs
 from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
 from clusterd.client import Client
@@ -202,7 +202,7 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
         show_json(ended, output)
     if len(ended) < len(ids):
         return 124
-    return next((exit_code(row) for row in ended if exit_code(row)), 0)
+    return first_failure(ended)
 
 
 def time_s(option: str, text: str, hint: str = "") -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from clusterd.cli.completing import complete_job
-from clusterd.cli.following import exit_code, show_logs, until_over
+from clusterd.cli.following import exit_code, first_failure, show_logs, until_over
 from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
@@ -70,7 +70,7 @@ def submit(file: Path, output: str, **options: Any) -> int:
         else:
             note(f"{len(answers)} jobs are queued, {first['name']} to {last['name']}: clusterd ls tells how they go")
     if options["and_wait"]:
-        return _first_failure(answers)
+        return first_failure(until_over(answer["id"]) for answer in answers)
     return 0
 
 
@@ -97,12 +97,6 @@ def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], outpu
         note(f"{', '.join(answer['id'] for answer in answers)} queued")
         raise unread
     return answers
-
-
-def _first_failure(answers: list[dict[str, Any]]) -> int:
-    """The exit code of the first that failed, when all are over."""
-    codes = [exit_code(until_over(answer["id"])) for answer in answers]
-    return next((code for code in codes if code), 0)
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
