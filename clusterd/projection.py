@@ -13,10 +13,10 @@ import msgspec
 from clusterd.core.blend import believed
 from clusterd.core.classify import is_predictable
 from clusterd.core.decisions import Decision
-from clusterd.core.events import Event, JobSubmitted
+from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, State
-from clusterd.types import AttemptState, HostId, JobId, JobSpec
+from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ def job_row(job: Job, state: State) -> Row:
         "name": job.spec.name,
         "kind": job.spec.kind.value,
         "state": job.state.value,
-        "reason": job.reason,
+        "reason": _reason(job, state),
         "priority": job.priority,
         "guaranteed": job.spec.guaranteed,
         "user": job.spec.user,
@@ -68,6 +68,20 @@ def job_row(job: Job, state: State) -> Row:
         "migrating": migration_row(running.migration) if running and running.migration else None,
         "migrations": [migration_row(m) for m in job.migrations],
     }
+
+
+def _reason(job: Job, state: State) -> str:
+    """Why the job is where it is; for one that runs where nobody can look, that comes first."""
+    attempt = job.attempt
+    if attempt is None:
+        return job.reason
+    away = [host for name in attempt.hosts if (host := state.hosts[name]).state is not HostState.UP]
+    if not away:
+        return job.reason
+    said = " and ".join(f"{host.id} is {host.state.value}{f' ({host.why})' if host.why else ''}" for host in away)
+    if attempt.state is AttemptState.STOPPING:
+        return f"{said}: whether its ranks there have ended is not known; {job.reason}"
+    return f"{said}: its ranks there are presumed to go on"
 
 
 def predicted_step_time_s(job: Job, state: State) -> float | None:
@@ -194,6 +208,9 @@ def change_row(
     touched: list[Any] = [*events, *decisions]
     jobs = {JobId(str(job)): None for item in touched if (job := getattr(item, "job", None))}
     hosts = {HostId(str(host)): None for item in touched if (host := getattr(item, "host", None))}
+    for event in events:
+        if isinstance(event, HostConnected | HostDisconnected):  # the reasons of its jobs change with it
+            jobs.update({attempt.job: None for attempt in state.attempts_on(event.host)})
     for job in jobs:
         known = state.jobs.get(job)
         if known is not None and known.attempts:

@@ -9,9 +9,10 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Container, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+import msgpack
 
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.journal import Journal
@@ -24,6 +25,14 @@ LOG_BYTES_KEPT = 16 << 20
 """Of each rank's log, the end; the whole of it stays on its host."""
 
 CHUNK_BYTES = 1 << 20
+
+
+class Tail(NamedTuple):
+    """The last words of a rank that runs, as its host had them some time ago."""
+
+    begin: int  # bytes of the log before them
+    end: int
+    data: bytes
 
 
 class Archive:
@@ -136,6 +145,18 @@ class Archive:
         """Keep a log that is at hand."""
         await anyio.to_thread.run_sync(_write, self.log_file(job, attempt, 1, rank), data)
 
+    async def write_tail(self, job: str, attempt: int, generation: int, rank: int, tail: Tail) -> None:
+        """Keep it until the whole log comes."""
+        file = _tail(self.log_file(job, attempt, generation, rank))
+        await anyio.to_thread.run_sync(_write_at_once, file, msgpack.packb(tail))
+
+    def tail(self, job: str, attempt: int, generation: int, rank: int) -> Tail | None:
+        """What is known of a log that has not come yet."""
+        try:
+            return Tail(*msgpack.unpackb(_tail(self.log_file(job, attempt, generation, rank)).read_bytes()))
+        except FileNotFoundError:
+            return None
+
     async def fetch_attempt(
         self, hosts: Hosts, host: HostId, job: str, attempt: int, generation: int, ranks: Iterable[dict[str, Any]]
     ) -> None:
@@ -170,6 +191,7 @@ class Archive:
                 if not answer["data"] or offset >= answer["size"]:
                     break
         await anyio.to_thread.run_sync(partial.replace, target)
+        _tail(target).unlink(missing_ok=True)
 
     async def last_step(self, job: str, attempt: int, generation: int) -> dict[str, Any] | None:
         """The newest training step of a generation that was fetched; None if it trained none."""
@@ -216,6 +238,10 @@ def _begin(log: Path) -> Path:
     return log.with_suffix(".begin")
 
 
+def _tail(log: Path) -> Path:
+    return log.with_suffix(".tail")
+
+
 def _digest(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -235,3 +261,10 @@ def _make_durable(partial: Path, target: Path) -> None:
 def _write(target: Path, data: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     target.write_bytes(data)
+
+
+def _write_at_once(target: Path, data: bytes) -> None:
+    """Whoever reads it has the old words or the new ones."""
+    partial = target.with_name(f"{target.name}.partial")
+    _write(partial, data)
+    partial.replace(target)

@@ -1,4 +1,4 @@
-"""A job's output, wherever it is: on its hosts while it runs, on the head node when it is over."""
+"""A job's output, wherever it is: on its hosts while it runs, on the head node when it is over or its host is away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 
 from clusterd.core import admission
 from clusterd.core.state import Attempt, Job
-from clusterd.daemon.archive import Archive
+from clusterd.daemon.archive import Archive, Tail
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Feed
 from clusterd.daemon.hosts import Hosts
@@ -182,7 +182,13 @@ class JobLogs:
         which = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
         host = _hosts_of(attempt, generation)[rank]
         if not kept.exists():
-            return await self._pull(host, "logs", offset, which)
+            try:
+                return await self._pull(host, "logs", offset, which)
+            except AgentLost:
+                tail = self._archive.tail(job.id, attempt.number, generation, rank)
+                if tail is None:
+                    raise
+                return _last_words(host, tail, offset)
         begin = self._archive.log_begins_at(job.id, attempt.number, generation, rank)
         if offset >= begin:
             return await _read_file(kept, offset, begin)
@@ -193,8 +199,7 @@ class JobLogs:
         if answer["data"]:
             return answer
         rest = await _read_file(kept, begin, begin)
-        missing = f"\n[clusterd: {size(begin - offset)} of this log are on {host} alone, which does not answer]\n"
-        return {**rest, "data": missing.encode() + rest["data"]}
+        return {**rest, "data": _missing(host, begin - offset) + rest["data"]}
 
     async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -249,6 +254,19 @@ def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
     if generation in attempt.past:
         return attempt.past[generation]
     return {number: rank.place.host for number, rank in attempt.ranks.items()}
+
+
+def _last_words(host: HostId, tail: Tail, offset: int) -> dict[str, Any]:
+    """What was brought here before the host fell silent; nothing, where `offset` is beyond it."""
+    if offset >= tail.end:
+        return {"data": b"", "offset": offset}
+    before = _missing(host, tail.begin - offset) if offset < tail.begin else b""
+    after = f"\n[clusterd: {host} does not answer; what this rank said last is there]\n".encode()
+    return {"data": before + tail.data[max(offset - tail.begin, 0) :] + after, "offset": tail.end}
+
+
+def _missing(host: HostId, bytes_: int) -> bytes:
+    return f"\n[clusterd: {size(bytes_)} of this log are on {host} alone, which does not answer]\n".encode()
 
 
 async def _read_file(file: Path, offset: int, begin: int = 0) -> dict[str, Any]:

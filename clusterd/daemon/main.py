@@ -43,6 +43,7 @@ from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
 from clusterd.daemon.learned import Learned
 from clusterd.daemon.membership import LOCAL
+from clusterd.daemon.mirror import LogMirror
 from clusterd.daemon.news import Notifier
 from clusterd.daemon.notify import notify
 from clusterd.daemon.profiler import Profiler
@@ -159,6 +160,7 @@ class Daemon:
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
+            tasks.start_soon(_guarded, LogMirror(engine, hosts, archive).run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
             await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from clusterd.ssh.host import REQUEST_TIMEOUT_S
-from tests.conftest import RunningCluster
+from tests.conftest import RunningCluster, cut_power, until
 from tests.scenarios.test_migration import agent_of
 
 ELASTIC = 'kind = "elastic"\ncommand = ["python", "train.py", "--steps", "3"]\nresources = { devices = 1 }\n'
@@ -30,3 +30,19 @@ def test_jobs_that_an_agent_was_too_late_for_run_when_it_is_back(cluster: Runnin
     os.kill(agent, signal.SIGCONT)
     for job in jobs:
         cluster.wait_for(job, lambda row: row["state"] == "finished", 60.0)
+
+
+@pytest.mark.slow
+def test_a_job_whose_host_is_silent_says_so_and_its_last_words_are_there(cluster: RunningCluster) -> None:
+    """`ls` and `why` said nothing of it, and its log could not be read."""
+    cluster.start(hosts=1)
+    cluster.wait_until_up(1)
+    job = cluster.submit('command = ["sh", "-c", "echo the loss is falling; sleep 600"]\n', "quiet")
+    kept = cluster.directory / "attempts" / f"{job}.1" / "rank-0.1.tail"
+    until(kept.exists, 60.0)
+    cut_power(cluster.directory, 0)
+    row = cluster.wait_for(job, lambda row: "local0 is unreachable" in row["reason"])
+    assert row["state"] == "running"
+    assert "its ranks there are presumed to go on" in row["reason"]
+    assert "local0 is unreachable" in cluster.run("why", job).stdout
+    assert "the loss is falling\n" in cluster.run("logs", job).stdout
