@@ -140,7 +140,7 @@ class RunningCluster:
         kill_everything_of(self.directory)
         for owner in Path("/dev/shm").glob("clusterd-*/owner"):  # agents that were killed removed nothing
             with contextlib.suppress(FileNotFoundError):  # of an agent of another test
-                if owner.read_text().startswith(str(self.directory)):
+                if owner.read_bytes().startswith(os.fsencode(self.directory)):
                     shutil.rmtree(owner.parent, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
 
