@@ -294,8 +294,8 @@ def _sweep(mine: Path) -> None:
     """Removes stores that agents left who were killed and whose directories are gone: memory until the next boot."""
     prefix = mine.name.rpartition("-")[0]
     for owner in mine.parent.glob(f"{prefix}-*/{OWNER}"):
-        with contextlib.suppress(OSError), open(owner) as file:
-            if not Path(file.read()).exists():
+        with contextlib.suppress(OSError), open(owner, "rb") as file:
+            if not Path(os.fsdecode(file.read())).exists():
                 # Containers share memory and not directories: one that lives elsewhere holds the lock.
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(owner.parent, ignore_errors=True)

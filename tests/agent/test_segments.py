@@ -98,6 +98,22 @@ def test_shared_memory_is_left_for_others(store: Store, monkeypatch: pytest.Monk
     assert store.make("second", 12 << 20, "m").path.parent.name == "files"
 
 
+def test_what_killed_agents_left_is_removed_whatever_their_directories_are_called(tmp_path: Path) -> None:
+    """One of a home directory that is not UTF-8 kept every other agent of its user from starting."""
+    homes = [tmp_path / os.fsdecode(b"caf\xe9"), tmp_path / "gone", tmp_path / "mine"]
+    left, gone, mine = (tmp_path / "shm" / f"clusterd-0-{number}" for number in range(3))
+    for shared, home in ((left, homes[0]), (gone, homes[1])):
+        Store(shared, home / "files").close()
+        shared.mkdir(exist_ok=True)
+        (shared / "owner").write_bytes(os.fsencode(home))
+    shutil.rmtree(homes[1])
+    store = Store(mine, homes[2] / "files")
+    try:
+        assert (left.exists(), gone.exists()) == (True, False)
+    finally:
+        store.close()
+
+
 def test_a_store_takes_no_more_than_it_may(tmp_path: Path) -> None:
     """A host whose memory others need too: what is beyond the limit goes to disk, then nowhere; read as it changes."""
     limits = tmp_path / "store.json"
