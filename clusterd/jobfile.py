@@ -152,7 +152,7 @@ def variables(given: Iterable[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for item in given:
         key, assigned, value = item.partition("=")
-        if not key or (not assigned and key not in os.environ):
+        if not key or len(key.split()) > 1 or (not assigned and key not in os.environ):
             raise UsageError(f"--env {item}: write NAME=VALUE, or NAME of a variable that is set")
         pairs[key] = value if assigned else os.environ[key]
     return pairs

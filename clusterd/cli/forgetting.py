@@ -10,7 +10,7 @@ import click
 from clusterd.cli.completing import complete_job
 from clusterd.cli.jobs import time_s
 from clusterd.cli.naming import own_jobs
-from clusterd.cli.output import note, raise_all
+from clusterd.cli.output import note, raise_all, tell
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import size
@@ -37,7 +37,7 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
             try:
                 if dry_run:
                     row = cluster.call("job", job=job)
-                    note(f"{row['id']} ({row['name']}), {row['state']}")
+                    tell(f"{row['id']} ({row['name']}), {row['state']}")
                     continue
                 answer = cluster.call("forget", job=job)
             except ClusterError as error:
@@ -47,8 +47,8 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
             for host, why in answer["left"].items():
                 left.add(host)
                 note(f"{answer['job']} ({answer['name']}): {host} still has its part: {why}")
-    if not dry_run:
-        count = len(chosen) - len(failures)
+    count = len(chosen) - len(failures)
+    if not dry_run and (count or not failures):
         again = f"; once {', '.join(sorted(left))} can be reached, say it again" if left else ""
         note(f"{count} job{'s' * (count != 1)} forgotten, {size(freed)} free{again}")
     raise_all(failures)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -150,6 +152,9 @@ def _attend(answer: dict[str, Any]) -> int:
     job = answer["id"]
     if answer["reason"]:
         note(f"{answer['name']} ({job}): {answer['reason']}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, partial(_leave, f"{answer['name']} ({job})"))
     try:
         row = _follow(answer)
     except KeyboardInterrupt:
@@ -164,6 +169,12 @@ def _attend(answer: dict[str, Any]) -> int:
     if row["state"] != "finished":
         note(f"{row['name']} ({job}) {row['state']}: {row['reason']}")
     return exit_code(row)
+
+
+def _leave(name: str, number: int, _frame: object) -> NoReturn:
+    """Whoever ends this command, or the session it is in, has not said that the job is to end."""
+    note(f"clusterd: ended by {signal.Signals(number).name}; {name} runs on, clusterd cancel ends it")
+    sys.exit(128 + number)
 
 
 def _follow(answer: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
-from clusterd.core.view import Free, HostFree, Refusal, View
+from clusterd.core.view import HostFree, Refusal, View
 from clusterd.types import Device, JobKind
 from clusterd.units import size
 from plans.model_shape import ModelShape
@@ -178,7 +178,11 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
 def _waits(job: Job, view: View, devices: int) -> Refusal:
     """There is no room for it now; what it waits for is devices, unless no host would do if nothing else ran."""
     beyond = _beyond_every_host(job, view)
-    return Refusal(job.id, beyond) if beyond else Refusal(job.id, _short_of(job, view.free), devices=devices)
+    if beyond:
+        return Refusal(job.id, beyond)
+    if not candidates(job, view.free):
+        return Refusal(job.id, _no_host(job, view), devices=devices)
+    return Refusal(job.id, _short_of(job), devices=devices)
 
 
 def _beyond_every_host(job: Job, view: View) -> str | None:
@@ -208,14 +212,24 @@ def _empty(job: Job, view: View) -> list[HostFree]:
     return [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
 
 
+HOSTS_NAMED = 3
+"""Of those that a job waits for."""
+
 _KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}
 
 
-def _short_of(job: Job, free: Free) -> str:
+def _no_host(job: Job, view: View) -> str:
+    """Why nothing may be placed where the job may be; stable while that is so, for each reason is recorded."""
+    why = [said for host in view.hosts.values() if job.admits(host.id) and (said := host.unusable)]
+    if not why:
+        return f"every host is left out for it: clusterd why {job.id}"
+    more = f" and {len(why) - HOSTS_NAMED} more are no better" if len(why) > HOSTS_NAMED else ""
+    return f"waits for a host: {', '.join(why[:HOSTS_NAMED])}{more}"
+
+
+def _short_of(job: Job) -> str:
     """What the job waits for; stable while it waits for the same thing, so that it is recorded once."""
     wanted = job.spec.resources
-    if not candidates(job, free):
-        return "no host that it may use is up, undrained and clean"
     count = _least(job)
     if count == 0:
         memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""

@@ -138,7 +138,7 @@ class Checkpoints:
         try:
             write(staged, path, self._group)
         except Exception as error:  # a full disk is no reason to stop training
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             self._control.say("checkpoint_failed", why=self.failure, **about)
             return
         self._control.say(

@@ -48,7 +48,7 @@ def test_a_job_that_runs_is_not_forgotten(local_cluster: RunningCluster) -> None
 
 
 def test_old_ones_are_named_before_they_go(local_cluster: RunningCluster, finished: str) -> None:
-    assert f"{finished} (writes), finished" in local_cluster.run("forget", "--older", "0s", "--dry-run").stderr
+    assert f"{finished} (writes), finished" in local_cluster.run("forget", "--older", "0s", "--dry-run").stdout
     assert kept(local_cluster, finished)
     assert "forgotten" in local_cluster.run("forget", "--older", "1d").stderr
     assert kept(local_cluster, finished), "it ended just now"

@@ -68,3 +68,13 @@ def _of_few_cores(lab: MixedLab, host: str) -> HostFacts:
     facts = lab.scheduler.state.hosts[HostId(host)].facts
     assert facts is not None
     return replace(facts, cpu_cores=32)
+
+
+def test_a_job_says_of_each_host_why_it_waits_for_it(lab: Lab) -> None:
+    """It said that no host was up, undrained and clean: of which, and why, was left to be found."""
+    for name in "abcde":
+        lab.host(name, gpus=1)
+        lab.tell(e.HostDrained(**lab.at(), host=HostId(name)))
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="no route"))
+    job, _ = lab.submit()
+    assert lab.why(job) == "waits for a host: a is drained, b is unreachable, c is drained and 2 more are no better"

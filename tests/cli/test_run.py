@@ -1,0 +1,36 @@
+"""``clusterd run``: a job that is watched."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import RunningCluster
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluster, number: signal.Signals) -> None:
+    """A session that ends is no wish that the job end; what is left running was left without a word."""
+    command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--", "sh", "-c", "echo begun; sleep 600"]
+    watching = subprocess.Popen(
+        command,
+        env=local_cluster.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # these tests may run under nohup
+    )
+    assert watching.stdout is not None
+    assert watching.stdout.readline() == "begun\n"
+    watching.send_signal(number)
+    _, said = watching.communicate(timeout=30.0)
+    job = local_cluster.call("jobs")[0]
+    assert said.splitlines()[-1] == (
+        f"clusterd: ended by {number.name}; {job['name']} ({job['id']}) runs on, clusterd cancel ends it"
+    )
+    assert watching.returncode == 128 + number
+    assert job["state"] == "running"
+    local_cluster.run("cancel", "--wait", job["id"])
