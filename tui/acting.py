@@ -231,7 +231,9 @@ class Acting:
         how = line(("elastic jobs move away where there is room; others run to their end", "dim"))
         why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "", str)
         if why is not None:
-            await self._each("host_drain", "drained", [(host.name, {"host": host.name, "why": why}) for host in hosts])
+            # At one moment: what leaves one of them must not come to the next.
+            also = {"also": [host.name for host in hosts[1:]]} if hosts[1:] else {}
+            await self._each("host_drain", "drained", [(names, {"host": hosts[0].name, "why": why, **also})])
 
     async def undrain(self) -> None:
         """Use hosts again."""

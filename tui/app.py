@@ -40,6 +40,9 @@ HISTORY_AFTER_S = 0.3
 WIDTHS = [(0, "-narrow"), (120, "-wide")]
 """From how many columns on the screen has which class."""
 
+HEIGHTS = [(0, "-short"), (16, "-tall")]
+"""From how many lines on."""
+
 R = TypeVar("R")
 
 
@@ -50,6 +53,7 @@ class Top(UnmarkedApp):
     TITLE = "clusterd"
     NOTIFICATION_TIMEOUT = 3.0
     HORIZONTAL_BREAKPOINTS = WIDTHS
+    VERTICAL_BREAKPOINTS = HEIGHTS
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(at), f"show('{name}')", name, show=False) for at, name in enumerate(view.SCREENS, 1)),
         Binding("escape", "back", "back", show=False),
@@ -97,9 +101,10 @@ class Top(UnmarkedApp):
     # --- the frame ----------------------------------------------------------------------------------------------------
 
     def get_default_screen(self) -> Screen[None]:
-        """One that is as wide as the terminal from the first layout on; Textual says so after it, and lays out anew."""
-        reached = [name for cells, name in WIDTHS if self.size.width >= cells]
-        return Screen(id="_default", classes=f"{reached[-1]}{' -ascii' if self.shared.look.ascii else ''}")
+        """One of the terminal's size from the first layout on; Textual says so after it, and lays out anew."""
+        wide = [name for cells, name in WIDTHS if self.size.width >= cells][-1]
+        tall = [name for lines, name in HEIGHTS if self.size.height >= lines][-1]
+        return Screen(id="_default", classes=f"{wide} {tall}{' -ascii' if self.shared.look.ascii else ''}")
 
     def compose(self) -> ComposeResult:
         """Header, one of the screens, footer; the other screens are made when they are first shown."""

@@ -246,11 +246,11 @@ def _why(host: rows.Host, frame: Frame) -> Line:
 
 HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
     Column("host", "host", 14, lambda h, f: _text(h.name), lambda h: h.name),
-    Column("state", "state", 13, lambda h, f: line(f.look.state(h.shown_state)), lambda h: h.shown_state),
+    Column("state", "state", 13, lambda h, f: line(f.look.state(h.shown_state)), lambda h: h.shown_state, rank=1),
     Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True, wants=35),
     Column("cores", "cores booked", 12, _cores, lambda h: h.cores_used, rank=3),
     Column("memory", "memory booked", 19, _memory, lambda h: h.memory_used_bytes, rank=5),
-    Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, rank=1),
+    Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, rank=2),
     Column("address", "address", 15, _address, lambda h: h.address or "", rank=9, shown=False),
     Column("why", "why", 16, _why, lambda h: h.why, flexible=True, rank=4),
 )  # fmt: skip
@@ -285,7 +285,7 @@ DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
     Column("decision", "decision", 15, lambda r, f: _decided(r[1], f), lambda r: r[1].kind),
     Column("job", "job", 14, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or ""),
     Column("host", "host", 10, lambda r, f: _text(r[1].host or ""), lambda r: r[1].host or "", rank=2),
-    Column("reason", "why", 24, lambda r, f: _text(r[1].reason), lambda r: r[1].reason, flexible=True),
+    Column("reason", "why", 23, lambda r, f: _text(r[1].reason), lambda r: r[1].reason, flexible=True),
     Column("cause", "event", 6, lambda r, f: _text(str(r[1].cause), "dim"), lambda r: r[1].cause, right=True, rank=3),
 )
 

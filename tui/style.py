@@ -37,6 +37,7 @@ Table:focus, TextPane:focus, LogPane:focus { border-top: heavy $accent; border-t
 .-wide #queue-side { width: 2fr; height: 1fr; layout: vertical; }
 #decisions-table, #events-table { height: 3fr; }
 #decisions-detail, #events-detail { height: 1fr; min-height: 5; }
+.-short #fleet-detail, .-short #queue-side, .-short #decisions-detail, .-short #events-detail { display: none; }
 .board .zoomed { width: 1fr; height: 1fr; }
 .board .out { display: none; }
 Toast { max-width: 90%; }

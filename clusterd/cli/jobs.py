@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import groupby
 from typing import Any
 
 import click
@@ -244,9 +245,10 @@ def why(job: str, output: str) -> None:
             tell(f"  {name} holds {count} device{'s' if count > 1 else ''}")
         for reason in answer["unusable"]:
             tell(f"  {reason}")
-    for decision in answer["decisions"]:
-        at = time.strftime("%m-%d %H:%M:%S", time.localtime(decision["at_s"]))
-        tell(f"  {at}  {_words(decision['kind'])}: {decision['reason']}")
+    for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):
+        first, *others = group  # the same of several hosts
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(first["at_s"]))
+        tell(f"  {at}  {_words(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
 
 
 def _silence(job: dict[str, Any]) -> str:

@@ -48,6 +48,14 @@ def test_screen(snap_compare: Any, screen: str, state: str, size: tuple[int, int
     assert snap_compare(app, terminal_size=size, run_before=settled)
 
 
+@pytest.mark.parametrize("screen", SCREENS)
+def test_small_terminal(snap_compare: Any, screen: str) -> None:
+    """A corner of a screen: the list of each has its rows, and a host its name."""
+    app = staged(first=screen)
+    app.shared.job = "1"
+    assert snap_compare(app, terminal_size=(40, 10), run_before=settled)
+
+
 @pytest.mark.parametrize("keys", [["question_mark"], ["m"], ["c"], ["n"], ["d"], ["slash"], ["s"], ["f2"], ["v"]])
 def test_window(snap_compare: Any, keys: list[str]) -> None:
     """Each window over the screen it belongs to."""
