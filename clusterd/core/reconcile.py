@@ -42,16 +42,23 @@ def _is_history(state: State, host: HostId, report: AttemptReport) -> bool:
     return attempt.state is AttemptState.ENDED or report.generation in attempt.past
 
 
+def _is_ours(state: State, host: HostId, report: AttemptReport) -> bool:
+    attempt = state.attempt(report.job, report.attempt)
+    return attempt is not None and report.generation in _generations(attempt, host)
+
+
+def is_news(state: State, host: HostId, report: AttemptReport) -> bool:
+    """Whether anything may have to be done about it; what is not need not be written down."""
+    return _is_ours(state, host, report) or not _is_history(state, host, report)
+
+
 def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:
     """Bring our attempts on `host` up to date with its agent's word, and say what remains to be done."""
     found = Found()
     told = {(r.job, r.attempt, r.generation): r for r in reports}
-    for (job, number, generation), report in told.items():
-        attempt = state.attempt(job, number)
-        ours = attempt is not None and generation in _generations(attempt, host.id)
-        if ours or _is_history(state, host.id, report):
-            continue
-        found.orphans.append((job, number, generation))
+    for who, report in told.items():
+        if is_news(state, host.id, report) and not _is_ours(state, host.id, report):
+            found.orphans.append(who)
     for attempt in list(state.attempts_on(host.id)):
         found.retired += [(attempt, g) for g, retired in attempt.retired.items() if host.id in retired.pending]
         if host.id not in attempt.hosts:

@@ -15,6 +15,7 @@ import msgspec
 from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.reconcile import is_news
 from clusterd.daemon import facts
 from clusterd.daemon.agents import Agents, identity
 from clusterd.daemon.engine import Engine
@@ -152,7 +153,8 @@ class Hosts:
         for job in {r["job"] for r in hello["attempts"] if r["attempt"] == facts.DESCRIPTION}:
             if (host, job, facts.DESCRIPTION) not in self.expected:
                 self.on_description_left(host, job)
-        reports = tuple(facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
+        told = (facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
+        reports = tuple(r for r in told if is_news(self._engine.scheduler.state, host, r))
         await self._engine.report(
             e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=agent)
         )

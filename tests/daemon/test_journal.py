@@ -19,6 +19,7 @@ from clusterd.daemon.journal import MIGRATIONS, Journal
 from clusterd.errors import ClusterError
 from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec
+from tests.conftest import RunningCluster
 from tests.core.conftest import facts
 
 SPEC = JobSpec(name="job", command=("true",))
@@ -270,3 +271,18 @@ def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None
     opened.close()
     with pytest.raises(ClusterError, match="a database of another program"):
         Journal(foreign)
+
+
+def test_what_is_over_is_not_written_down_at_each_return_of_its_host(local_cluster: RunningCluster) -> None:
+    """A thousand finished jobs made a long event of every start of the daemon."""
+    job = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
+    local_cluster.wait_for(job, lambda row: row["state"] == "finished")
+    runs = local_cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "600").stdout.strip()
+    local_cluster.wait_for(runs, lambda row: row["state"] == "running")
+    local_cluster.kill()
+    local_cluster.start()
+    local_cluster.wait_until_up(2)
+    events = local_cluster.call("history")["events"]
+    newest = {event["host"]: event for event in events if event["kind"] == "HostConnected"}
+    assert [report["job"] for event in newest.values() for report in event["attempts"]] == [runs]
+    local_cluster.run("cancel", "--wait", runs)
