@@ -9,7 +9,7 @@ from typing import Any
 
 from clusterd.client import Client
 from clusterd.jobfile import Request
-from clusterd.types import JobSpec
+from clusterd.types import JobKind, JobSpec
 from clusterd.units import size
 from clusterd.workdir import Snapshot, pack
 
@@ -54,7 +54,7 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
     """
     if spec.workdir is None:
         return spec
-    packed = pack_workdir(cluster, spec.workdir)
+    packed = pack_workdir(cluster, spec)
     with packed.archive:
         if not cluster.call("snapshot_has", digest=packed.digest)["have"]:
             say(f"sending {packed.files} files of {spec.workdir} ({size(packed.size_bytes)})")
@@ -69,8 +69,8 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
     return replace(spec, snapshot=packed.digest)
 
 
-def pack_workdir(cluster: Client, workdir: str) -> Snapshot:
-    """The working directory as it would be sent to this daemon.
+def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
+    """The job's working directory as it would be sent to this daemon.
 
     Raises:
         ClusterError: it cannot be packed, or is too large.
@@ -78,4 +78,6 @@ def pack_workdir(cluster: Client, workdir: str) -> Snapshot:
     limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
     # In a home directory it is below: each workdir sent would hold those before it.
     state = Path(cluster.call("status")["state_dir"])
-    return pack(Path(workdir), limit, leave_out=(state,))
+    assert spec.workdir is not None
+    imports_ours = spec.kind is not JobKind.COMMAND
+    return pack(Path(spec.workdir), limit, leave_out=(state,), imports_ours=imports_ours)

@@ -47,15 +47,17 @@ class Snapshot:
     archive: IO[bytes]
 
 
-def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = ()) -> Snapshot:
+def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imports_ours: bool = True) -> Snapshot:
     """Pack what git would track, or what `.clusterdignore` does not exclude; nothing of `leave_out` below it.
 
+    Args:
+        imports_ours: what runs there uses our modules, which a module of the same name would hide.
     Raises:
         UsageError: not a directory, too large (naming the largest files), or it would hide our own modules.
     """
     if not directory.is_dir():
         raise UsageError(f"workdir {directory} is no directory: set workdir to where the job's code is")
-    for name in OUR_PACKAGES:
+    for name in OUR_PACKAGES if imports_ours else ():
         for found in (directory / name / "__init__.py", directory / f"{name}.py"):
             if found.exists():
                 raise UsageError(

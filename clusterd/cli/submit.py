@@ -189,7 +189,7 @@ def _follow(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _dry_run(cluster: Client, spec: JobSpec, sweep: dict[str, list[str]], output: str, *, snapshot: bool) -> int:
     if snapshot and spec.workdir is not None:
-        pack_workdir(cluster, spec.workdir).archive.close()  # what a submit would be refused for is refused here too
+        pack_workdir(cluster, spec).archive.close()  # what a submit would be refused for is refused here too
     answers = []
     for each in swept(spec, sweep):
         answer = cluster.call("dry_run", spec=plain(each))

@@ -35,7 +35,9 @@ def test_a_workdir_that_would_hide_our_modules(cluster: RunningCluster, tmp_path
     """A project with a package named plans."""
     (tmp_path / "plans").mkdir()
     (tmp_path / "plans" / "__init__.py").touch()
-    assert "has a module 'plans'" in refused(cluster, "run", "--", "true", code=2, cwd=tmp_path)
+    file = tmp_path / "job.toml"
+    file.write_text('name = "net"\nkind = "elastic"\ncommand = ["python", "train.py"]\nresources = { devices = 1 }\n')
+    assert "has a module 'plans'" in refused(cluster, "submit", str(file), code=2)
 
 
 def test_an_unreachable_host(cluster: RunningCluster) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,11 @@ def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluste
     assert watching.returncode == 128 + number
     assert job["state"] == "running"
     local_cluster.run("cancel", "--wait", job["id"])
+
+
+def test_a_command_may_have_modules_that_are_called_like_ours(local_cluster: RunningCluster, tmp_path: Path) -> None:
+    """It imports none of ours."""
+    (tmp_path / "plans.py").write_text("print('my own plans')\n")
+    local_cluster.environment["PYTHONSAFEPATH"] = "1"  # as the installed script, which does not look here
+    ran = local_cluster.run("run", "--", "python3", "-c", "import plans", cwd=tmp_path)
+    assert ran.stdout == "my own plans\n"

@@ -211,8 +211,10 @@ def test_a_dry_run_refuses_what_a_submit_refuses(cluster: RunningCluster) -> Non
     work = cluster.directory / "work"
     file = cluster.directory / "job.toml"
     file.write_text('workdir = "work"\ncommand = ["true"]\n')
+    elastic = cluster.directory / "elastic.toml"
+    elastic.write_text(f'kind = "elastic"\nresources = {{ devices = 1 }}\n{file.read_text()}')
 
-    def refused() -> str:
+    def refused(file: Path = file) -> str:
         dry, real = (cluster.run("submit", *given, str(file), check=False) for given in (["--dry-run"], []))
         assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
         assert (dry.returncode, dry.stdout) == (2, "")
@@ -221,7 +223,7 @@ def test_a_dry_run_refuses_what_a_submit_refuses(cluster: RunningCluster) -> Non
     assert "is no directory" in refused()
     work.mkdir()
     (work / "plans.py").touch()
-    assert "has a module 'plans'" in refused()
+    assert "has a module 'plans'" in refused(elastic)
     (work / "plans.py").rename(work / "planning.py")
     assert "job would be queued" in cluster.run("submit", "--dry-run", str(file)).stdout
     (work / "planning.py").write_bytes(bytes(2000))
