@@ -17,6 +17,7 @@ from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubm
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, State
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
+from clusterd.units import duration
 
 Row = dict[str, Any]
 
@@ -166,6 +167,18 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
         ],
         "link": link or {},
     }
+
+
+def unusable(state: State, now_s: float) -> list[str]:
+    """Why nothing can be placed on some hosts and devices, a line each."""
+    said = [host.unusable for host in state.hosts.values() if host.unusable]
+    for host in state.hosts.values():
+        for device, fault in host.faults.items():
+            if fault.is_left_out:
+                left_s = max(state.timers.get(f"fault:{device}", 0.0) - now_s, 0.0)
+                again = f"clusterd host undrain {host.id} offers it again now"
+                said.append(f"{device} is left out for {duration(left_s)}: {fault.why}; {again}")
+    return said
 
 
 def decision_row(decision: Decision) -> Row:

@@ -42,7 +42,7 @@ def legend(look: Look) -> Line:
     return line(
         (" name ", "tile0"), " a job's  ",
         (look.glyph("free") * 3, "dim"), " free  ",
-        (look.glyph("foreign") * 3, "bad"), " used by others  ",
+        (look.glyph("foreign") * 3, "bad"), " unusable  ",
         ("---", "warn"), " drained  ",
         ("???", "dim"), " out of reach",
     )  # fmt: skip

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from clusterd.core import migrations
 from clusterd.core.choose import below
-from clusterd.core.state import Attempt, Job, Outcome, Rank, State
+from clusterd.core.state import Attempt, Fault, Host, Job, Outcome, Rank, State
 from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Start
-from clusterd.types import HostId, JobId, JobState, RankEnd, RankReport, Reason
+from clusterd.types import HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
 from plans.model_shape import ModelShape
 
 LOST_IN_A_ROW_MAX = 5
@@ -23,6 +23,9 @@ RETRY_DELAY_S = 5.0
 """Before the second retry; doubled for each further one. The first is at once: most faults are single."""
 
 RETRY_DELAY_MOST_S = 300.0
+
+FAULT_S = 300.0
+"""A device that failed is left out; four times as long after each further fault, until its host is seen to."""
 
 TIMED_OUT = 124
 """Exit code of a job that reached its time limit, as of `timeout`."""
@@ -110,17 +113,26 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
         host.memory_used_bytes -= attempt.memory_bytes.get(host_id, 0)
 
 
-def take_reports(attempt: Attempt, reports: Iterable[RankReport]) -> None:
-    """Keep how ranks ended; the first word on a rank stands."""
+def take_reports(attempt: Attempt, reports: Iterable[RankReport], hosts: Mapping[HostId, Host]) -> None:
+    """Keep how ranks ended, and which devices failed; the first word on a rank stands."""
     for report in reports:
         rank = attempt.ranks.get(report.rank)
         if rank is not None and rank.end is None and report.end is not None:
             rank.end = report.end
+            note_fault(rank.place, report.end, hosts)
             if report.end.reason is Reason.DEVICE_OOM and _has_company(attempt, rank):
                 rank.end = replace(report.end, reason=Reason.CROWDED)
             if attempt.plan is None and report.end.is_success:  # a command is one process, whatever it holds
                 for other in attempt.ranks.values():
                     other.end = other.end or report.end
+
+
+def note_fault(place: RankPlace, end: RankEnd, hosts: Mapping[HostId, Host]) -> None:
+    """A device that failed under one job would fail under the next."""
+    if end.reason is Reason.DEVICE_FAULT and place.device is not None and place.host in hosts:
+        faults = hosts[place.host].faults
+        times = faults[place.device].times if place.device in faults else 0
+        faults[place.device] = Fault(str(end), times + 1)
 
 
 def _has_company(attempt: Attempt, rank: Rank) -> bool:
@@ -210,11 +222,16 @@ def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
 
 
 def at_fault(attempt: Attempt) -> tuple[HostId, str] | None:
-    """The host whose environment or GPU made the attempt end, and what was said; another's may be whole."""
+    """The host whose environment made the attempt end, and what was said; another's may be whole."""
     cause = root_cause(attempt) if attempt.outcome is None else None
-    if cause is None or cause[1].reason not in (Reason.NO_TORCH, Reason.DEVICE_FAULT):
+    if cause is None or cause[1].reason is not Reason.NO_TORCH:
         return None
     return attempt.ranks[cause[0]].place.host, str(cause[1])
+
+
+def fault_s(times: int) -> float:
+    """Seconds that a device is left out after it has failed so often: many faults are over at once, others stay."""
+    return FAULT_S * 4.0 ** min(times - 1, 5)
 
 
 def retry_delay_s(times: int) -> float:

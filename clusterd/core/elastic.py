@@ -15,7 +15,7 @@ from clusterd.core.place import Placement, candidates, fitting, place_on
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Free, Move, Refusal, View
-from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind, Reason
+from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind
 from plans.legality import check
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -102,8 +102,7 @@ def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
     Cores are not asked for: others may have been lent them, who give them back in the next pass.
     """
     own = of_ranks(view.hosts, attempt)
-    faulty = {r.place.device for r in attempt.ranks.values() if r.end and r.end.reason is Reason.DEVICE_FAULT}
-    here = [d for d in own if _may_stay(d, view) and d.id not in faulty]
+    here = [d for d in own if _may_stay(d, view)]
     kind = own[0].kind if own else ""
     free = [d for h in candidates(job, view.free) for d in fitting(job, replace(h, cores=_PLENTY), kind)]
     return first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why, None)
@@ -226,7 +225,8 @@ def movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
 
 
 def _may_stay(device: Device, view: View) -> bool:
-    return view.hosts[device.host].unusable is None
+    host = view.hosts[device.host]
+    return host.unusable is None and not host.is_faulty(device.id)
 
 
 def _free_for(job: Job, own: list[Device], free: Free) -> list[Device]:

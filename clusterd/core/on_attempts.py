@@ -9,7 +9,7 @@ from clusterd.core.on_trials import OnTrials
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
 from clusterd.core.view import Refusal, View
-from clusterd.types import AttemptState, HostState, JobState, RankEnd, RankReport, Reason
+from clusterd.types import AttemptState, HostId, HostState, JobState, RankEnd, RankReport, Reason
 from clusterd.units import duration
 
 TARGET_TIMES = 3
@@ -89,14 +89,36 @@ class OnAttempts(OnTrials):
         self._stop(attempt, outcome, f"{event.host} did not start it: {event.why}")
 
     def _on_rank_exited(self, event: e.RankExited) -> None:
-        attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        rank = attempt.ranks.get(event.rank) if attempt is not None else None
-        if attempt is None or rank is None or rank.end is not None:
+        attempt = self.state.attempt(event.job, event.attempt)
+        if attempt is None:
             return
-        attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)])
+        if attempt.generation != event.generation:
+            self._coming_rank_exited(attempt, event)
+            return
+        rank = attempt.ranks.get(event.rank)
+        if rank is None or rank.end is not None:
+            return
+        attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)], self.state.hosts)
+        self._leave_out_faulty(event.host)
         if any(r.end is not None and r.end.reason is Reason.CROWDED for r in attempt.ranks.values()):
             self.state.jobs[event.job].needs_room = True
         self._after_end(attempt)
+
+    def _coming_rank_exited(self, attempt: Attempt, event: e.RankExited) -> None:
+        """Whoever leads the move says what becomes of it; what its device is worth is learned here."""
+        move = attempt.migration
+        if move is not None and move.generation == event.generation:
+            for place in (p for p in move.places if p.rank == event.rank):
+                attempts.note_fault(place, event.end, self.state.hosts)
+            self._leave_out_faulty(event.host)
+
+    def _leave_out_faulty(self, host_id: HostId) -> None:
+        """Have its devices that failed offered again after some time."""
+        host = self.state.hosts.get(host_id)
+        for device, fault in host.faults.items() if host is not None else ():
+            if fault.is_left_out and f"fault:{device}" not in self.state.timers:
+                until_s = self._now_s + attempts.fault_s(fault.times)
+                self._set_timer(f"fault:{device}", until_s, f"{device} is left out until then: {fault.why}")
 
     def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:
         attempt = self.state.attempt(event.job, event.attempt, event.generation)
@@ -191,7 +213,8 @@ class OnAttempts(OnTrials):
                 left.given_up.discard(host.id)
         attempt = self.state.attempt(event.job, event.attempt)
         if attempt is not None and attempt.generation == event.generation:
-            attempts.take_reports(attempt, event.ranks)
+            attempts.take_reports(attempt, event.ranks, self.state.hosts)
+            self._leave_out_faulty(event.host)
             self._gone_from(attempt, event.host)
         elif attempt is not None:
             self._retired_gone(attempt, event.generation, event.host)

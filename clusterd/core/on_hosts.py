@@ -8,7 +8,7 @@ from clusterd.core import events as e
 from clusterd.core.on_attempts import OnAttempts
 from clusterd.core.reconcile import reconcile
 from clusterd.core.state import Attempt, Description, Host, Outcome, Retired
-from clusterd.types import AttemptState, HostId, HostState, JobId
+from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 
 HOST_LOST_AFTER_S = 120.0
 """An unreachable host's ranks are given up after this; until then they are presumed to go on."""
@@ -57,6 +57,10 @@ class OnHosts(OnAttempts):
             self.state.recovering.clear()
         elif kind == "host-lost":
             self._give_up(HostId(about))
+        elif kind == "fault":
+            for host in self.state.hosts.values():
+                if (fault := host.faults.get(DeviceId(about))) is not None:
+                    fault.is_left_out = False
         elif kind == "recover":
             job = self.state.jobs.get(JobId(about))
             if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
@@ -111,6 +115,7 @@ class OnHosts(OnAttempts):
         if host is None:
             return
         was_drained, host.drained = host.drained is not None, None
+        self._forget_faults(host)
         for attempt in self.state.attempts_on(event.host):
             if was_drained and attempt.state is AttemptState.RUNNING:
                 self._hold(self.state.jobs[attempt.job], f"{event.host} is in use again")
@@ -122,12 +127,15 @@ class OnHosts(OnAttempts):
         if host is None:
             return
         host.go(HostState.UP, event.at_s)
+        if host.facts is not None and host.facts.boot_id != event.facts.boot_id:
+            self._forget_faults(host)
         host.facts, host.agent = event.facts, event.agent
         self.state.recovering.discard(host.id)
         self.state.timers.pop(f"host-lost:{host.id}", None)
         self._is_fit_again(host.id)
         found = reconcile(self.state, host, event.attempts)
         host.orphans = set(found.orphans)
+        self._leave_out_faulty(host.id)
         for job_id, number, generation in found.orphans:
             reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
             self._stop_on(host.id, job_id, number, generation, 5.0, reason)
@@ -153,6 +161,12 @@ class OnHosts(OnAttempts):
                 said = f"{host.id} is back, and may not have been told"
                 self._to_ranks(d.UseCores, attempt, (host.id,), said, each=attempt.told_cores)
         self._pass_due = True
+
+    def _forget_faults(self, host: Host) -> None:
+        """Its devices are offered again: it has been started anew, or somebody has seen to it."""
+        for device in host.faults:
+            self.state.timers.pop(f"fault:{device}", None)
+        host.faults.clear()
 
     def _is_fit_again(self, host: HostId) -> None:
         """Who could not be started there may try once more: something has been done about the host."""

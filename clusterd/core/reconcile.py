@@ -67,7 +67,7 @@ def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Fou
         here = [r for r in attempt.ranks.values() if r.place.host == host.id]
         if attempt.state is AttemptState.STOPPING:
             if known is not None:
-                attempts.take_reports(attempt, known.ranks)
+                attempts.take_reports(attempt, known.ranks, state.hosts)
             if host.id in attempt.pending:
                 found.stopping.append(attempt)
         elif attempt.state is AttemptState.LAUNCHING:
@@ -78,6 +78,6 @@ def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Fou
                 rank.end = rank.end or RankEnd(reason=Reason.LOST)
             found.ended.append(attempt)
         else:
-            attempts.take_reports(attempt, known.ranks)
+            attempts.take_reports(attempt, known.ranks, state.hosts)
             found.ended.append(attempt)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -48,6 +48,15 @@ class Description(StrEnum):
 
 
 @dataclass(slots=True)
+class Fault:
+    """What a device failed of, under one of our ranks."""
+
+    why: str
+    times: int = 1
+    is_left_out: bool = True  # until a timer offers it again
+
+
+@dataclass(slots=True)
 class Host:
     """A machine and what its agent last said."""
 
@@ -61,6 +70,7 @@ class Host:
     orphans: set[tuple[JobId, int, int]] = field(default_factory=set)  # generations found there that are being stopped
     cores_used: int = 0
     memory_used_bytes: int = 0
+    faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since somebody has seen to it last
 
     def go(self, state: HostState, at_s: float, why: str = "") -> None:
         """Take a step of the host's state machine."""
@@ -82,8 +92,15 @@ class Host:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Its devices as last reported."""
-        return self.facts.devices if self.facts else ()
+        """Its devices as last reported; one that failed is offered no more than one that somebody else uses."""
+        reported = self.facts.devices if self.facts else ()
+        if not self.faults:
+            return reported
+        return tuple(replace(d, foreign=self.faults[d.id].why) if self.is_faulty(d.id) else d for d in reported)
+
+    def is_faulty(self, device: DeviceId) -> bool:
+        """It failed, and is not to be used for some time."""
+        return device in self.faults and self.faults[device].is_left_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,12 +242,11 @@ class Api:
         for lease in self._state.leases.values():
             name = self._state.jobs[lease.job].spec.name
             holders[name] = holders.get(name, 0) + 1
-        hosts = [h.unusable for h in self._state.hosts.values() if h.unusable]
         return {
             **row,
             "ahead": ahead,
             "holders": holders,
-            "unusable": hosts,
+            "unusable": projection.unusable(self._state, time.time()),
             "decisions": await self._decisions(known.id),
         }
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.projection import unusable
 from clusterd.types import HostId, JobId, JobKind, JobState, RankEnd, Reason
 from tests.core.conftest import Lab
 
@@ -88,19 +91,63 @@ def test_a_host_that_was_mended_is_tried_again() -> None:
     assert lab.scheduler.state.jobs[job].unfit == {}
 
 
-def test_a_gpu_that_fails_sends_its_job_to_another_host() -> None:
-    """It is no failure of the job's, which has no retries."""
-    lab = lab_of("ab")
-    job, _ = lab.submit()
+FAULT = RankEnd(reason=Reason.DEVICE_FAULT, exit_code=93, message="the GPU failed: uncorrectable ECC error")
+
+
+def fail_gpu(lab: Lab, job: JobId) -> str:
+    """The GPU of a job's only rank fails; which one that was."""
     lab.run(job)
-    first = place_of(lab, job)
-    fault = RankEnd(reason=Reason.DEVICE_FAULT, exit_code=93, message="the GPU failed: uncorrectable ECC error")
-    lab.exit(job, end=fault)
-    decided = lab.stopped(job)
-    assert place_of(lab, job) != first
-    requeued = d.RequeueJob.match(decided, job=job)
-    assert requeued is not None
-    assert f"{first} cannot run it: the GPU failed: uncorrectable ECC error" in requeued.reason
+    (device,) = lab.attempt(job).devices
+    lab.exit(job, end=FAULT)
+    lab.stopped(job)
+    return str(device)
+
+
+def test_a_gpu_that_fails_is_left_out_for_every_job() -> None:
+    """It is no failure of the job's, which has no retries; its host has another."""
+    lab = Lab()
+    lab.host("a", gpus=2)
+    job, _ = lab.submit()
+    failed = fail_gpu(lab, job)
+    (device,) = lab.attempt(job).devices
+    assert device != failed
+    other, _ = lab.submit()
+    assert "waits for 1 free device" in lab.why(other), "only the one that failed is free"
+    assert unusable(lab.scheduler.state, lab.now_s) == [
+        f"{failed} is left out for 4m58s: the GPU failed: uncorrectable ECC error; "
+        "clusterd host undrain a offers it again now"
+    ]
+
+
+def test_a_gpu_that_failed_is_tried_again_ever_later() -> None:
+    lab = lab_of("a")
+    job, _ = lab.submit()
+    device = fail_gpu(lab, job)
+    waits_s = []
+    for _ in range(3):
+        assert lab.scheduler.state.jobs[job].state is JobState.QUEUED
+        timer = f"fault:{device}"
+        waits_s.append(lab.scheduler.state.timers[timer] - lab.now_s)
+        lab.fire(timer)
+        fail_gpu(lab, job)
+    assert [round(wait_s, -1) for wait_s in waits_s] == [300, 1200, 4800]
+
+
+def test_a_gpu_is_offered_again_when_somebody_has_seen_to_its_host() -> None:
+    lab = lab_of("a")
+    job, _ = lab.submit()
+    fail_gpu(lab, job)
+    assert lab.state(job) == "queued"
+    lab.tell(e.HostUndrained(**lab.at(), host=HostId("a")))
+    assert lab.attempt(job).number == 2
+    fail_gpu(lab, job)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="reboot"))
+    known = lab.scheduler.state.hosts[HostId("a")].facts
+    assert known is not None
+    lab.tell(e.HostConnected(**lab.at(), host=HostId("a"), facts=replace(known, boot_id="another"), attempts=()))
+    assert lab.scheduler.state.hosts[HostId("a")].faults == {}
+    lab.fire(f"retry:{job}")
+    assert lab.attempt(job).number == 3
 
 
 def test_a_host_without_torch_is_left_out_as_long_as_others_may_have_it() -> None:
