@@ -123,6 +123,9 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
 
 
 def _tensors(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    if plan.tp > 1 and shape.hooked:
+        yield f"tp={plan.tp} cuts gradients too, and the hook on {shape.hooked} wants it whole"
+        return
     if plan.tp == 1 or plan.tp in shape.tp_degrees:
         return
     if not shape.tp_plan:
@@ -163,6 +166,8 @@ def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield f"{carried} cuts no parameter without dimensions: make {scalar} one of shape (1,)"
     if shape.noncontiguous:
         yield f"{carried} takes contiguous parameters only: {shape.noncontiguous} is not"
+    if shape.hooked:
+        yield f"{carried} has parts of gradients, and the hook on {shape.hooked} wants it whole"
     if shape.repeated_block and plan.zero == 3 and plan.checkpointing:
         yield f"{carried} cannot gather {shape.repeated_block} again for recomputing: it is in the model more than once"
     if shape.find_unused_parameters:

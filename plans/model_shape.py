@@ -72,6 +72,7 @@ _NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio")
 
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
+    "hooked",
 )  # fmt: skip
 """Fields that came later: with their defaults, models are signed as they were before."""
 
@@ -104,6 +105,7 @@ class ModelShape:
     find_unused_parameters: bool = False  # whether steps or replicas may use different parameters
     noncontiguous: str = ""  # a parameter that is not laid out row by row
     repeated_block: str = ""  # a block that is in a list more than once
+    hooked: str = ""  # a parameter whose gradient goes through a hook of the script's
     parameter_groups: tuple[tuple[int, ...], ...] = ()  # of the optimizer, by index; empty: one of all trainable ones
     slots: tuple[Slots, ...] = ()  # the kinds that there are; empty: not known, the ratio stands for them
     parameter_slots: tuple[int, ...] = ()  # kind of each parameter's slots; -1: it has none

@@ -12,12 +12,15 @@ What holds under every plan, and across changes of plan:
   cut into contiguous shares; a partial last batch is dropped. No plan changes that.
 - **Initial weights** are those that the factory makes under the seed, on every rank alike; it must draw from torch's,
   NumPy's or Python's global generator, and be callable on torch's meta device.
-- **Random numbers in a step** (dropout) depend on (seed, step, replica, stage): repeatable under one plan,
-  statistically equal under another. What a data set draws from torch's generator does so too, by (seed, step,
-  replica), alike on all stages; in data-loader workers it is not repeatable across plans.
+- **Random numbers in a step** (torch's, NumPy's and Python's: dropout, layers left out) depend on (seed, step, replica,
+  stage): repeatable under one plan, statistically equal under another. What a data set draws from these generators does
+  so too, by (seed, step, replica), alike on all stages; in data-loader workers it is not repeatable across plans.
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) count as replica 0 has them. Where losses depend on them, or on other samples of the
-  batch (batch normalisation), they depend on how the plan cuts the batch.
+  batch (batch normalisation), they depend on how the plan cuts the batch. What a module counts in a plain attribute
+  begins anew with every move and restart: count in a buffer.
+- **What hangs on parameters** goes where they go: attributes (``p.no_decay = True``), by which the optimizer's groups
+  may be made, and hooks, which see the gradient of one replica and one micro-batch, as everywhere in torch.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
 
 Importing this package imports neither torch nor CUDA; `clusterd.train.preload` is what a fork server imports.

@@ -71,11 +71,11 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
-    """Sets torch's generators for one step: what dropout draws depends on (seed, step, replica, stage) only.
+    """Seeds all for one step: what dropout draws depends on (seed, step, replica, stage) only.
 
     Shards of one replica draw alike, which keeps what they hold twice equal; a repeated step draws the same again.
     """
-    torch.manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
+    seed_everything(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
 
 
 def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import signal
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +73,18 @@ def batches(
         generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
     fetched = iter(loader)
-    for step in range(first_step, steps):
-        # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs and
-        # one for its targets: what is drawn must be the same for both.
-        build.seed_step(seed, step, replica, _READING)
-        inputs, targets = pair(next(fetched))
-        yield moved(inputs, device), moved(targets, device)
+    end = partial(_end_workers, fetched)
+    atexit.register(end)  # it runs before that of multiprocessing, which would wait for workers that heed no SIGTERM
+    try:
+        for step in range(first_step, steps):
+            # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs
+            # and one for its targets: what is drawn must be the same for both.
+            build.seed_step(seed, step, replica, _READING)
+            inputs, targets = pair(next(fetched))
+            yield moved(inputs, device), moved(targets, device)
+    finally:
+        atexit.unregister(end)
+        end()
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
@@ -126,6 +134,14 @@ def nested(value: Any, of_part: Callable[[Any], Any]) -> Any:
 def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
     """Sizes that differ by at most one, larger ones first."""
     return list(even_shares(share, accumulation))
+
+
+def _end_workers(fetched: Any) -> None:
+    """Have them end; whoever is busy with a sample when it is asked is killed."""
+    if hasattr(fetched, "_shutdown_workers"):
+        fetched._shutdown_workers()
+        for worker in fetched._workers:
+            worker.kill()
 
 
 def _ignore_sigterm(_worker: int) -> None:

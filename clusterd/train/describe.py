@@ -54,9 +54,13 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     blocks = set(build.block_paths(model))
     styles = matches(job.tp_plan, [n for n, _ in model.named_modules()]) if job.tp_plan else {}
     tp_dims = _tp_dims(model, styles)
+    torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
         elementwise, by_tensor, optimizer = optimizer_traits(job)
-        trained = [(tuple(p.shape), p.dtype, p.requires_grad) for _, p in build.named_parameters(model)]
+        trained = [
+            Outline(tuple(p.shape), p.dtype, p.requires_grad, {k: v for k, v in vars(p).items() if k not in torchs_own})
+            for _, p in build.named_parameters(model)
+        ]
         state = _optimizer_state(job, trained)
         temporaries = temporaries_ratio(job.optimizer, trained)
     parameters = tuple(
@@ -96,6 +100,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         find_unused_parameters=job.find_unused_parameters,
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
+        hooked=next((name for name, p in build.named_parameters(model) if _has_hooks(p)), ""),
         optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
         optimizer_temporaries_ratio=temporaries,
         parameter_groups=state.parameter_groups if state is not None else (),
@@ -156,6 +161,10 @@ def _repeated(model: nn.Module) -> str:
     first = {id(model.get_submodule(path)): path for path in build.block_paths(model)}
     everywhere = model.named_modules(remove_duplicate=False)
     return next((name for name, module in everywhere if first.get(id(module), name) != name), "")
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -309,6 +318,7 @@ class _Forward:
                         fakes[parameter] = nn.Parameter(
                             self._fake.from_tensor(parameter.detach()), parameter.requires_grad
                         )
+                        vars(fakes[parameter]).update(vars(parameter))
                     module._parameters[name] = fakes[parameter]
             for name, buffer in module._buffers.items():
                 module._buffers[name] = self._faked(buffer)

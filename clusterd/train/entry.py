@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from clusterd.train import build, checkpoint, data, describe, exits, precision, result
 from clusterd.train import context as contexts
+from clusterd.train.apart import apart
 from clusterd.train.arriving import Arriving
 from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
@@ -104,9 +105,9 @@ class Training:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model; to be asked for between steps, as finding it out draws random numbers."""
+        """Of the whole model."""
         if self._shape is None:
-            self._shape = describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False)
+            self._shape = apart(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
         return self._shape
 
     def read_ahead(self) -> None:
@@ -182,8 +183,6 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             if context.restore:
                 training.optimizer.make_state()
                 checkpoint.restore(training, training.shape, context.restore)
-        if context.rank == 0 and context.directory is not None:
-            write_description(job, context.directory, shape)
         control.tell({"event": "ready"})
         if context.probe and arriving is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
@@ -208,20 +207,20 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         PlanRefused: with all the reasons.
     """
     plan = context.plan
-    if plan != Plan() and shape is None:
-        shape = describe.describe(job, tp_degrees=[plan.tp] if plan.tp > 1 else [], trace=False, pipeline=plan.pp > 1)
+    # A job of ours may move, for which the shape is needed; later there may be threads and a GPU, which do not fork.
+    if shape is None and (plan != Plan() or context.launcher == "clusterd"):
+        degrees = [plan.tp] if plan.tp > 1 else []
+        shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     return shape
 
 
-def write_description(job: Job, directory: Path, shape: ModelShape | None = None) -> None:
-    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory, if it is not there yet."""
-    if (directory / "model.json").exists():
-        return
+def write_description(job: Job, directory: Path) -> None:
+    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory."""
     # Under which software its steps take so long: what is measured under one does not hold under another.
     environment = f"torch {torch.__version__}, python {sys.version_info.major}.{sys.version_info.minor}"
-    text = json.dumps({**(shape or describe.describe(job)).to_dict(), "environment": environment})
+    text = json.dumps({**describe.describe(job).to_dict(), "environment": environment})
     part = directory / "model.json.part"
     part.write_text(text, encoding="utf-8")
     part.replace(directory / "model.json")

@@ -35,7 +35,7 @@ class RankOptimizer:
         self._parallel = parallel
         self.in_host_memory = parallel.plan.offload == "optimizer"
         self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
-            (name, parameter, self._plain(parameter))
+            (name, parameter, self._plain(name, parameter))
             for name, parameter in parallel.parameters
             if parameter.requires_grad
         ]
@@ -116,11 +116,16 @@ class RankOptimizer:
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}
         return {name for name, _, plain in self.local if id(plain) in here}
 
-    def _plain(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         local = local_tensor(parameter.detach())
         if self.in_host_memory:
-            return nn.Parameter(_host_like(local).copy_(local))
-        return parameter if not hasattr(parameter, "placements") else nn.Parameter(local)
+            plain = nn.Parameter(_host_like(local).copy_(local))
+        elif hasattr(parameter, "placements"):
+            plain = nn.Parameter(local)
+        else:
+            return parameter
+        vars(plain).update(self._parallel.marks[name])  # by which the factory may choose groups
+        return plain
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from torch import nn
 
 from clusterd.train import build
 from clusterd.train.blank import allocate
-from clusterd.train.buffers import keeping_shared, untouched
+from clusterd.train.buffers import Recomputing, keeping_shared
 from clusterd.train.exits import PlanRefused, UsedUnlike
 from clusterd.train.replicate import GradientSum
 from clusterd.train.tensor_styles import matches, style_of
@@ -56,6 +56,7 @@ class Parallel:
         parameters: all of them, by global name, as they are between steps; may be asked at any time.
         runner: what is called in its place (the same, or DistributedDataParallel around it).
         averages: whether gradients come out as the mean over replicas (else as their sum).
+        marks: what the script wrote onto each parameter (``p.no_decay = True``), by global name.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Parallel:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
         self.averages = False
+        self.marks = {name: dict(vars(parameter)) for name, parameter in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
         self._find_unused = find_unused_parameters
         self._all_trained = False  # every parameter got a gradient in the last step
@@ -86,6 +88,8 @@ class Parallel:
                 self._replicate()
         # While a step runs, FSDP2 puts whole parameters in the place of the shards.
         self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
+        for name, parameter in self.parameters:
+            vars(parameter).update(self.marks[name])
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -170,8 +174,7 @@ class Parallel:
         for path in build.block_paths(self.module):
             parent, _, name = path.rpartition(".")
             block = self.module.get_submodule(path)
-            # Running statistics have seen these samples in the forward pass.
-            wrapped = checkpoint_wrapper(block, context_fn=lambda block=block: (nullcontext(), untouched(block)))
+            wrapped = checkpoint_wrapper(block, context_fn=Recomputing(block).contexts)
             setattr_path(self.module.get_submodule(parent), name, wrapped)
 
     def _shard_fully(self) -> None:

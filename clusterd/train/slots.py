@@ -7,8 +7,9 @@ dimensions and of the same dtype, and updates it; what appears beside it tells n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +21,13 @@ _SIZES = (7, 5, 3, 2)
 """Of the stand-ins' dimensions, all different, so that a slot's shape tells which of them it follows."""
 
 
-Outline = tuple[tuple[int, ...], torch.dtype, bool]
-"""Of a parameter: shape, dtype, trainable."""
+class Outline(NamedTuple):
+    """What an optimizer may see of a parameter, but its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    marks: Mapping[str, Any]  # what the script wrote onto it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ def optimizer_state(factory: OptimizerFactory, parameters: Sequence[Outline]) ->
     Raises:
         Exception: whatever the factory or its optimizer raises when tried.
     """
-    indices = [i for i, (_, _, trainable) in enumerate(parameters) if trainable]
+    indices = [i for i, outline in enumerate(parameters) if outline.trainable]
     optimizer, plain = tried(factory, [parameters[i] for i in indices])
     index_of = {id(parameter): index for index, parameter in zip(indices, plain, strict=True)}
     kept = {
@@ -61,14 +67,14 @@ def optimizer_state(factory: OptimizerFactory, parameters: Sequence[Outline]) ->
         slots = tuple(sorted(((n, v.element_size()) for n, v in follows.items()), key=lambda s: (-s[1], s[0])))
         if slots:
             of_parameter[index] = kinds.setdefault(slots, len(kinds))
-        real = parameters[index][0]
+        real = parameters[index].shape
         odd += [
             OddSlot(index, n, _real(tuple(v.shape), shapes[index], real), v.element_size())
             for n, v in sorted(state.items())
             if n not in follows and v.numel() > 1
         ]
-    state_bytes = sum(_numel(parameters[i][0]) * b for i in indices for _, b in _kind(kinds, of_parameter[i]))
-    own_bytes = sum(_numel(parameters[i][0]) * parameters[i][1].itemsize for i in indices)
+    state_bytes = sum(_numel(parameters[i].shape) * b for i in indices for _, b in _kind(kinds, of_parameter[i]))
+    own_bytes = sum(_numel(parameters[i].shape) * parameters[i].dtype.itemsize for i in indices)
     groups = tuple(tuple(index_of[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     return OptimizerState(
         tuple(kinds), tuple(of_parameter), tuple(odd), groups, state_bytes / own_bytes if own_bytes else 0.0
@@ -79,7 +85,9 @@ def tried(factory: OptimizerFactory, parameters: Sequence[Outline]) -> tuple[tor
     """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        plain = [nn.Parameter(torch.randn(_small(shape)).to(dtype)) for shape, dtype, _ in parameters]
+        plain = [nn.Parameter(torch.randn(_small(outline.shape)).to(outline.dtype)) for outline in parameters]
+        for parameter, outline in zip(plain, parameters, strict=True):
+            vars(parameter).update(outline.marks)
         optimizer = factory(plain)
         for parameter in plain:
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)

@@ -28,7 +28,7 @@ def temporaries_ratio(factory: OptimizerFactory, parameters: Sequence[Outline]) 
     Too little for an optimizer that goes tensor by tensor on CUDA too, where one tensor is most of the model.
     """
     try:
-        trained = [p for p in parameters if p[2]]
+        trained = [p for p in parameters if p.trainable]
         optimizer, plain = tried(factory, trained)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
@@ -39,7 +39,9 @@ def temporaries_ratio(factory: OptimizerFactory, parameters: Sequence[Outline]) 
     except Exception:  # whatever an optimizer does not like about being tried: it trains, and makes as much as most do
         return UNKNOWN_RATIO
     # Group after group, and the real ones' largest may be more, or less, of the whole than the stand-ins'.
-    sizes = {id(p): math.prod(shape) * dtype.itemsize for p, (shape, dtype, _) in zip(plain, trained, strict=True)}
+    sizes = {
+        id(p): math.prod(outline.shape) * outline.dtype.itemsize for p, outline in zip(plain, trained, strict=True)
+    }
     largest_bytes = max((sum(sizes[id(p)] for p in group["params"]) for group in optimizer.param_groups), default=0)
     tried_bytes = max((sum(p.nbytes for p in group["params"]) for group in optimizer.param_groups), default=0)
     return made.peak_bytes / tried_bytes * largest_bytes / sum(sizes.values()) if largest_bytes else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,60 @@ class Scaled(GPT):
         return super().forward(tokens) * 3.0
 
 
+@functools.cache
+def _table(width: int) -> torch.Tensor:
+    return torch.linspace(-1.0, 1.0, width)
+
+
+class Cached(GPT):
+    """A table that is made once, and kept where no module has it."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.register_forward_hook(lambda embed, _, output: output + _table(output.shape[-1]))
+
+
+class Held(GPT):
+    """A table in an object that is no module."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.held = SimpleNamespace(table=torch.linspace(-1.0, 1.0, sizes["width"]))
+        self.embed.register_forward_hook(lambda embed, _, output: output + self.held.table)
+
+
+class Marked(GPT):
+    """Parameters that say how fast they want to learn."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for parameter in self.blocks[0].parameters():
+            parameter.rate = 0.5
+
+
+class Hooked(GPT):
+    """A parameter whose gradient is made smaller on its way."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.token.weight.register_hook(lambda gradient: gradient / 8)
+
+
+class Fainting(GPT):
+    """What a block adds depends on how often it was computed, and each of its passes makes that less."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.register_buffer("added", torch.ones(sizes["width"]))
+            block.register_forward_hook(self._add)
+
+    @staticmethod
+    def _add(block: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        block.added *= 0.5
+        return output * (1 + block.added)
+
+
 class CommonScale(torch.optim.SGD):
     """What it makes of a tensor depends on the largest gradient of all."""
 
@@ -135,11 +191,20 @@ def warmup(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 
 
+def by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """A group for those that have a mark, and one for the others."""
+    marked = [p for p in parameters if hasattr(p, "rate")]
+    others = [p for p in parameters if not hasattr(p, "rate")]
+    return torch.optim.SGD([{"params": marked, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
+
+
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
+    "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "fainting": Fainting,
 }  # fmt: skip
 OPTIMIZERS = {
     "common scale": lambda p: CommonScale(p, lr=0.01),
+    "by marks": by_marks,
     "counting": lambda p: Counting(p, lr=0.1),
 }
 SCHEDULERS = {"cosine": cosine, "drawn": Drawn, "warmup": warmup}

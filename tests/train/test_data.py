@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import UserDict
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
@@ -31,7 +33,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.rand(3)
+        noise = (torch.rand(3) + random.random() + np.random.random()) / 3
         return index + noise, noise
 
 
@@ -58,6 +60,7 @@ def batches(replica: int, workers: int, first_step: int = 0) -> list[tuple[torch
     ):
         found.append(batch)
         torch.rand(len(found) + workers)  # a stage's dropout, which differs from the others'
+        random.seed(len(found) + workers), np.random.seed(len(found))
     return found
 
 

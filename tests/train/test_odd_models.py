@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mover import Mover
 from rank_pool import RankPool
 
 STEPS = 5
@@ -55,3 +58,48 @@ def test_it_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path, options
     goes_on = {"restore": left["final"]}
     run = ranks.run_each(tmp_path / "then", "dp=2", [{"steps": 2 * STEPS, **options}], more=lambda _: goes_on)[0]
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
+
+
+def losses_through(mover: Mover, *plans: str) -> list[float]:
+    """Of a job that begins under the first plan and is moved to the others."""
+    mover.start(plans[0])
+    for plan in plans[1:]:
+        mover.train(2)
+        mover.move(plan)
+    mover.train(3)
+    return [step["loss"] for step in mover.stop()]
+
+
+@pytest.mark.parametrize("model", ["cached", "held"])
+def test_what_a_model_keeps_for_itself_is_real(
+    moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], model: str
+) -> None:
+    """A table in a cache was made while the model was described, without values, and all losses were 0."""
+    losses = losses_through(moving(model=model), ALONE, "dp=2", ALONE)
+    assert losses[0] > 1.0
+    assert losses == pytest.approx(undisturbed(model=model)[: len(losses)], rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"model": "marked", "optimizer": "by marks"}, {"model": "hooked"}], ids=str)
+def test_what_hangs_on_parameters_goes_where_they_go(
+    moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], options: dict[str, Any]
+) -> None:
+    """Attributes by which an optimizer makes its groups, and hooks on gradients."""
+    plans = ["dp=2", "dp=2,zero=1", "dp=2,offload=optimizer"]
+    plans += ["dp=2,zero=2", "tp=2"] if options["model"] == "marked" else []
+    losses = losses_through(moving(**options), ALONE, *plans)
+    assert losses == pytest.approx(undisturbed(**options)[: len(losses)], rel=1e-4)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=2", "tp=2"])
+def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    run = ranks.run(tmp_path, plan, model="hooked", steps=STEPS)
+    assert {rank.exit_code for rank in run.ranks} == {96}
+    assert "the hook on embed.token.weight wants it whole" in run.ranks[0].output
+
+
+def test_what_is_computed_again_is_what_was_computed(ranks: RankPool, tmp_path: Path) -> None:
+    """Buffers that each pass changes, and computes with, are for the second time what they were for the first."""
+    alone = ranks.run(tmp_path / "alone", ALONE, model="fainting", steps=STEPS).checked()
+    again = ranks.run(tmp_path / "again", "dp=1,checkpointing", model="fainting", steps=STEPS).checked()
+    assert again.losses == pytest.approx(alone.losses, rel=1e-6)

@@ -1,0 +1,59 @@
+"""Work that is done in a fork of the process."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from clusterd.train import apart as module
+from clusterd.train.apart import apart
+from clusterd.train.exits import PlanRefused
+
+KEPT: list[int] = []
+
+
+def keep() -> int:
+    KEPT.append(1)
+    return len(KEPT)
+
+
+def test_what_is_kept_there_is_not_kept_here() -> None:
+    assert apart(keep) == 1
+    assert KEPT == []
+
+
+def test_a_refusal_comes_back() -> None:
+    def refuse() -> None:
+        raise PlanRefused("no such layer")
+
+    with pytest.raises(PlanRefused, match="no such layer"):
+        apart(refuse)
+
+
+def test_what_the_script_raises_is_raised_here_with_its_traceback() -> None:
+    here = os.getpid()
+    with pytest.raises(ZeroDivisionError) as raised:
+        apart(lambda: 1 // 0)
+    assert raised.traceback[-1].name == "<lambda>"
+    assert os.getpid() == here
+
+
+@pytest.mark.parametrize("ends", [lambda: os._exit(3), lambda: os.kill(os.getpid(), 9), lambda: time.sleep(600)])
+def test_a_fork_that_gives_no_answer_is_done_without(ends: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+    here = os.getpid()
+
+    def work() -> str:
+        if os.getpid() != here:
+            ends()  # type: ignore[operator]
+        return "done here"
+
+    assert apart(work) == "done here"
+
+
+def test_it_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """A model that prints would print once more for each time it is described."""
+    apart(lambda: os.write(1, b"made"))
+    assert capfd.readouterr().out == ""
