@@ -143,7 +143,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
     return {
         "name": host.id,
         "state": host.state.value,
-        "why": host.why,
+        "why": host.why or host.strange,
         "since_s": host.since_s,
         "drained": host.drained,
         "address": host.facts.address if host.facts else None,

@@ -241,7 +241,7 @@ def _address(host: rows.Host, frame: Frame) -> Line:
 
 
 def _why(host: rows.Host, frame: Frame) -> Line:
-    return _text((host.why if host.state != "up" else "") or host.drained or "", "warn")
+    return _text(host.why or host.drained or "", "warn")
 
 
 HOST_COLUMNS: tuple[Column[rows.Host], ...] = (

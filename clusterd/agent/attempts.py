@@ -145,8 +145,8 @@ class Attempts:
         was never started, as after an agent that died half-way.
 
         Raises:
-            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (not on this host),
-                ``disk-full``.
+            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (not on this host, or
+                another job's are), ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
         launch = launching.kept(request, self._home.root / "data", self.gpu_indices)
@@ -162,6 +162,9 @@ class Attempts:
             environment.check(launch)
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             attempt = self._known[directory.name] = Attempt(directory, launch)
+        elif (attempt.launch.get("born_s") or 0.0) != (launch["born_s"] or 0.0):
+            said = "its id was given out again, as after a cluster's state was restored from a backup"
+            raise Refused("environment", f"{directory.name} of another job is on this host: {said}")
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
                 raise Refused(

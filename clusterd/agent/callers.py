@@ -62,7 +62,8 @@ class Callers:
         """
         known = int(self._epochs.get(name, 0))
         if epoch < known:
-            raise Refused("stale", f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over")
+            said = f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over"
+            raise Refused("stale", f"{said}; one with a restored state: clusterd start --restored")
         if epoch > known:
             self._epochs[name] = epoch
             try:

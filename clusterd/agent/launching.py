@@ -22,7 +22,7 @@ def kept(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int])
         gpu_indices: by uuid, if they are certain.
     """
     launch = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
-    more = ("env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
+    more = ("born_s", "env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
     launch |= {k: request.get(k) for k in more}
     return launch | {
         "standby": bool(request.get("standby")),

@@ -25,13 +25,15 @@ START_TIMEOUT_S = 30.0
 @click.option("--devices", type=click.IntRange(1, 64), default=2, help="CPU devices of each of them; default 2.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual clusterd.toml.")
 @click.option("--system", is_flag=True, help="Use /var/lib, /run and /etc instead of the user's directories.")
+@click.option("--restored", is_flag=True, help="The state is from a backup: lead hosts that have seen a later one.")
 @click.option("--foreground", is_flag=True, help="Stay, and log to standard error.")
-def start(local: int | None, devices: int, file: Path | None, system: bool, foreground: bool) -> int:
+def start(local: int | None, devices: int, file: Path | None, system: bool, restored: bool, foreground: bool) -> int:
     """Start the daemon."""
     config = configuration.load(file, system=system)
     arguments = ["--local", str(local), "--devices", str(devices)] if local else []
     arguments += ["--config", str(file.absolute())] if file else []
     arguments += ["--system"] if system else []
+    arguments += ["--restored"] if restored else []
     if foreground:
         from clusterd.daemon.main import main
 

@@ -209,6 +209,7 @@ class OnAttempts(OnTrials):
         host = self.state.hosts.get(event.host)
         if host is not None:
             host.orphans.discard((event.job, event.attempt, event.generation))
+            host.strangers.discard((event.job, event.attempt, event.generation))
             if (left := self.state.past_attempt(event.job, event.attempt)) is not None:
                 left.given_up.discard(host.id)
         attempt = self.state.attempt(event.job, event.attempt)

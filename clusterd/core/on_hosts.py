@@ -30,6 +30,7 @@ class OnHosts(OnAttempts):
             if host.state is not HostState.LOST:
                 host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
             host.orphans.clear()
+            host.strangers.clear()
         for job_id in self.state.queue:
             job = self.state.jobs[job_id]
             if job.description is Description.ASKED:  # whoever was asked has no one to answer to
@@ -116,6 +117,9 @@ class OnHosts(OnAttempts):
             return
         was_drained, host.drained = host.drained is not None, None
         self._forget_faults(host)
+        for job_id, number, generation in sorted(host.strangers):
+            self._stop_on(host.id, job_id, number, generation, 5.0, f"{event.by or 'somebody'} wants {host.id} clean")
+        host.orphans, host.strangers = host.orphans | host.strangers, set()
         for attempt in self.state.attempts_on(event.host):
             if was_drained and attempt.state is AttemptState.RUNNING:
                 self._hold(self.state.jobs[attempt.job], f"{event.host} is in use again")
@@ -134,7 +138,7 @@ class OnHosts(OnAttempts):
         self.state.timers.pop(f"host-lost:{host.id}", None)
         self._is_fit_again(host.id)
         found = reconcile(self.state, host, event.attempts)
-        host.orphans = set(found.orphans)
+        host.orphans, host.strangers = set(found.orphans), set(found.strangers)
         self._leave_out_faulty(host.id)
         for job_id, number, generation in found.orphans:
             reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"

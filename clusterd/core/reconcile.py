@@ -15,6 +15,7 @@ class Found:
     """The differences."""
 
     orphans: list[tuple[JobId, int, int]] = field(default_factory=list)  # job, attempt, generation: not ours any more
+    strangers: list[tuple[JobId, int, int]] = field(default_factory=list)  # they run, and are of a later state
     retired: list[tuple[Attempt, int]] = field(default_factory=list)  # generations that are to be gone
     stopping: list[Attempt] = field(default_factory=list)  # being stopped, and this host has not said it is done
     unlaunched: list[Attempt] = field(default_factory=list)  # the launch did not get there, or we never heard it did
@@ -47,8 +48,16 @@ def _is_ours(state: State, host: HostId, report: AttemptReport) -> bool:
     return attempt is not None and report.generation in _generations(attempt, host)
 
 
+def _is_later(state: State, report: AttemptReport) -> bool:
+    """Whether the state is older than the attempt, as one that was restored from a backup is: not ours to end."""
+    job = state.jobs.get(report.job)
+    return job is None or report.attempt > max((a.number for a in job.attempts), default=0)
+
+
 def is_news(state: State, host: HostId, report: AttemptReport) -> bool:
     """Whether anything may have to be done about it; what is not need not be written down."""
+    if _is_later(state, report):
+        return any(rank.end is None for rank in report.ranks)
     return _is_ours(state, host, report) or not _is_history(state, host, report)
 
 
@@ -58,7 +67,7 @@ def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Fou
     told = {(r.job, r.attempt, r.generation): r for r in reports}
     for who, report in told.items():
         if is_news(state, host.id, report) and not _is_ours(state, host.id, report):
-            found.orphans.append(who)
+            (found.strangers if _is_later(state, report) else found.orphans).append(who)
     for attempt in list(state.attempts_on(host.id)):
         found.retired += [(attempt, g) for g, retired in attempt.retired.items() if host.id in retired.pending]
         if host.id not in attempt.hosts:

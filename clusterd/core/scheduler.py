@@ -168,7 +168,9 @@ class Scheduler(OnHosts):
 
     def _on_job_submitted(self, event: e.JobSubmitted) -> None:
         spec = event.spec
-        job = Job(event.job, spec, priority=spec.priority, submitted_s=event.at_s, queued_s=event.at_s)
+        job = Job(
+            event.job, spec, priority=spec.priority, submitted_s=event.at_s, queued_s=event.at_s, born_s=event.at_s
+        )
         if spec.kind is JobKind.ELASTIC:
             job.description = Description.NEEDED
         self.state.jobs[job.id] = job

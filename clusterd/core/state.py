@@ -68,6 +68,7 @@ class Host:
     why: str = ""  # it is not up
     since_s: float = 0.0  # in this state
     orphans: set[tuple[JobId, int, int]] = field(default_factory=set)  # generations found there that are being stopped
+    strangers: set[tuple[JobId, int, int]] = field(default_factory=set)  # run there, of a later state than this one
     cores_used: int = 0
     memory_used_bytes: int = 0
     faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since somebody has seen to it last
@@ -88,7 +89,16 @@ class Host:
             return f"{self.id} is drained"
         if self.orphans:
             return f"{self.id} is being cleaned of {len({who[:2] for who in self.orphans})} old attempts"
-        return None
+        return self.strange or None
+
+    @property
+    def strange(self) -> str:
+        """What runs there that nobody here has started, and what is to be done about it."""
+        jobs = sorted({str(job) for job, _, _ in self.strangers}, key=lambda job: (len(job), job))
+        if not jobs:
+            return ""
+        names = f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
+        return f"{self.id} runs {names} of a later state of this cluster: clusterd host undrain {self.id} ends that"
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -243,8 +253,9 @@ class Job:
     id: JobId
     spec: JobSpec
     priority: int
-    submitted_s: float
+    submitted_s: float  # follows a clock that is set, as long as the job is not over
     queued_s: float  # since when it waits; a requeued job keeps its place by `submitted_s`
+    born_s: float = 0.0  # when it was submitted, as the clock was then: tells it from another job of the same id
     state: JobState = JobState.QUEUED
     reason: str = ""  # in words: why it is where it is
     attempts: list[Attempt] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import AsyncIterator
@@ -33,6 +32,7 @@ from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.invite import Invite
 from clusterd.daemon.joblogs import JobLogs
 from clusterd.daemon.membership import Membership, need_operator
+from clusterd.daemon.numbers import JobNumbers
 from clusterd.daemon.server import Peer, Streaming, Verb
 from clusterd.daemon.wellformed import refuse_malformed, refuse_secrets
 from clusterd.errors import ClusterError, UsageError
@@ -72,8 +72,8 @@ class Api:
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
-        known = (int(job) for job in engine.scheduler.state.jobs if job.isdecimal())
-        self._ids = itertools.count(max(known, default=0) + 1)
+        self._numbers = JobNumbers({*engine.scheduler.state.jobs, *archive.jobs()})
+        hosts.on_job_told = self._numbers.seen
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -161,7 +161,7 @@ class Api:
         """Take a job over: once this is answered, it is not lost."""
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
-        job = JobId(str(next(self._ids)))
+        job = self._numbers.next()
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
         return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}

@@ -197,6 +197,10 @@ class Archive:
         """The newest training step of a generation that was fetched; None if it trained none."""
         return await anyio.to_thread.run_sync(_last_step, self.steps_file(job, attempt, generation))
 
+    def jobs(self) -> set[str]:
+        """Ids of those of which something is kept here."""
+        return {directory.name.rpartition(".")[0] for directory in (self.directory / "attempts").iterdir()}
+
     def remove_job(self, job: str) -> int:
         """Logs and steps of all its attempts; how many bytes that were."""
         freed = 0

@@ -67,6 +67,8 @@ class Hosts:
         self.on_snapshots: Callable[[HostId, list[dict[str, Any]]], None] = lambda host, snapshots: None
         self.on_description_left: Callable[[HostId, str], object] = lambda host, job: None
         """Called for each job whose model the host still tells, while nobody waits for it."""
+        self.on_job_told: Callable[[str, str], None] = lambda job, host: None
+        """Called with each job that a host has something of, when it is connected."""
         self.on_probe: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_steps: Callable[[dict[str, Any]], None] = lambda message: None
         self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
@@ -153,6 +155,8 @@ class Hosts:
         for job in {r["job"] for r in hello["attempts"] if r["attempt"] == facts.DESCRIPTION}:
             if (host, job, facts.DESCRIPTION) not in self.expected:
                 self.on_description_left(host, job)
+        for report in hello["attempts"]:
+            self.on_job_told(report["job"], host)
         told = (facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
         reports = tuple(r for r in told if is_news(self._engine.scheduler.state, host, r))
         await self._engine.report(

@@ -136,8 +136,10 @@ class Launches:
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
     ) -> dict[str, Any]:
         """What every launch of the job says."""
+        known = self._engine.scheduler.state.jobs.get(JobId(job))
         return {
             "job": job,
+            "born_s": known.born_s if known is not None else 0.0,
             "attempt": attempt,
             "generation": generation,
             "kind": spec.kind.value,

@@ -69,11 +69,21 @@ OPEN_FILES = 65536
 class Daemon:
     """One serving daemon; lives inside `run`."""
 
-    def __init__(self, config: Config, local: int = 0, devices: int = 2, config_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        local: int = 0,
+        devices: int = 2,
+        config_file: Path | None = None,
+        *,
+        restored: bool = False,
+    ) -> None:
+        """`restored`: hosts may have been led by daemons that the state is too old to know of."""
         self._config = config
         self._config_file = config_file
         self._local = local
         self._devices = devices
+        self._restored = restored
         self._embedded: dict[int, EmbeddedHost] = {}
 
     async def run(self, ready: anyio.Event | None = None) -> None:
@@ -93,7 +103,7 @@ class Daemon:
             cluster = journal.fact("cluster", uuid.uuid4().hex[:12])
             # Clusters of earlier versions have jobs under agents that were made for all clusters of a user.
             agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
-            epoch = scheduler.state.epoch + 1
+            epoch = max(scheduler.state.epoch + 1, int(time.time()) if self._restored else 0)
             leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch}
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
@@ -277,6 +287,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--system", action="store_true")
+    parser.add_argument("--restored", action="store_true")
     parser.add_argument("--foreground", action="store_true")
     options = parser.parse_args(argv)
     try:
@@ -287,7 +298,7 @@ def main(argv: list[str]) -> int:
         with only_instance(config.state_dir):
             logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:
-                anyio.run(Daemon(config, options.local, options.devices, file).run)
+                anyio.run(Daemon(config, options.local, options.devices, file, restored=options.restored).run)
             except* ClusterError as errors:
                 raise first_of(errors) from None
             except* Exception as errors:
