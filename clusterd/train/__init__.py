@@ -57,6 +57,7 @@ def run(
     scheduler: Callable[[Any], Any] | None = None,
     clip_norm: float | None = None,
     num_workers: int = 0,
+    collate_fn: Callable[[Any], Any] | None = None,
     precision: str = "fp32",
     find_unused_parameters: bool = False,
     save: str | None = None,
@@ -68,7 +69,8 @@ def run(
         loss: (model output, target) to the mean loss over the samples given.
         data: map-style data set of (input, target).
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are
-            this rank's parts of the model's, with as many dimensions.
+            this rank's parts of the model's, with as many dimensions. One whose argument is called
+            ``named_parameters`` is given pairs of global name and parameter.
         global_batch: samples per step over all replicas; the plan does not change it.
         layers: for pipeline parallelism, the submodules that the model applies one after another; a ModuleList
             counts as its items. Without it, no pipeline.
@@ -77,6 +79,8 @@ def run(
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
+        collate_fn: a list of samples to one (input, target); the first dimension of each tensor in it must be that of
+            the samples. Without it, torch's own.
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state stay as they are. Losses under different plans are then equal to that precision.
         find_unused_parameters: which parameters get a gradient may differ between steps, or between replicas (experts,
@@ -111,7 +115,7 @@ def run(
             model=model,
             loss=loss,
             data=data,
-            optimizer=optimizer,
+            optimizer=job.of_parameters(optimizer),
             global_batch=global_batch,
             steps=steps,
             seed=seed,
@@ -120,6 +124,7 @@ def run(
             scheduler=scheduler,
             clip_norm=clip_norm,
             num_workers=num_workers,
+            **({"collate_fn": collate_fn} if collate_fn is not None else {}),
             precision=precision,
             find_unused_parameters=find_unused_parameters,
             save=save,

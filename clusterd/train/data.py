@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from clusterd.train import build
 from clusterd.train.exits import PlanRefused
@@ -50,6 +50,7 @@ def batches(
     first_step: int,
     steps: int,
     num_workers: int,
+    collate_fn: Callable[[list[Any]], Any] = default_collate,
 ) -> Iterator[tuple[Any, Any]]:
     """(input, target) of the replica's share of each step, on `device`.
 
@@ -67,6 +68,7 @@ def batches(
         dataset,
         batch_sampler=ShareSampler(samples, plan.batch_shares(global_batch), seed, replica, first_step, steps),
         num_workers=num_workers,
+        collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
         worker_init_fn=_ignore_sigterm,
         # Replicas, and runs that go on at another step, must not augment other samples with the same numbers again.

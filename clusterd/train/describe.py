@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils.data import default_collate
 
 from clusterd.train import build
 from clusterd.train.data import nested, pair
 from clusterd.train.exits import PlanRefused, first_line
-from clusterd.train.job import Job
+from clusterd.train.job import NAME, Job
 from clusterd.train.operations import Operations
 from clusterd.train.precision import under
 from clusterd.train.slots import OptimizerState, Outline, optimizer_state
@@ -58,8 +57,8 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     with forward.real():
         elementwise, by_tensor, optimizer = optimizer_traits(job)
         trained = [
-            Outline(tuple(p.shape), p.dtype, p.requires_grad, {k: v for k, v in vars(p).items() if k not in torchs_own})
-            for _, p in build.named_parameters(model)
+            Outline(tuple(p.shape), p.dtype, p.requires_grad, {NAME: name} | _marks(p, torchs_own))
+            for name, p in build.named_parameters(model)
         ]
         state = _optimizer_state(job, trained)
         temporaries = temporaries_ratio(job.optimizer, trained)
@@ -163,6 +162,10 @@ def _repeated(model: nn.Module) -> str:
     return next((name for name, module in everywhere if first.get(id(module), name) != name), "")
 
 
+def _marks(parameter: nn.Parameter, torchs_own: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(parameter).items() if name not in torchs_own}
+
+
 def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
@@ -222,7 +225,7 @@ class _Forward:
     def __init__(self, job: Job, fake: FakeTensorMode) -> None:
         self._job, self._fake = job, fake
         with self.real():
-            self._inputs, self._target = pair(default_collate([job.data[0]]))
+            self._inputs, self._target = pair(job.collate_fn([job.data[0]]))
         self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
         self._runs: bool | None = None
 

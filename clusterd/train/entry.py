@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
 
 from clusterd.train import build, checkpoint, data, describe, exits, precision, result
 from clusterd.train import context as contexts
@@ -101,6 +100,7 @@ class Training:
             first_step=self.step,
             steps=self.job.steps,
             num_workers=self.job.num_workers,
+            collate_fn=self.job.collate_fn,
         )
 
     @property
@@ -120,7 +120,7 @@ class Training:
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            inputs, targets = data.pair(default_collate([self.job.data[0]] * share))
+            inputs, targets = data.pair(self.job.collate_fn([self.job.data[0]] * share))
             batch = data.moved(inputs, self.device), data.moved(targets, self.device)
         self.stepper.rehearse(*batch)
 

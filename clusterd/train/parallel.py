@@ -28,6 +28,7 @@ from clusterd.train import build
 from clusterd.train.blank import allocate
 from clusterd.train.buffers import Recomputing, keeping_shared
 from clusterd.train.exits import PlanRefused, UsedUnlike
+from clusterd.train.job import NAME
 from clusterd.train.replicate import GradientSum
 from clusterd.train.tensor_styles import matches, style_of
 from plans.plan import Plan
@@ -56,7 +57,7 @@ class Parallel:
         parameters: all of them, by global name, as they are between steps; may be asked at any time.
         runner: what is called in its place (the same, or DistributedDataParallel around it).
         averages: whether gradients come out as the mean over replicas (else as their sum).
-        marks: what the script wrote onto each parameter (``p.no_decay = True``), by global name.
+        marks: what the script wrote onto each parameter (``p.no_decay = True``), and its name, by global name.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Parallel:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
         self.averages = False
-        self.marks = {name: dict(vars(parameter)) for name, parameter in build.named_parameters(module)}
+        self.marks = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
         self._find_unused = find_unused_parameters
         self._all_trained = False  # every parameter got a gradient in the last step

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from model import GPT
 from torch import nn
 
+from clusterd.train.job import of_parameters
+
 
 class Normed(GPT):
     """Running statistics after every block; what they hold depends on every forward pass that was made."""
@@ -198,6 +200,13 @@ def by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": marked, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
 
 
+def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The first block learns faster than what comes after it."""
+    first = [p for name, p in named_parameters if name.startswith("blocks.0.")]
+    others = [p for name, p in named_parameters if not name.startswith("blocks.0.")]
+    return torch.optim.SGD([{"params": first, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
+
+
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "fainting": Fainting,
@@ -205,6 +214,7 @@ MODELS = {
 OPTIMIZERS = {
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
+    "by names": of_parameters(by_names),
     "counting": lambda p: Counting(p, lr=0.1),
 }
 SCHEDULERS = {"cosine": cosine, "drawn": Drawn, "warmup": warmup}

@@ -79,3 +79,16 @@ def test_stages_of_a_replica_draw_alike_and_replicas_do_not(workers: int) -> Non
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:
     whole, rest = batches(1, 0), batches(1, 0, first_step=2)
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(whole[2:], rest, strict=True))
+
+
+def test_samples_of_different_lengths_are_put_together_as_the_script_says() -> None:
+    ragged = [(torch.arange(n), n) for n in range(1, 9)]
+
+    def padded(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True)
+        return inputs, torch.tensor([target for _, target in samples])
+
+    for inputs, targets in data.batches(
+        ragged, Plan(), 0, CPU, global_batch=4, seed=3, first_step=0, steps=2, num_workers=0, collate_fn=padded
+    ):
+        assert inputs.shape == (4, int(targets.max()))

@@ -80,13 +80,15 @@ def test_what_a_model_keeps_for_itself_is_real(
     assert losses == pytest.approx(undisturbed(model=model)[: len(losses)], rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"model": "marked", "optimizer": "by marks"}, {"model": "hooked"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"model": "marked", "optimizer": "by marks"}, {"optimizer": "by names"}, {"model": "hooked"}], ids=str
+)
 def test_what_hangs_on_parameters_goes_where_they_go(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], options: dict[str, Any]
 ) -> None:
-    """Attributes by which an optimizer makes its groups, and hooks on gradients."""
+    """Attributes and names by which an optimizer makes its groups, and hooks on gradients."""
     plans = ["dp=2", "dp=2,zero=1", "dp=2,offload=optimizer"]
-    plans += ["dp=2,zero=2", "tp=2"] if options["model"] == "marked" else []
+    plans += ["dp=2,zero=2", "tp=2"] if options.get("model") != "hooked" else []
     losses = losses_through(moving(**options), ALONE, *plans)
     assert losses == pytest.approx(undisturbed(**options)[: len(losses)], rel=1e-4)
 
