@@ -19,7 +19,7 @@ from clusterd.train.arriving import Arriving
 from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
 from clusterd.train.control import Control, sigterm_asks_to_stop
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import PlanRefused, TrainError
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
 from clusterd.train.loop import Loop, StepSeen
@@ -144,6 +144,7 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
             write_description(job, context.directory)  # asked before the first launch, to choose a plan by
             raise SystemExit(0)
+        refuse_again(context)
         control = Control(context)
         control.start()
         with sigterm_asks_to_stop(control):
@@ -163,6 +164,25 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
     if outcome.stopped and context.launcher == "clusterd":
         raise SystemExit(0)
     return outcome
+
+
+def refuse_again(context: Context) -> None:
+    """A job has one training: what is known of it, and where it stands, is known of that one.
+
+    Raises:
+        TrainError: this process has had it.
+    """
+    if context.launcher != "clusterd":
+        return
+    had = (context.directory, context.attempt, context.generation, context.rank)
+    if had in _had:
+        raise TrainError(
+            "clusterd.train.run was called a second time: a job trains once; make the second a job --after it"
+        )
+    _had.add(had)
+
+
+_had: set[tuple[Path | None, Any, int, int]] = set()
 
 
 def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: AtEnd | None = None) -> Outcome:

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import RunningCluster, crash_host, processes_of, until
 
 ELASTIC = """
@@ -157,3 +159,20 @@ def test_a_host_that_dies_without_warning_gives_its_job_back(local_cluster: Runn
     row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
     assert row["attempt"] == 2
     assert "vanished without an exit record" in local_cluster.run("why", job).stdout
+
+
+@pytest.mark.slow
+def test_a_second_training_in_a_script_is_refused_in_one_line(local_cluster: RunningCluster) -> None:
+    """With several ranks it met the first one's port, and the job was started again and again as one that was lost."""
+    script = (
+        "import torch\n"
+        "from clusterd import train\n"
+        "for _ in range(2):\n"
+        "    train.run(model=lambda: torch.nn.Linear(2, 2), loss=lambda o, t: (o - t).square().mean(),\n"
+        "              global_batch=4, steps=3, data=[(torch.ones(2), torch.zeros(2))] * 8,\n"
+        "              optimizer=lambda p: torch.optim.SGD(p, lr=0.1))\n"
+    )
+    job = local_cluster.submit_script(script, "twice", devices=2)
+    row = local_cluster.wait_for(job, lambda row: row["state"] in ("failed", "finished"), 120.0)
+    assert (row["state"], row["exit_code"], row["attempt"]) == ("failed", 1, 1)
+    assert "clusterd.train.run was called a second time" in local_cluster.run("logs", job).stdout
