@@ -36,20 +36,35 @@ class Reader(Protocol):
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    body: bytes = msgpack.packb(message, use_bin_type=True)
+    body = pack(message)
     if len(body) > FRAME_BYTES_MAX:
         raise ProtocolError(f"a frame of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
-def decode(body: bytes) -> Message:
+def pack(message: Message) -> bytes:
+    """A frame's body. A path that is no UTF-8 travels as the bytes that it is; other text that cannot be, escaped."""
+    packed: bytes
+    for odd in (None, "surrogateescape"):
+        try:
+            packed = msgpack.packb(message, use_bin_type=True, unicode_errors=odd)
+            return packed
+        except UnicodeEncodeError:
+            continue
+    packed = msgpack.packb(message, use_bin_type=True, unicode_errors="backslashreplace")
+    return packed
+
+
+def decode(body: bytes, odd: str = "surrogateescape") -> Message:
     """The message of a frame's body.
 
+    Args:
+        odd: what becomes of bytes that are no UTF-8: paths again for those who use them, or text for those who show it.
     Raises:
         ProtocolError: it is no msgpack map with text keys.
     """
     try:
-        message = msgpack.unpackb(body, raw=False, strict_map_key=False)
+        message = msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors=odd)
     except Exception as error:  # msgpack raises many kinds, and every one means the same here
         raise ProtocolError(f"a frame that is no msgpack: {error}") from error
     if not isinstance(message, dict):
@@ -57,8 +72,8 @@ def decode(body: bytes) -> Message:
     return message
 
 
-async def read(reader: Reader) -> Message:
-    """The next message.
+async def read(reader: Reader, odd: str = "surrogateescape") -> Message:
+    """The next message; `odd` as for `decode`.
 
     Raises:
         ProtocolError: not one of our frames.
@@ -67,7 +82,7 @@ async def read(reader: Reader) -> Message:
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > FRAME_BYTES_MAX:
         raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {FRAME_BYTES_MAX}")
-    return decode(await reader.readexactly(length))
+    return decode(await reader.readexactly(length), odd)
 
 
 class Decoder:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
+from clusterd import protocol
 from clusterd.agent import processes
 from clusterd.agent.home import read_json, write_durably, write_json
 
@@ -171,7 +170,7 @@ class Attempt:
 
     def store(self) -> None:
         """Write the launch down; from here on a new agent knows of it."""
-        write_durably(self.directory / "launch.msgpack", msgpack.packb(self.launch, use_bin_type=True))
+        write_durably(self.directory / "launch.msgpack", protocol.pack(self.launch))
 
     def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
         """Write down the end of a rank that never became a process."""
@@ -212,8 +211,8 @@ def load(directory: Path) -> Attempt | None:
     Ranks come as the disk tells: running where their record says so, which is still to be compared with the living.
     """
     try:
-        launch = msgpack.unpackb((directory / "launch.msgpack").read_bytes(), raw=False, strict_map_key=False)
-    except (OSError, ValueError):
+        launch = protocol.decode((directory / "launch.msgpack").read_bytes())
+    except (OSError, protocol.ProtocolError):
         return None
     attempt = Attempt(directory, launch)
     for given in launch["ranks"]:

@@ -18,6 +18,7 @@ from clusterd.core import events as e
 from clusterd.core.reconcile import is_news
 from clusterd.daemon import facts
 from clusterd.daemon.agents import Agents, identity
+from clusterd.daemon.bugs import guarded
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.expected import Expected
 from clusterd.daemon.journal import Journal
@@ -137,7 +138,7 @@ class Hosts:
     def on_state(self, host: HostId, state: LinkState) -> None:
         """The link took a step; only a broken one, or one that cannot be made, is news."""
         if state.name == "waiting":
-            self._tasks.start_soon(self._on_down, host, state.why)
+            self._tasks.start_soon(guarded, self._on_down, host, state.why)
 
     async def on_up(self, host: HostId, hello: dict[str, Any], reached_at: str) -> None:
         """The agent answered: what it runs is news.

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import logs
 from clusterd.daemon.api import Api
 from clusterd.daemon.archive import Archive
-from clusterd.daemon.bugs import first_of
+from clusterd.daemon.bugs import first_of, guarded
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
@@ -120,11 +120,11 @@ class Daemon:
             key = journal.fact("data_key", secrets.token_hex(16))
             datasets = DataSets(engine, hosts, key)
             keeper = Keeper(engine, hosts, key)
-            hosts.on_snapshot = lambda host, message: tasks.start_soon(_guarded, keeper.heard, host, message)
+            hosts.on_snapshot = lambda host, message: tasks.start_soon(guarded, keeper.heard, host, message)
             hosts.on_snapshots = keeper.reported
             launches = Launches(engine, hosts, archive, datasets)
             describer = Describer(engine, hosts, archive, datasets, launches)
-            hosts.on_description_left = lambda host, job: tasks.start_soon(_guarded, describer.end_left, host, job)
+            hosts.on_description_left = lambda host, job: tasks.start_soon(guarded, describer.end_left, host, job)
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
             learned = Learned(engine, config.state_dir / "measurements.db")
@@ -142,7 +142,7 @@ class Daemon:
                 profiler.handled(events)
                 for event in events:
                     if isinstance(event, e.HostConnected):
-                        tasks.start_soon(_guarded, datasets.host_is_up, event.host)
+                        tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
             api = Api(config, engine, hosts, archive, feed, invite, stop, self._config_file)
             speed = Speed(
@@ -170,7 +170,7 @@ class Daemon:
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
-            tasks.start_soon(_guarded, LogMirror(engine, hosts, archive).run)
+            tasks.start_soon(guarded, LogMirror(engine, hosts, archive).run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
             await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))
@@ -236,14 +236,6 @@ class Daemon:
             agent_home=self._config.hosts.get(host, HostOptions()).agent_home,
             **leader,
         )
-
-
-async def _guarded(work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-    """A bug in what is done beside the jobs must not take the daemon, and them, with it."""
-    try:
-        await work(*arguments)
-    except Exception:
-        log.exception("%s failed", work.__qualname__)
 
 
 async def _ip_address(host: str) -> str:

@@ -177,7 +177,7 @@ class Server:
             async with stream, anyio.create_task_group() as group:
                 try:
                     while True:
-                        request = await protocol.read(reader)
+                        request = await protocol.read(reader, "backslashreplace")
                         await slots.acquire()
                         group.start_soon(self._serve, request, peer, send, slots)
                 except (anyio.EndOfStream, anyio.IncompleteRead):

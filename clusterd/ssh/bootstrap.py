@@ -60,7 +60,7 @@ class AgentStream:
             AgentLost: the connection is gone, or what came is no frame.
         """
         try:
-            return await protocol.read(self.reader)
+            return await protocol.read(self.reader, "backslashreplace")
         except asyncio.IncompleteReadError as error:
             raise AgentLost("the connection ended") from error
         except (OSError, asyncssh.Error, protocol.ProtocolError) as error:
@@ -138,8 +138,13 @@ async def _next_word(
             what = json.loads(rest)
         except ValueError:
             continue
-        return word.decode(errors="replace"), what
+        return word.decode(errors="replace"), {key: readable(str(value)) for key, value in what.items()}
     raise BootstrapFailed(f"{name}: its login prints without end; make its start-up files silent for commands")
+
+
+def readable(text: str) -> str:
+    """With escapes for what is no text, such as the bytes of a path: it could neither be written down nor sent on."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, said: bytearray) -> str:

@@ -16,7 +16,7 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
-from clusterd.ssh.bootstrap import AgentStream, attach
+from clusterd.ssh.bootstrap import AgentStream, attach, readable
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.resolve import Route
 
@@ -268,7 +268,7 @@ class HostLink:
         # Between half and all of it: hosts that were lost together do not come back together.
         pause_s = longest_s * self._jitter.uniform(0.5, 1.0)
         self._wake = anyio.Event()
-        self._become("waiting", why=str(error), until_s=time.time() + pause_s, failures=failures, error=error)
+        self._become("waiting", why=readable(str(error)), until_s=time.time() + pause_s, failures=failures, error=error)
         with anyio.move_on_after(pause_s):
             await self._wake.wait()
 

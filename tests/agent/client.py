@@ -38,8 +38,8 @@ def processes_of(root: Path) -> list[int]:
     for identity in [root / "identity.json", *root.glob("*/identity.json")]:
         home = Home(identity.parent)
         agent = (read_json(identity) or {}).get("agent", "?")
-        marks += [f"CLUSTERD_AGENT_HOME={home.root}\0".encode(), f"{processes.TAG}={agent}/".encode()]
-        sockets.append(str(home.sockets).encode())
+        marks += [os.fsencode(f"CLUSTERD_AGENT_HOME={home.root}\0"), f"{processes.TAG}={agent}/".encode()]
+        sockets.append(os.fsencode(home.sockets))
     found = []
     for pid in processes.everyone():
         if pid == os.getpid():

@@ -21,6 +21,7 @@ from clusterd.daemon.journal import Journal
 from clusterd.daemon.membership import Membership
 from clusterd.daemon.server import Peer
 from clusterd.errors import ClusterError
+from clusterd.ssh.host import LinkState
 from clusterd.types import HostId, JobId, JobSpec
 from tests.core.conftest import facts
 
@@ -160,5 +161,20 @@ def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.
             message = {"job": "1", "attempt": 1, "generation": 1, "rank": 0, "exit_code": 0, "reason": "exit"}
             await made.hosts._on_rank_exited(HOST, {**message, "at_s": time.time() + 3600.0})
         assert told[0].at_s <= time.time()
+
+    anyio.run(run)
+
+
+def test_a_bug_in_what_a_lost_link_brings_about_leaves_the_daemon(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with lab(journal) as made:
+            await with_one_host(made)
+            made.hosts.on_state(HOST, LinkState("waiting", 2.0, why="no \udcfc in here"))
+            await anyio.wait_all_tasks_blocked()
+            await made.engine.report(e.HostDisconnected(at_s=3.0, host=HOST, why="the cable is out"))
+            assert made.engine.scheduler.state.hosts[HOST].why == "the cable is out"
+        assert "_on_down failed" in caplog.text
 
     anyio.run(run)

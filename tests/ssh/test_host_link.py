@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +168,41 @@ async def test_events_come_after_the_report_that_precedes_them(host: EmbeddedHos
             await watched.link.request("launch", **launch(["true"], job=f"j{number}"))
         for number in range(5):
             assert (await watched.event("rank_exited", job=f"j{number}"))["exit_code"] == 0
+
+
+class OddHost(EmbeddedHost):
+    """Of an account that is older than the encoding of its machine."""
+
+    @property
+    def agent_home(self) -> Path:
+        return self.directory / os.fsdecode(b"lat\xfc\xff")
+
+
+async def test_a_host_whose_home_is_no_utf8_runs_jobs(dialer: Dialer, tmp_path: Path, agent_homes: list[Path]) -> None:
+    """Its paths stay what they are for its jobs, and can be shown."""
+    host = OddHost("gpu01", tmp_path / "gpu01")
+    agent_homes.append(host.agent_home)
+    await host.start()
+    async with linked(host, dialer) as watched:
+        hello = await watched.up()
+        assert "lat\\udcfc\\udcff" in hello["agent_home"]
+        await watched.link.request("launch", **launch(["sh", "-c", "pwd"]))
+        await watched.event("rank_exited", exit_code=0)
+        log = await watched.link.request("logs", job="j", attempt=1, rank=0, offset=0, limit=1000)
+        assert b"lat\xfc\xff" in log["data"]
+    await host.stop()
+
+
+async def test_a_refusal_that_is_no_utf8_can_be_written_down(dialer: Dialer, tmp_path: Path) -> None:
+    host = OddHost("gpu01", tmp_path / "gpu01")
+    await host.start()
+    host.agent_home.rmdir()
+    host.agent_home.write_text("not a directory")
+    async with linked(host, dialer) as watched:
+        why = (await watched.waiting()).why
+        assert "File exists" in why
+        assert "lat\\udcfc" in why.encode().decode()
+    await host.stop()
 
 
 async def test_a_killed_agent_is_started_again_and_finds_its_ranks(host: EmbeddedHost, dialer: Dialer) -> None:
