@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,9 @@ from clusterd.agent.home import Home
 
 START_TIMEOUT_S = 300.0
 """Importing torch from a cold network file system takes minutes."""
+
+_FOR_A_MOMENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""What a process may lack now and have at the next try; anything else is there to stay."""
 
 _READ_AT_START = (
     "LD_",
@@ -144,8 +148,10 @@ class Spawners:
                     pass  # it still imports
             if process.poll() is not None:
                 text = log.read_text(errors="replace").strip().splitlines()
+                said = text[-1] if text else "no output"
+                passes = any(os.strerror(number) in said for number in _FOR_A_MOMENT)
                 raise SpawnFailed(
-                    "environment", f"{python or 'the fork server'} ended at once: {text[-1] if text else 'no output'}"
+                    "spawn" if passes else "environment", f"{python or 'the fork server'} ended at once: {said}"
                 )
             if now_s() > deadline:
                 process.kill()
@@ -166,7 +172,8 @@ class Spawners:
                     start_new_session=True,
                 )
             except OSError as error:
-                raise SpawnFailed("environment", f"cannot run {command[0]}: {error.strerror}") from error
+                kind = "spawn" if error.errno in _FOR_A_MOMENT else "environment"
+                raise SpawnFailed(kind, f"cannot run {command[0]}: {error.strerror}") from error
         self._processes.append(process)
         return process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from clusterd.agent import processes, spawners
 from clusterd.agent.home import Home
+from clusterd.ssh.host import AgentRefused
 from tests.agent.client import AgentClient, end_all, launch, rank, wait_until
 
 
@@ -349,6 +351,47 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
         asyncio.run(asyncio.wait_for(start(), 20.0))
     finally:
         end_all(home.root)
+
+
+@pytest.mark.parametrize(
+    ("number", "lasts"),
+    [(errno.EAGAIN, False), (errno.ENOMEM, False), (errno.EMFILE, False), (errno.ENFILE, False), (errno.EACCES, True)],
+)
+def test_what_is_lacking_for_a_moment_fails_no_job_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, lasts: bool
+) -> None:
+    """Another job of the same user had all the processes that they may have."""
+
+    def lacking(*command: Any, **more: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", lacking)
+    refused = refusal(tmp_path, "unused")
+    assert os.strerror(number) in str(refused)
+    assert refused.lasts is lasts
+
+
+@pytest.mark.parametrize(("number", "lasts"), [(errno.EAGAIN, False), (errno.EACCES, True)])
+def test_nor_does_what_is_lacking_while_an_environment_is_loaded(tmp_path: Path, number: int, lasts: bool) -> None:
+    early = f"import os\nos.write(2, b'cannot start a thread: ' + os.strerror({number}).encode())\nos._exit(1)\n"
+    (tmp_path / "lacking.py").write_text(early)
+    refused = refusal(tmp_path, "lacking")
+    assert "ended at once: cannot start a thread" in str(refused)
+    assert refused.lasts is lasts
+
+
+def refusal(tmp_path: Path, preload: str) -> AgentRefused:
+    """What the daemon hears of a fork server that does not start."""
+    home = Home(tmp_path / "agent")
+    home.make()
+
+    async def start() -> AgentRefused:
+        started = spawners.Spawners(home, lambda state, record: None, preload)
+        with pytest.raises(spawners.SpawnFailed) as failed:
+            await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
+        return AgentRefused(failed.value.kind, str(failed.value))
+
+    return asyncio.run(asyncio.wait_for(start(), 20.0))
 
 
 def test_what_a_launch_waits_for_is_not_dropped_by_the_end_of_older_ranks(connect: Any, tmp_path: Path) -> None:
