@@ -167,7 +167,7 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
         UsageError: something in it cannot.
     """
     try:
-        return protocol.encode({"id": number, "verb": verb, **args})
+        return protocol.encode({"id": number, "verb": verb, **args}, strict=True)
     except UnicodeEncodeError as error:
         text = error.object.encode(errors="backslashreplace").decode()
         raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None

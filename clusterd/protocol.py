@@ -34,15 +34,19 @@ class Reader(Protocol):
         """Exactly `n` bytes; `asyncio.IncompleteReadError` at the end."""
 
 
-def encode(message: Message) -> bytes:
-    """One frame."""
-    body = pack(message)
+def encode(message: Message, strict: bool = False) -> bytes:
+    """One frame.
+
+    Args:
+        strict: text that is no UTF-8 is refused with a UnicodeEncodeError, as what a person wrote should be.
+    """
+    body = pack(message, strict)
     if len(body) > FRAME_BYTES_MAX:
         raise ProtocolError(f"a frame of {len(body)} bytes is longer than {FRAME_BYTES_MAX}")
     return _LENGTH.pack(len(body)) + body
 
 
-def pack(message: Message) -> bytes:
+def pack(message: Message, strict: bool = False) -> bytes:
     """A frame's body. A path that is no UTF-8 travels as the bytes that it is; other text that cannot be, escaped."""
     packed: bytes
     for odd in (None, "surrogateescape"):
@@ -50,7 +54,8 @@ def pack(message: Message) -> bytes:
             packed = msgpack.packb(message, use_bin_type=True, unicode_errors=odd)
             return packed
         except UnicodeEncodeError:
-            continue
+            if strict:
+                raise
     packed = msgpack.packb(message, use_bin_type=True, unicode_errors="backslashreplace")
     return packed
 
