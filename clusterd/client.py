@@ -181,4 +181,9 @@ def _answer(message: dict[str, Any]) -> Any:
     error = message.get("error")
     if error is None:
         return message.get("ok")
-    raise _CODES.get(error["exit_code"], errors.ClusterError)(error["message"])
+    raise refusal(error)
+
+
+def refusal(error: dict[str, Any]) -> errors.ClusterError:
+    """What the daemon refused, as it would be raised here."""
+    return _CODES.get(error["exit_code"], errors.ClusterError)(error["message"])

@@ -65,9 +65,11 @@ class Acting:
                 await self._app.shared.source.call(verb, **args)
             except ClusterError as error:
                 refused.append(line((f"{name}: ", "bold"), printable(str(error))))
-        if len(refused) < len(items):
-            names = ", ".join(name for name, _ in items[:3]) + (", ..." if len(items) > 3 else "")
-            self._app.notify(f"{done}: {names}")
+        await self._told(done, [name for name, _ in items] if len(refused) < len(items) else [], refused)
+
+    async def _told(self, done: str, names: list[str], refused: list[Line]) -> None:
+        if names:
+            self._app.notify(f"{done}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
         if refused:
             await self._app.say("refused", refused)
         self._app.board_marks_clear()
@@ -105,7 +107,11 @@ class Acting:
         lines = [*(line(text) for text in lost[:8]), *([line(f"and {len(lost) - 8} more")] if len(lost) > 8 else [])]
         what = f"cancel {len(jobs)} jobs" if len(jobs) > 1 else f"cancel {jobs[0].name}"
         if await self._app.confirm(what, lines, {"y": what}):
-            await self._each("cancel", "being cancelled", [(job.name, {"job": job.id}) for job in jobs])
+            others = [job.id for job in jobs[1:]]
+            asked = self._app.shared.source.call("cancel", job=jobs[0].id, also=others)
+            answer = rows.read(rows.Cancelled, await asked)
+            refused = [line(printable(each.message)) for each in answer.refused]
+            await self._told("being cancelled", [job.name for job in answer.jobs], refused)
 
     async def priority(self) -> None:
         """Another priority."""

@@ -306,6 +306,19 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
 
 
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one of several was left as it is."""
+
+    message: str = ""
+
+
+class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
+    """Several jobs at one moment."""
+
+    jobs: tuple[Job, ...] = ()
+    refused: tuple[Refused, ...] = ()
+
+
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """What a move that was asked for will do, or would."""
 

@@ -12,12 +12,15 @@ from clusterd.cli.completing import complete_job
 from clusterd.cli.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.naming import is_meant, own_jobs
 from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
-from clusterd.client import Client
+from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
 
 SILENT_S, SILENT_STEPS = 60.0, 20
 """Without a step for both, a job is said to be."""
+
+LINES_MAX = 20
+"""Of more jobs than these there is one line for all."""
 
 
 @click.command()
@@ -155,16 +158,22 @@ def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
     """End jobs and free what they hold; 'net_*' is those of yours that have such a name and are not over."""
     failures: list[ClusterError] = []
     with Client() as cluster:
-        rows = []
-        for job in own_jobs(cluster, jobs, over=False):
-            try:
-                rows.append(cluster.call("cancel", job=job))
-            except ClusterError as error:
-                failures.append(error)
-        for row in rows:
-            if and_wait:
-                row = until_over(row["id"])
-            note(f"{row['id']} ({row['name']}) is {'being cancelled' if row['state'] == 'stopping' else row['state']}")
+        first, *others = own_jobs(cluster, jobs, over=False)
+        if others:  # at one moment: one that ends would make room for the next
+            answer = cluster.call("cancel", job=first, also=others)
+            rows, failures = answer["jobs"], [refusal(error) for error in answer["refused"]]
+        else:
+            rows = [cluster.call("cancel", job=first)]
+    many: dict[str, int] = {}
+    for row in rows:
+        if and_wait:
+            row = until_over(row["id"])
+        state = "being cancelled" if row["state"] == "stopping" else row["state"]
+        many[state] = many.get(state, 0) + 1
+        if len(rows) <= LINES_MAX:
+            note(f"{row['id']} ({row['name']}) is {state}")
+    if len(rows) > LINES_MAX:
+        note(f"{len(rows)} jobs: {', '.join(f'{count} {state}' for state, count in many.items())}")
     raise_all(failures)
 
 

@@ -21,7 +21,7 @@ from clusterd.core.dependencies import waits_for
 from clusterd.core.place import Placement
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
-from clusterd.daemon import codec
+from clusterd.daemon import cancelling, codec
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.by_hand import ByHand
 from clusterd.daemon.engine import Engine
@@ -271,12 +271,15 @@ class Api:
             "decisions": [dict(zip(names, row, strict=True)) for row in reversed(decisions)],
         }
 
-    async def cancel(self, peer: Peer, job: str) -> dict[str, Any]:
-        """End a job; answers at once, `wait` tells when its devices are free."""
-        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
-        admission.refuse_if_over(known)
-        await self._engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
-        return projection.job_row(known, self._state)
+    async def cancel(self, peer: Peer, job: str, also: list[str] | None = None) -> dict[str, Any]:
+        """End a job; answers at once, `wait` tells when its devices are free.
+
+        `also`: others at the same moment, so that none of them starts where another one ends. Each that cannot be
+        cancelled is told of beside those that are.
+        """
+        if also is None:
+            return await cancelling.one(self._engine, peer, job)
+        return await cancelling.several(self._engine, peer, [job, *also])
 
     async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
         """Change a job's priority."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.conftest import RunningCluster
+from tests.conftest import RunningCluster, until
 
 
 def test_hosts_that_are_drained_together_pass_no_job_on(local_cluster: RunningCluster) -> None:
@@ -15,6 +15,32 @@ def test_hosts_that_are_drained_together_pass_no_job_on(local_cluster: RunningCl
     drains = [event["at_s"] for event in local_cluster.call("history")["events"] if event["kind"] == "HostDrained"]
     assert len(drains) == 2
     assert len(set(drains)) == 1
+
+
+def test_jobs_that_are_cancelled_together_do_not_start_where_one_of_them_ends(local_cluster: RunningCluster) -> None:
+    """A sweep that was a mistake: what waited took the places of what was ended, one after the other."""
+    over = local_cluster.run("run", "-d", "--no-snapshot", "--", "true").stdout.strip()
+    local_cluster.run("wait", over)
+    sweep = ("--sweep", f"N={','.join(map(str, range(24)))}", "--name", "q")
+    command = ("run", "-d", "--no-snapshot", "--devices", "1", *sweep, "--", "sleep", "1000")
+    jobs = local_cluster.run(*command).stdout.split()
+    until(lambda: sum(local_cluster.job(job)["state"] == "running" for job in jobs) == 4, 30.0, local_cluster.log)
+    answer = local_cluster.run("cancel", "--wait", "q_*", "nosuch", over, check=False)
+    assert answer.returncode == 2
+    assert "24 jobs: 24 cancelled\n" in answer.stderr
+    assert "there is no job 'nosuch'" in answer.stderr
+    assert f"job {over} (true) is finished already" in answer.stderr
+    history = local_cluster.call("history", limit=5000)
+    assert len({event["at_s"] for event in history["events"] if event["kind"] == "JobCancelled"}) == 1
+    launched = {row["job"] for row in history["decisions"] if row["kind"] == "LaunchAttempt"}
+    assert len(launched - {over}) == 4
+
+
+def test_a_few_jobs_that_are_cancelled_are_told_of_each(local_cluster: RunningCluster) -> None:
+    command = ("run", "-d", "--no-snapshot", "--name", "w", "--sweep", "N=1,2", "--", "sleep", "1000")
+    first, second = local_cluster.run(*command).stdout.split()
+    answer = local_cluster.run("cancel", "--wait", first, "w*")
+    assert answer.stderr == f"{first} (w_N1) is cancelled\n{second} (w_N2) is cancelled\n"
 
 
 def test_a_priority_below_zero_is_a_number(local_cluster: RunningCluster) -> None:
