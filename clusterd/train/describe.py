@@ -24,6 +24,7 @@ from clusterd.train.slots import OptimizerState, Outline, optimizer_state
 from clusterd.train.temporaries import temporaries_ratio
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
 from clusterd.train.trace import LOSS, Trace, layer_shapes
+from clusterd.train.traits import optimizer_traits
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
@@ -55,7 +56,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     tp_dims = _tp_dims(model, styles)
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
-        elementwise, by_tensor, optimizer = optimizer_traits(job)
+        elementwise, by_tensor, optimizer = optimizer_traits(job.optimizer)
         trained = [
             Outline(tuple(p.shape), p.dtype, p.requires_grad, {NAME: name} | _marks(p, torchs_own))
             for name, p in build.named_parameters(model)
@@ -118,42 +119,6 @@ def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState 
         return optimizer_state(job.optimizer, parameters)
     except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
         return None
-
-
-def optimizer_traits(job: Job) -> tuple[bool, bool, str]:
-    """Whether every element is treated alike, whether every tensor is by itself, and the optimizer's name.
-
-    Found by trying: two updates of a small matrix against the same updates of its halves, alone and beside each other.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        value, gradients = torch.randn(8, 6), torch.randn(2, 8, 6)
-    halves = [(value[rows], gradients[:, rows]) for rows in (slice(4), slice(4, 8))]
-    columns = [(value[:, c], gradients[:, :, c]) for c in (slice(3), slice(3, 6))]
-    try:
-        (whole,), state = _updated(job, (value, gradients))
-        parts = [_updated(job, half)[0][0] for half in halves]
-        across = torch.cat([_updated(job, half)[0][0] for half in columns], dim=1)
-        together, _ = _updated(job, *halves)
-    except Exception:  # whatever an optimizer does not like about being tried, it is not to be cut
-        return False, False, "the optimizer"
-    elementwise = torch.allclose(whole, torch.cat(parts)) and torch.allclose(whole, across)
-    by_tensor = all(torch.allclose(one, other) for one, other in zip(parts, together, strict=True))
-    return elementwise, by_tensor, type(state).__name__
-
-
-def _updated(job: Job, *tensors: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
-    """What becomes of (values, gradients of each update) under one optimizer."""
-    parameters = [nn.Parameter(value.clone()) for value, _ in tensors]
-    optimizer = job.optimizer(list(parameters))
-    for group in optimizer.param_groups:
-        if isinstance(group.get("lr"), (int, float)):
-            group["lr"] = max(group["lr"], 1e-2)  # updates too small to be seen would all look alike
-    for now in zip(*(gradients for _, gradients in tensors), strict=True):
-        for parameter, gradient in zip(parameters, now, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return [parameter.detach() for parameter in parameters], optimizer
 
 
 def _repeated(model: nn.Module) -> str:

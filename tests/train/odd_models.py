@@ -162,6 +162,47 @@ class CommonScale(torch.optim.SGD):
         return super().step(closure)
 
 
+class Clipping(torch.optim.SGD):
+    """Clips by itself, but only what is far too large."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1000.0)
+        return super().step(closure)
+
+
+class LargeFactored(torch.optim.SGD):
+    """Divides by the means over rows, of matrices that are large along both dimensions."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for g in self.param_groups for p in g["params"] if p.dim() == 2 and min(p.shape) >= 128):
+            p.grad /= p.grad.abs().mean(1, keepdim=True)
+        return super().step(closure)
+
+
+class LateRatio(torch.optim.SGD):
+    """After five updates, scales every tensor's gradient to the tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+            for p in group["params"] if group["done"] > 5 else ():
+                p.grad *= p.detach().norm() / p.grad.norm()
+        return super().step(closure)
+
+
+class Lookahead(torch.optim.SGD):
+    """Every fifth update goes half the way back; each element for itself."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if group["done"] % 5 == 0:
+                    p.data.copy_(slow.lerp_(p.data, 0.5))
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number for no parameter; its steps grow shorter with it."""
 
@@ -215,6 +256,10 @@ OPTIMIZERS = {
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
     "by names": of_parameters(by_names),
+    "clipping": lambda p: Clipping(p, lr=0.1),
+    "large factored": lambda p: LargeFactored(p, lr=0.1),
+    "late ratio": lambda p: LateRatio(p, lr=0.1),
+    "lookahead": lambda p: Lookahead(p, lr=0.1),
     "counting": lambda p: Counting(p, lr=0.1),
 }
 SCHEDULERS = {"cosine": cosine, "drawn": Drawn, "warmup": warmup}

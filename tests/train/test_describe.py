@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from scenarios import Recorded, job
+from scenarios import OPTIMIZERS, Recorded, job
 from torch import nn
 
 from clusterd.train import build
-from clusterd.train.describe import describe, optimizer_traits
+from clusterd.train.describe import describe
 from clusterd.train.exits import PlanRefused
 from clusterd.train.job import Job
+from clusterd.train.traits import optimizer_traits
 from plans.legality import check
 from plans.plan import Plan
 from plans.stages import split_layers
@@ -202,11 +203,25 @@ def small(model: Any, tp_plan: dict[str, str] | None, **changes: Any) -> Job:
 
 def test_an_optimizer_that_begins_at_rate_zero_is_still_found_out() -> None:
     """A schedule warms it up; updates of nothing are alike for every optimizer."""
-    from types import SimpleNamespace
-
     for optimizer, alike in ((torch.optim.Adafactor, False), (torch.optim.AdamW, True)):
-        traits = optimizer_traits(SimpleNamespace(optimizer=lambda p, o=optimizer: o(p, lr=0.0)))  # type: ignore[arg-type]
+        traits = optimizer_traits(lambda p, o=optimizer: o(p, lr=0.0))  # type: ignore[misc]
         assert traits == (alike, True, optimizer.__name__)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "traits"),
+    [
+        ("clipping", (False, False)),
+        ("large factored", (False, True)),
+        ("late ratio", (False, True)),
+        ("lookahead", (True, True)),
+    ],
+)
+def test_an_optimizer_shows_what_it_does_to_large_gradients_large_matrices_and_later(
+    optimizer: str, traits: tuple[bool, bool]
+) -> None:
+    """Two updates of a small matrix look elementwise with each of them."""
+    assert optimizer_traits(OPTIMIZERS[optimizer])[:2] == traits
 
 
 def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None:
