@@ -117,6 +117,8 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
 def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState | None:
     try:
         return optimizer_state(job.optimizer, parameters)
+    except PlanRefused:
+        raise
     except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
         return None
 

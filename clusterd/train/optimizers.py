@@ -16,6 +16,7 @@ from torch import nn
 from clusterd.train.job import OptimizerFactory
 from clusterd.train.parallel import Parallel
 from clusterd.train.replicate import local_gradient, local_tensor
+from clusterd.train.slots import made
 
 MAKE_STATE_BYTES = 64 << 20
 """Of gradients at a time: a rank that waits needs no second copy of its parameters."""
@@ -44,7 +45,7 @@ class RankOptimizer:
             are_whole = all(plain is parameter for _, parameter, plain in self.local)
             self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
         else:
-            self.optimizer = factory(plain)
+            self.optimizer = made(factory, plain)
 
     def step(self) -> None:
         """One update of the parameters from their gradients."""
@@ -138,7 +139,7 @@ def _sharded(
 ) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    whole = factory(parameters)
+    whole = made(factory, parameters)
 
     def over(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the

@@ -6,6 +6,7 @@ dimensions and of the same dtype, and updates it; what appears beside it tells n
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from clusterd.train.exits import PlanRefused
 from clusterd.train.job import OptimizerFactory
 from plans.model_shape import OddSlot, Slots
 
@@ -88,11 +90,33 @@ def tried(factory: OptimizerFactory, parameters: Sequence[Outline]) -> tuple[tor
         plain = [nn.Parameter(torch.randn(_small(outline.shape)).to(outline.dtype)) for outline in parameters]
         for parameter, outline in zip(plain, parameters, strict=True):
             vars(parameter).update(outline.marks)
-        optimizer = factory(plain)
+        optimizer = made(factory, plain)
         for parameter in plain:
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
         optimizer.step()
     return optimizer, plain
+
+
+def made(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The job's optimizer over `parameters`.
+
+    Raises:
+        PlanRefused: a step could not update it, or it has parameters of its own, whose gradients no plan adds up.
+    """
+    optimizer = factory(list(parameters))
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError:
+        raise PlanRefused(
+            f"{type(optimizer).__name__} computes the loss several times in a step (its step() needs a closure), which "
+            "is not carried"
+        ) from None
+    known = {id(p) for p in parameters}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise PlanRefused(
+            "the optimizer has parameters that are not the model's: make what the loss learns a part of the model"
+        )
+    return optimizer
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:

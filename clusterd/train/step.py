@@ -43,6 +43,13 @@ class Stepper:
         global_batch: int,
         clip_norm: float | None,
     ) -> None:
+        if scheduler is not None:
+            try:
+                inspect.signature(scheduler.step).bind()
+            except TypeError:
+                raise PlanRefused(
+                    f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
+                ) from None
         plan = parallel.plan
         self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, loss
         self._stage = coordinates.stage

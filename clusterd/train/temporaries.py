@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from clusterd.train.exits import PlanRefused
 from clusterd.train.job import OptimizerFactory
 from clusterd.train.slots import Outline, tried
 
@@ -36,6 +37,8 @@ def temporaries_ratio(factory: OptimizerFactory, parameters: Sequence[Outline]) 
         there = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
         with torch.random.fork_rng(devices=[]), _Made(t for t in there if isinstance(t, torch.Tensor)) as made:
             optimizer.step()
+    except PlanRefused:
+        raise
     except Exception:  # whatever an optimizer does not like about being tried: it trains, and makes as much as most do
         return UNKNOWN_RATIO
     # Group after group, and the real ones' largest may be more, or less, of the whole than the stand-ins'.

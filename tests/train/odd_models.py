@@ -253,6 +253,8 @@ MODELS = {
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "fainting": Fainting,
 }  # fmt: skip
 OPTIMIZERS = {
+    "lbfgs": torch.optim.LBFGS,
+    "with the loss": lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.ones(3))]),
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
     "by names": of_parameters(by_names),
@@ -262,4 +264,14 @@ OPTIMIZERS = {
     "lookahead": lambda p: Lookahead(p, lr=0.1),
     "counting": lambda p: Counting(p, lr=0.1),
 }
-SCHEDULERS = {"cosine": cosine, "drawn": Drawn, "warmup": warmup}
+
+
+def onecycle(optimizer: Any) -> Any:
+    """Momentum, or the first beta, goes down and up again too."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=12)
+
+
+SCHEDULERS = {
+    "cosine": cosine, "onecycle": onecycle, "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
+    "drawn": Drawn, "warmup": warmup,
+}  # fmt: skip

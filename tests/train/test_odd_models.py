@@ -41,6 +41,24 @@ def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path
     assert "they may use different parameters (find_unused_parameters)" in told.ranks[0].output
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"optimizer": "with the loss"}, "the optimizer has parameters that are not the model's: make what the loss"),
+        ({"optimizer": "lbfgs"}, "LBFGS computes the loss several times in a step (its step() needs a closure)"),
+        ({"schedule": "plateau"}, "ReduceLROnPlateau needs a metric at every step"),
+    ],
+)
+@pytest.mark.parametrize("plan", [ALONE, "dp=2,zero=1"])
+def test_what_no_plan_can_train_is_refused_in_one_line(
+    ranks: RankPool, tmp_path: Path, plan: str, options: dict[str, str], says: str
+) -> None:
+    for rank in ranks.run(tmp_path, plan, steps=STEPS, **options).ranks:
+        assert rank.exit_code == 96
+        assert says in rank.output
+        assert "Traceback" not in rank.output
+
+
 def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) -> None:
     alone = ranks.run(tmp_path / "alone", ALONE, model="fading", steps=STEPS).checked()
     silent = ranks.run(tmp_path / "silent", "dp=2", model="fading", steps=STEPS)
