@@ -158,4 +158,5 @@ def _sharded(
         # share theirs with it, would be updated and never seen; and torch has it for parameters of one type only.
         parameters_as_bucket_view=are_whole and len({p.dtype for p in parameters}) == 1,
     )
+    sharded.defaults.update(whole.defaults)  # schedulers look there for what the optimizer has: momentum, betas
     return sharded
