@@ -65,7 +65,8 @@ def run(
     """Trains to the last step, or until it is stopped, under the plan that the surroundings name.
 
     Args:
-        model: makes the module; called under the seed, more than once (also on the meta device).
+        model: makes the module; called under the seed, more than once (also on the meta device). One that comes in
+            evaluation mode as a whole is put into training mode.
         loss: (model output, target) to the mean loss over the samples given.
         data: map-style data set of (input, target).
         optimizer: parameters to `torch.optim.Optimizer`; called more than once. Under some plans the parameters are

@@ -58,6 +58,8 @@ def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) ->
         model = factory()
     if not isinstance(model, nn.Module):
         raise PlanRefused(f"model() returned {type(model).__name__}; it must return a torch.nn.Module")
+    if not model.training:  # as `from_pretrained` gives it; parts that are to stay so are so in a model that is not
+        model.train()
     return model
 
 

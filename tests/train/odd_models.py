@@ -127,6 +127,15 @@ class Marked(GPT):
             parameter.rate = 0.5
 
 
+class Evaluated(GPT):
+    """In evaluation mode, as `from_pretrained` gives models; what it computes depends on that."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.register_forward_hook(lambda embed, _, output: output if embed.training else output * 0)
+        self.eval()
+
+
 class Hooked(GPT):
     """A parameter whose gradient is made smaller on its way."""
 
@@ -250,7 +259,7 @@ def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
 
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
-    "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "fainting": Fainting,
+    "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "evaluated": Evaluated, "fainting": Fainting,
 }  # fmt: skip
 OPTIMIZERS = {
     "lbfgs": torch.optim.LBFGS,

@@ -130,3 +130,11 @@ def test_what_is_computed_again_is_what_was_computed(ranks: RankPool, tmp_path: 
     alone = ranks.run(tmp_path / "alone", ALONE, model="fainting", steps=STEPS).checked()
     again = ranks.run(tmp_path / "again", "dp=1,checkpointing", model="fainting", steps=STEPS).checked()
     assert again.losses == pytest.approx(alone.losses, rel=1e-6)
+
+
+def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path: Path) -> None:
+    """It trained without dropout, and without a word."""
+    losses = [
+        ranks.run(tmp_path / model, ALONE, model=model, steps=STEPS).checked().losses for model in ("gpt", "evaluated")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
