@@ -301,11 +301,11 @@ class Api:
         last = None
         while True:
             number = self._feed.number
-            row = projection.job_row(known, self._state)
+            row, is_over = projection.job_row(known, self._state), known.state.is_final
             if row != last:
-                yield row
+                yield row  # it may be over before this has been taken
                 last = row
-            if known.state.is_final:
+            if is_over:
                 return
             await self._feed.wait(number)
 
