@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from clusterd.train import exits, scalars
+from clusterd.train.attributes import Attributes
 from clusterd.train.boxes import check_boxes
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
@@ -47,6 +48,7 @@ class Trained(Protocol):
     device: torch.device
     parallel: Parallel
     optimizer: RankOptimizer
+    attributes: Attributes
     scheduler: Any
     step: int
 
@@ -122,7 +124,7 @@ class Arriving:
         if len(steps) != 1:
             raise ValueError(f"the old ranks ended different steps: {sorted(steps)}")
         training.step = steps.pop()
-        scalars.restore(training.optimizer, training.scheduler, move.shape, [meta["scalars"] for meta in metas])
+        scalars.restore(training, move.shape, [meta["scalars"] for meta in metas])
         host = move.new.hosts[rank]
         self._control.say(
             "loaded",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from clusterd.train import build
+from clusterd.train.attributes import Attributes
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.replicate import local_tensor
@@ -32,6 +33,7 @@ class Trained(Protocol):
 
     parallel: Parallel
     optimizer: RankOptimizer
+    attributes: Attributes
 
 
 @dataclass(frozen=True, slots=True)

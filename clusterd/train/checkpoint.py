@@ -103,7 +103,7 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
         for at, tensor in zip(_keys(*key, slots_of), live[key].tensors, strict=True)
         if tensor is not None
     ]
-    told = scalars.collect(training.optimizer, training.scheduler, shape)
+    told = scalars.collect(training, shape)
     values: dict[Key, Any] = {("clusterd", "scalars", str(rank)): told}
     for name, slots in training.optimizer.state_by_name().items():
         for slot, value in slots.items():
@@ -268,7 +268,7 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
     for holding in live.values():
         if holding.mirror is not None and (local := holding.tensors[0]) is not None:
             holding.mirror.copy_(local)
-    scalars.restore(training.optimizer, training.scheduler, shape, told)
+    scalars.restore(training, shape, told)
     training.step = int(values["step"])
 
 

@@ -16,6 +16,7 @@ from clusterd.train import build, checkpoint, data, describe, exits, precision, 
 from clusterd.train import context as contexts
 from clusterd.train.apart import apart
 from clusterd.train.arriving import Arriving
+from clusterd.train.attributes import Attributes
 from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
 from clusterd.train.control import Control, sigterm_asks_to_stop
@@ -39,6 +40,7 @@ class Training:
     Attributes:
         parallel: the module and how it is spread; its parameters bear global names.
         optimizer: the optimizer over this rank's shards.
+        attributes: what the modules count.
         step: number of the last step done; with the seed, all there is of the data position and the RNG.
 
     Args:
@@ -68,9 +70,11 @@ class Training:
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
         model.forward = precision.under(job.precision, device.type, model.forward)
+        modules = dict(model.named_modules())  # some plans wrap them, under other names
         self.parallel = Parallel(
             model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
         )
+        self.attributes = Attributes(modules)
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         self.stepper = Stepper(

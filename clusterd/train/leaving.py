@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from clusterd.train import scalars
+from clusterd.train.attributes import Attributes
 from clusterd.train.boxes import check_boxes, holdings
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
@@ -39,6 +40,7 @@ class Trained(Protocol):
     device: torch.device
     parallel: Parallel
     optimizer: RankOptimizer
+    attributes: Attributes
     scheduler: Any
     step: int
 
@@ -133,7 +135,7 @@ class Leaving:
             meta = {
                 "step": training.step,
                 "sums": sums_to_bytes(sums),
-                "scalars": scalars.collect(training.optimizer, training.scheduler, move.shape),
+                "scalars": scalars.collect(training, move.shape),
             }
             self._control.ask("publish", name=move.outbox_name(training.context.rank), meta=meta)
         if move.makes_room:
@@ -221,7 +223,7 @@ class Leaving:
             digest = move.moves.digest
             outbox = move.packing.outbox(rank)
             seen = whereabouts(check_boxes(self._training, move.shape, move.old_layout, rank)), self._training.step
-            scalars.collect(self._training.optimizer, self._training.scheduler, move.shape)
+            scalars.collect(self._training, move.shape)
             segment = None
             if outbox.size_bytes:
                 answer = self._control.ask("segment", name=move.outbox_name(rank), bytes=outbox.size_bytes)

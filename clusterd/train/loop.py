@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from clusterd.train import build, exits, peers, scalars
 from clusterd.train.agree import Agreement
+from clusterd.train.attributes import Attributes
 from clusterd.train.context import Context
 from clusterd.train.control import Control, Message
 from clusterd.train.groups import COLLECTIVE_TIMEOUT_S
@@ -49,6 +50,7 @@ class Trained(Protocol):
     device: torch.device
     parallel: Parallel
     optimizer: RankOptimizer
+    attributes: Attributes
     scheduler: Any
     stepper: Stepper
     step: int
@@ -106,7 +108,7 @@ class Loop:
         training = self._training
         if training.context.final:
             # What cannot be in a checkpoint is better known now than after the last step.
-            scalars.collect(training.optimizer, training.scheduler, training.shape)
+            scalars.collect(training, training.shape)
         try:
             stopped = self._steps()
         except Exception as error:

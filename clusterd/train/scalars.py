@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from clusterd.train.attributes import Attributes
 from clusterd.train.optimizers import RankOptimizer
 from plans.model_shape import ModelShape
 
@@ -28,16 +29,25 @@ class ScalarsDiffer(Exception):
     """What came does not fit the optimizer or the scheduler that is here."""
 
 
-def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scalars:
+class Trained(Protocol):
+    """The part of `clusterd.train.entry.Training` that has such state."""
+
+    optimizer: RankOptimizer
+    scheduler: Any
+    attributes: Attributes
+
+
+def collect(training: Trained, shape: ModelShape) -> Scalars:
     """Of this rank.
 
     Returns:
-        counters: [values by slot, names of the parameters that have them]; absent: parameters that have no state yet;
-        groups: names and values of each; common: what the optimizer keeps for no parameter; scheduler: its
-        ``state_dict``, or None.
+        attributes: what modules count, by module; counters: [values by slot, names of the parameters that have them];
+        absent: parameters that have no state yet; groups: names and values of each; common: what the optimizer keeps
+        for no parameter; scheduler: its ``state_dict``, or None.
     Raises:
         CannotTravel: naming the value.
     """
+    optimizer, scheduler = training.optimizer, training.scheduler
     tensors = tensor_slots(shape)
     alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
@@ -59,6 +69,7 @@ def collect(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape) -> Scal
         }
         alike.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
+        "attributes": training.attributes.changed(),
         "counters": [[values, having] for values, having in alike.values() if values],
         "absent": absent,
         "common": {k: plain_value(v, f"optimizer state: {k}") for k, v in state.items() if isinstance(k, str)},
@@ -89,13 +100,18 @@ def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
-def restore(optimizer: RankOptimizer, scheduler: Any, shape: ModelShape, came: Iterable[Scalars]) -> None:
+def restore(training: Trained, shape: ModelShape, came: Iterable[Scalars]) -> None:
     """Puts what came from several ranks in the place of what is here.
 
     Raises:
         ScalarsDiffer: a counter or a group that is needed did not come.
     """
     sources = list(came)
+    optimizer, scheduler = training.optimizer, training.scheduler
+    attributes: dict[str, Any] = {}
+    for source in reversed(sources):  # replica 0 counts, as for buffers; checkpoints of before have none
+        attributes |= source.get("attributes", {})
+    training.attributes.restore(attributes)
     _restore_counters(optimizer, tensor_slots(shape), sources)
     state = optimizer.holder.state
     for key, value in sources[0].get("common", {}).items():  # snapshots and checkpoints of before have none

@@ -141,7 +141,7 @@ class Snapshots:
         meta = {
             "step": training.step,
             "plan": training.context.plan.to_dict(),
-            "scalars": scalars.collect(training.optimizer, training.scheduler, training.shape),
+            "scalars": scalars.collect(training, training.shape),
         }
         return pieces, meta
 

@@ -136,6 +136,27 @@ class Evaluated(GPT):
         self.eval()
 
 
+class Cooling(GPT):
+    """A temperature that falls with each pass, and a table that is as long as the longest text so far."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.temperature = 4.0
+        self.embed.longest, self.embed.table = 0, torch.zeros(0)
+        self.embed.register_forward_hook(self._grow)
+
+    @staticmethod
+    def _grow(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[1] > embed.longest:
+            embed.longest = output.shape[1]
+            embed.table = torch.linspace(0.0, 1.0, embed.longest)[:, None]
+        return output + embed.table[: output.shape[1]]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.temperature = 1.0 + (self.temperature - 1.0) * 0.9
+        return super().forward(tokens) / self.temperature
+
+
 class Hooked(GPT):
     """A parameter whose gradient is made smaller on its way."""
 
@@ -259,7 +280,8 @@ def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
 
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
-    "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "evaluated": Evaluated, "fainting": Fainting,
+    "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
+    "fainting": Fainting,
 }  # fmt: skip
 OPTIMIZERS = {
     "lbfgs": torch.optim.LBFGS,
