@@ -171,10 +171,14 @@ def _tp_degrees(
     works: list[int] = []
     refused: list[tuple[int, str]] = []
     torn = next((names for names in tied if any(name in tp_dims for name in names)), ())
+    names = {p.name for p in parameters}
+    computed = next((name for name in tp_dims if build.global_name(name) not in names), "")
     for degree in degrees if styles else ():
         why = ""
         if torn:
             why = f"{' and '.join(torn)} are one parameter, and torch would cut it for one of them only"
+        elif computed:
+            why = f"{computed} is no parameter but computed from others (weight_norm?), and torch cuts parameters"
         elif uneven := [p for p in parameters if p.tp_dim >= 0 and p.shape[p.tp_dim] % degree]:
             why = f"{uneven[0].name} has {uneven[0].shape[uneven[0].tp_dim]} along dimension {uneven[0].tp_dim}"
         else:

@@ -183,6 +183,15 @@ def test_a_tp_plan_that_does_not_fit_the_model_is_refused(tp_plan: dict[str, str
         describe(small(lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), tp_plan))
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_weight_that_is_computed_is_not_cut(norm: Any) -> None:
+    shape = describe(small(lambda: nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()), {"0": "colwise_rep"}))
+    (why,) = check(Plan.parse("tp=2"), shape)
+    assert "0.weight is no parameter but computed from others" in why
+    assert check(Plan.parse("dp=2,zero=2"), shape) == []
+
+
 def test_layers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(PlanRefused, match="layers names 'body', which is no submodule of the model; it has 0"):
         describe(small(lambda: nn.Sequential(nn.Linear(4, 4)), None, layers=("body",)))
