@@ -262,19 +262,27 @@ class _Forward:
             return "a pipeline takes one tensor as input and one as target, and the data set has others"
         model = self.model()
         try:
-            with Operations() as whole:
-                self._computing(model)(self._inputs)
+            self._operations(model)  # the first pass may do what is done once, as to fill caches
+            whole = self._operations(model)
         except Exception:  # the chain would not tell either
             return ""
         stage = build.Stage(model, paths)
         try:
-            with Operations() as chain:
-                self._computing(stage)(self._inputs)
+            chain = self._operations(stage)
         except Exception as error:
             return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
         if (differs := whole.first_beside(chain)) is not None:
             return f"the model does more than to apply `layers` one after another ({differs})"
         return ""
+
+    def _operations(self, module: nn.Module) -> Operations:
+        """Of a forward pass; what is drawn in it is drawn alike each time."""
+        done = Operations()
+        with self.real(), torch.random.fork_rng(devices=[]):
+            build.seed_everything(self._job.seed)
+            with self._fake, done:
+                self._computing(module)(self._inputs)
+        return done
 
     def _error(self, model: nn.Module) -> str:
         try:

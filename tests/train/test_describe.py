@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -246,6 +248,30 @@ def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
     (why,) = check(Plan.parse("pp=2,accumulation=2"), described(model="scaled"))
     assert "does more than to apply `layers` one after another (mul)" in why
     assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
+
+
+def test_what_a_model_draws_or_does_once_is_no_reason_against_a_pipeline() -> None:
+    mask = functools.lru_cache(lambda n: torch.ones(n).cumsum(0))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * mask(4) if random.random() < 0.5 else x
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    assert describe(small(Deep, None, layers=("blocks",))).pipeline_refused == ""
 
 
 def test_samples_that_a_pipeline_cannot_send() -> None:
