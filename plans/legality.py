@@ -164,6 +164,8 @@ def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
     carried = f"zero={plan.zero} is carried by FSDP2, which"
     if scalar := next((p.name for p in shape.parameters if not p.shape), ""):
         yield f"{carried} cuts no parameter without dimensions: make {scalar} one of shape (1,)"
+    if empty := next((p.name for p in shape.parameters if 0 in p.shape), ""):
+        yield f"{carried} cuts no parameter without elements: {empty} has none"
     if shape.noncontiguous:
         yield f"{carried} takes contiguous parameters only: {shape.noncontiguous} is not"
     if shape.hooked:

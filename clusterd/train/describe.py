@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils.data import IterableDataset
 
 from clusterd.train import build
 from clusterd.train.data import nested, pair
@@ -43,6 +44,8 @@ def describe(
     Raises:
         PlanRefused: `layers` or `tp_plan` name what the model does not have, or the data set has no pairs.
     """
+    if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
+        raise PlanRefused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
     # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         return _described(job, _Forward(job, fake), tp_degrees, trace, pipeline)

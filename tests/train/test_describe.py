@@ -274,6 +274,27 @@ def test_what_a_model_draws_or_does_once_is_no_reason_against_a_pipeline() -> No
     assert describe(small(Deep, None, layers=("blocks",))).pipeline_refused == ""
 
 
+def test_a_stream_of_samples_is_refused_as_ranks_refuse_it() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            yield torch.zeros(4), torch.zeros(4)
+
+    with pytest.raises(PlanRefused, match="data has no length; it must be a map-style data set"):
+        describe(replace(small(lambda: nn.Linear(4, 4), None), data=Stream()))
+
+
+def test_a_parameter_without_elements_is_not_sharded() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.register_parameter("none", nn.Parameter(torch.ones(0)))
+        return model
+
+    shape = describe(small(make, None))
+    (why,) = check(Plan.parse("dp=2,zero=2"), shape)
+    assert "cuts no parameter without elements: none has none" in why
+    assert check(Plan.parse("dp=2,zero=1"), shape) == []
+
+
 def test_samples_that_a_pipeline_cannot_send() -> None:
     def make() -> nn.Module:
         return nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
