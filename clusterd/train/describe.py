@@ -6,13 +6,14 @@ and which numbers of shards work at all, by a forward pass with shards of the te
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import IterableDataset
 
 from clusterd.train import build
@@ -202,6 +203,7 @@ class _Forward:
             self._inputs, self._target = pair(job.collate_fn([job.data[0]]))
         self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
         self._runs: bool | None = None
+        self._last: nn.Module | None = None
 
     def real(self) -> AbstractContextManager[Any]:
         """Where tensors are real for a while."""
@@ -215,11 +217,14 @@ class _Forward:
         with self.real(), torch.random.fork_rng(devices=[]):
             try:
                 with self._fake:
-                    return build.build(self._job.model, self._job.seed)
+                    model = build.build(self._job.model, self._job.seed)
             except PlanRefused:
                 raise
             except Exception:  # some factories compute with what they initialise; that costs memory for a moment
                 return self._faked_module(build.build(self._job.model, self._job.seed))
+            made_now = model is not self._last and all(isinstance(p, FakeTensor) for p in model.parameters())
+            self._last = model
+            return model if made_now else _copied(model)
 
     def why_not(self, styles: dict[str, str], degree: int) -> str:
         """Why the model cannot compute with shards; empty if it can, or if fake tensors cannot tell."""
@@ -311,6 +316,22 @@ class _Forward:
 
     def _faked(self, value: Any) -> Any:
         return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Other modules around the same tensors: the script's own are not to be cut.
+
+    Raises:
+        PlanRefused: they cannot be copied.
+    """
+    memo: dict[int, Any] = {id(t): t for tensors in (model.parameters(), model.buffers()) for t in tensors}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a module does not like about being copied
+        raise PlanRefused(
+            f"model() returned a module that was made before, which cannot be copied ({first_line(error)}): have "
+            "model() make a new one"
+        ) from error
 
 
 def _cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:

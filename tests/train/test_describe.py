@@ -295,6 +295,16 @@ def test_a_parameter_without_elements_is_not_sharded() -> None:
     assert check(Plan.parse("dp=2,zero=1"), shape) == []
 
 
+def test_a_model_that_the_script_has_made_itself_is_left_as_it_was() -> None:
+    """The first that one writes to try clusterd: `model=lambda: net`."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
+    before = dict(net.named_parameters())
+    shape = describe(small(lambda: net, {"0": "colwise_rep", "2": "colwise_rep"}))
+    assert shape.tp_degrees == (2, 4)
+    assert all(p is before[name] and p.shape[0] == 4 for name, p in net.named_parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
 def test_samples_that_a_pipeline_cannot_send() -> None:
     def make() -> nn.Module:
         return nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
