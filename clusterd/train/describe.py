@@ -222,9 +222,10 @@ class _Forward:
                 raise
             except Exception:  # some factories compute with what they initialise; that costs memory for a moment
                 return self._faked_module(build.build(self._job.model, self._job.seed))
-            made_now = model is not self._last and all(isinstance(p, FakeTensor) for p in model.parameters())
-            self._last = model
-            return model if made_now else _copied(model)
+            is_same, self._last = model is self._last, model
+            if is_same or not all(isinstance(p, FakeTensor) for p in model.parameters()):
+                return _copied(model, is_same)
+            return model
 
     def why_not(self, styles: dict[str, str], degree: int) -> str:
         """Why the model cannot compute with shards; empty if it can, or if fake tensors cannot tell."""
@@ -318,16 +319,18 @@ class _Forward:
         return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copied(model: nn.Module, is_same: bool) -> nn.Module:
     """Other modules around the same tensors: the script's own are not to be cut.
 
     Raises:
-        PlanRefused: they cannot be copied.
+        PlanRefused: they cannot be copied, and are those that the factory has returned before.
     """
     memo: dict[int, Any] = {id(t): t for tensors in (model.parameters(), model.buffers()) for t in tensors}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:  # whatever a module does not like about being copied
+        if not is_same:
+            return model
         raise PlanRefused(
             f"model() returned a module that was made before, which cannot be copied ({first_line(error)}): have "
             "model() make a new one"
