@@ -169,6 +169,14 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
     }
 
 
+def may_still_run(state: State, host: Host) -> list[str]:
+    """Attempts that a host had when it was lost; nobody has heard from there since."""
+    if host.state is HostState.UP:
+        return []
+    given_up = (a for job in state.jobs.values() for a in job.attempts if host.id in a.given_up)
+    return [f"{state.jobs[a.job].spec.name} ({a.job}.{a.number})" for a in given_up]
+
+
 def unusable(state: State, now_s: float) -> list[str]:
     """Why nothing can be placed on some hosts and devices, a line each."""
     said = [host.unusable for host in state.hosts.values() if host.unusable]

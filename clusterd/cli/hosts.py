@@ -190,8 +190,14 @@ def remove(names: tuple[str, ...]) -> None:
     """Take hosts, which must run nothing, out of the cluster."""
 
     def one(cluster: Client, name: str) -> str:
-        cluster.call("host_remove", host=name)
-        return f"{name} is removed"
+        left = cluster.call("host_remove", host=name).get("left", ())  # of which an older daemon says nothing
+        if not left:
+            return f"{name} is removed"
+        named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        return (
+            f"{name} is removed; it was lost, and may still run {named}: "
+            f"clusterd host add {name} ends them, once it can be reached"
+        )
 
     _each(names, one)
 

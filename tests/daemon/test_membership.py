@@ -118,6 +118,21 @@ def test_a_host_that_is_given_work_while_it_is_removed_stays(journal: Journal, m
     anyio.run(run)
 
 
+def test_what_may_still_run_on_a_lost_host_is_told_when_it_is_removed(journal: Journal) -> None:
+    async def run() -> None:
+        async with lab(journal) as made:
+            await with_one_host(made)
+            spec = JobSpec(name="net", command=("true",))
+            await made.engine.post(e.JobSubmitted(at_s=2.0, job=JobId("1"), spec=spec))
+            which: dict[str, Any] = {"job": JobId("1"), "attempt": 1, "generation": 1}
+            await made.engine.post(e.AttemptLaunched(at_s=3.0, **which))
+            await made.engine.post(e.HostDisconnected(at_s=4.0, host=HOST, why="the cable is out"))
+            await made.engine.post(e.TimerFired(at_s=1e4, timer="host-lost:a"))
+            assert await made.membership.host_remove(PEER, "a") == {"name": "a", "left": ["net (1.1)"]}
+
+    anyio.run(run)
+
+
 def test_two_remove_a_host_at_once(journal: Journal) -> None:
     """Both are told that it is gone."""
 
