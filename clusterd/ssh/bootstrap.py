@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -27,10 +28,33 @@ TIMEOUT_S = 90.0
 
 _NOISE_LINES_MAX = 1000
 _SENT_AT_ONCE = 1 << 16
+_WORD = re.compile(rb"clusterd-(need|failed|attached) ")
+_NO_PYTHON = re.compile(rb"python3: (command )?not found|(command not found|unknown command): python3", re.IGNORECASE)
+_SHELL = re.compile(rb"fish:|command not found|unknown command|syntax error", re.IGNORECASE)
 
 
 class BootstrapFailed(HostError):
     """The host was reached, but cannot run the agent."""
+
+
+@dataclass(slots=True)
+class _Said:
+    """What a host said beside our words."""
+
+    errors: bytearray = field(default_factory=bytearray)
+    output: bytes = b""  # its last line
+
+    def __str__(self) -> str:
+        lines = (self.errors.strip() or self.output).decode(errors="replace").splitlines()
+        if not lines:
+            return ""
+        telling = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1])
+        shell = (
+            "; a shell, not Python, may have answered: see that its start-up files start none (`exec fish`)"
+            if _SHELL.search(self.errors) and b"Traceback" not in self.errors
+            else ""
+        )
+        return f"; it said: {telling}{shell}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +109,14 @@ async def attach(
         process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(COMMAND, encoding=None)
     except (OSError, asyncssh.Error) as error:
         raise HostError(f"{name}: no command can be run there: {error}") from error
-    said = bytearray()
+    said = _Said()
     listening = asyncio.create_task(_keep_errors(process.stderr, said))
     try:
         try:
             given = {"agent_home": agent_home, "cluster": cluster}
             attached = await asyncio.wait_for(_speak(process, name, bundle, given, said), TIMEOUT_S)
         except TimeoutError:
-            raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{_quote(said)}") from None
+            raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{said}") from None
         except (OSError, asyncssh.Error) as error:
             raise HostError(f"{name}: the connection broke while the agent was started: {error}") from error
         yield AgentStream(process.stdout, process.stdin, attached["home"])
@@ -102,7 +126,7 @@ async def attach(
 
 
 async def _speak(
-    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, given: dict[str, Any], said: bytearray
+    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, given: dict[str, Any], said: _Said
 ) -> dict[str, Any]:
     stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
     given = {**given, "sha256": bundle.sha256, "bytes": len(bundle.data)}
@@ -121,25 +145,29 @@ async def _speak(
     return what
 
 
-async def _next_word(
-    process: asyncssh.SSHClientProcess[bytes], name: str, said: bytearray
-) -> tuple[str, dict[str, Any]]:
+async def _next_word(process: asyncssh.SSHClientProcess[bytes], name: str, said: _Said) -> tuple[str, dict[str, Any]]:
     """The next line of ours; what a login's start-up files print is passed over."""
     for _ in range(_NOISE_LINES_MAX):
         line = await process.stdout.readline()
         if not line:
             await process.wait_closed()
             raise BootstrapFailed(_no_python(process, name, said))
-        at = line.find(b"clusterd-")  # start-up files may print without a newline
-        if at < 0:
-            continue
-        word, _, rest = line[at + len(b"clusterd-") :].partition(b" ")
+        if found := _word_in(line):
+            return found
+        said.output = line.strip() or said.output
+    raise BootstrapFailed(f"{name}: its login prints without end; make its start-up files silent for commands")
+
+
+def _word_in(line: bytes) -> tuple[str, dict[str, Any]] | None:
+    """A word of ours at the end of a line: start-up files may print without a newline, and much like us."""
+    for found in _WORD.finditer(line):
         try:
-            what = json.loads(rest)
+            what = json.loads(line[found.end() :])
         except ValueError:
             continue
-        return word.decode(errors="replace"), {key: readable(str(value)) for key, value in what.items()}
-    raise BootstrapFailed(f"{name}: its login prints without end; make its start-up files silent for commands")
+        if isinstance(what, dict):
+            return found[1].decode(), {key: readable(str(value)) for key, value in what.items()}
+    return None
 
 
 def readable(text: str) -> str:
@@ -147,23 +175,25 @@ def readable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, said: bytearray) -> str:
-    if process.exit_status == 127 or b"not found" in said:
+def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, said: _Said) -> str:
+    broken = b"shared librar" in said.errors  # the dynamic linker has the shell's code for what is not there
+    if (process.exit_status == 127 and not broken) or _NO_PYTHON.search(said.errors):
         return f"{name}: `ssh {name} python3` finds no python3 in its PATH; clusterd needs Python 3.10 or newer there"
+    if b"invalid literal for int()" in said.errors:
+        return (
+            f"{name}: its start-up files read standard input, which is meant for Python: "
+            "have them ask questions (`read`) only where there is a terminal"
+        )
     code = f"with exit code {process.exit_status}" if process.exit_status is not None else "without an exit code"
-    return f"{name}: Python ended {code} before the agent was reached{_quote(said)}"
+    who = "Python" if said.errors else "the login"
+    return f"{name}: {who} ended {code} before the agent was reached{said}"
 
 
-def _quote(said: bytearray) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
-    return f"; it said: {lines[-1]}" if lines else ""
-
-
-async def _keep_errors(stream: asyncssh.SSHReader[bytes], said: bytearray) -> None:
+async def _keep_errors(stream: asyncssh.SSHReader[bytes], said: _Said) -> None:
     """The end of what the host says on stderr; read always, or a talkative one would block itself."""
     try:
         while data := await stream.read(4096):
-            said += data
-            del said[:-4096]
+            said.errors += data
+            del said.errors[:-4096]
     except (OSError, asyncssh.Error):
         return

@@ -85,6 +85,46 @@ async def test_a_host_without_python_is_told_so(
         await greet(dialer, host)
 
 
+@pytest.mark.parametrize("noise", ["clusterd-", "clusterd-1.2 clusterd-need ", "a clusterd-failed {"])
+async def test_a_login_that_prints_almost_what_we_do_is_read_over(
+    dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch, noise: str
+) -> None:
+    monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", f"printf '{noise}'; {COMMAND}")
+    assert (await greet(dialer, host))["version"] == bundle().version
+
+
+@pytest.mark.parametrize(
+    ("login", "why"),
+    [
+        (f"read answer; {COMMAND}", "gpu01: its start-up files read standard input.*only where there is a terminal"),
+        (
+            "echo This account is currently not available.; exit 1",
+            "gpu01: the login ended with exit code 1 .*; it said: This account is currently not available.",
+        ),
+        (
+            "echo 'python3: error while loading shared libraries: libpython3.11.so.1.0: no file' >&2; exit 127",
+            "gpu01: Python ended with exit code 127 .*; it said: python3: error while loading shared libraries: libpy",
+        ),
+        (
+            "printf 'Fatal Python error: init_fs_encoding: no codec\n\n<no Python frame>\n' >&2; exit 1",
+            "it said: Fatal Python error: init_fs_encoding: no codec$",
+        ),
+        (
+            "echo 'fish: Unknown command: S' >&2; exit 1",
+            "it said: fish: Unknown command: S; a shell, not Python, may have answered",
+        ),
+        ("echo 'python3: Command not found.' >&2; exit 1", "finds no python3 in its PATH"),
+        ("echo 'nvm: command not found' >&2; exit 3", "Python ended with exit code 3 .*it said: nvm: command not fo"),
+    ],
+)
+async def test_what_is_in_the_way_of_python_is_told(
+    dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch, login: str, why: str
+) -> None:
+    monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", login)
+    with pytest.raises(BootstrapFailed, match=why):
+        await greet(dialer, host)
+
+
 async def test_an_agent_that_cannot_start_says_why(dialer: Dialer, host: EmbeddedHost) -> None:
     host.agent_home.rmdir()
     host.agent_home.write_text("not a directory")
