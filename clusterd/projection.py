@@ -177,10 +177,11 @@ def may_still_run(state: State, host: Host) -> list[str]:
     return [f"{state.jobs[a.job].spec.name} ({a.job}.{a.number})" for a in given_up]
 
 
-def unusable(state: State, now_s: float) -> list[str]:
-    """Why nothing can be placed on some hosts and devices, a line each."""
-    said = [host.unusable for host in state.hosts.values() if host.unusable]
-    for host in state.hosts.values():
+def unusable(job: Job, state: State, now_s: float) -> list[str]:
+    """Why nothing of the job can be placed on some of the hosts and devices that it may have, a line each."""
+    hosts = [host for host in state.hosts.values() if job.admits(host.id)]
+    said = [host.unusable for host in hosts if host.unusable]
+    for host in hosts:
         for device, fault in host.faults.items():
             if fault.is_left_out:
                 left_s = max(state.timers.get(f"fault:{device}", 0.0) - now_s, 0.0)

@@ -246,7 +246,7 @@ class Api:
             **row,
             "ahead": ahead,
             "holders": holders,
-            "unusable": projection.unusable(self._state, time.time()),
+            "unusable": projection.unusable(known, self._state, time.time()),
             "decisions": await self._decisions(known.id),
         }
 

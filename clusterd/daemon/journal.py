@@ -189,7 +189,9 @@ class Journal:
         try:
             await self._run(write)
         except (sqlite3.Error, OSError) as error:
-            raise ClusterError(f"the journal {self.path} cannot be written: {error}: free space on its disk") from None
+            locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+            advice = "end the other program that has it open" if locked else "free space on its disk"
+            raise ClusterError(f"the journal {self.path} cannot be written: {error}: {advice}") from None
 
     def _see_that_it_is_there(self) -> None:
         """Puts the file back where somebody removed it: what it held is whole for as long as it is open.

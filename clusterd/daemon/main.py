@@ -248,10 +248,12 @@ async def _ip_address(host: str) -> str:
 
 
 async def _signals(stop: anyio.Event) -> None:
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    with anyio.open_signal_receiver(*heeded) as signals:
         async for number in signals:
-            if number == signal.SIGHUP:
-                log.info("SIGHUP: settings are read at the start; restart to change them, jobs keep running")
+            if number not in (signal.SIGTERM, signal.SIGINT):  # as scripts send them that turn logs over
+                said = "settings are read at the start, and the log turns itself over; jobs keep running"
+                log.info("%s means nothing here: %s", number.name, said)
                 continue
             stop.set()
 

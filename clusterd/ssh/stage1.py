@@ -70,9 +70,11 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         os.execv(newer, [newer, "-c", again, json.dumps(given), source])
     os.environ["CLUSTERD_AGENT_OF"] = given["cluster"]
     if given["agent_home"]:
-        os.environ["CLUSTERD_AGENT_HOME"] = os.path.join(os.path.expanduser(given["agent_home"]), given["cluster"])
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    target = os.path.join(cache, "clusterd", "agent-" + given["sha256"][:16])
+        cache = os.path.expanduser(given["agent_home"])
+        os.environ["CLUSTERD_AGENT_HOME"] = os.path.join(cache, given["cluster"])
+    else:
+        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "clusterd")
+    target = os.path.join(cache, "agent-" + given["sha256"][:16])
     try:
         if not os.path.isdir(target):
             say("need")
@@ -82,6 +84,7 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
                 return
             unpack(data, target)
     except OSError as error:
-        say("failed", kind="disk", message=f"cannot keep the agent's code in {target}: {error}")
+        said = f"cannot keep the agent's code in {target}: {error}: set agent_home of the host to another place"
+        say("failed", kind="disk", message=said)
         return
     os.execv(sys.executable, [sys.executable, target, "attach"])

@@ -113,7 +113,7 @@ def test_a_gpu_that_fails_is_left_out_for_every_job() -> None:
     assert device != failed
     other, _ = lab.submit()
     assert "waits for 1 free device" in lab.why(other), "only the one that failed is free"
-    assert unusable(lab.scheduler.state, lab.now_s) == [
+    assert unusable(lab.scheduler.state.jobs[other], lab.scheduler.state, lab.now_s) == [
         f"{failed} is left out for 4m58s: the GPU failed: uncorrectable ECC error; "
         "clusterd host undrain a offers it again now"
     ]

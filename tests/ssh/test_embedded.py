@@ -63,6 +63,25 @@ async def test_two_hosts_with_one_home_have_an_agent_each(
         await host.stop()
 
 
+async def test_a_home_that_cannot_be_written_is_not_needed(
+    dialer: Dialer, host: EmbeddedHost, tmp_path: Path, agent_homes: list[Path]
+) -> None:
+    """It is read-only, or over its quota: state and code go where the settings say."""
+    (host.directory / "home/.cache").write_text("no directory")
+    with pytest.raises(BootstrapFailed, match=r"cannot keep the agent's code in .*: set agent_home of the host"):
+        await greet(dialer, host)
+    scratch = tmp_path / "scratch"
+    agent_homes.append(scratch)
+    async with (
+        dialer.connect(host.route) as connection,
+        attach(connection, host.name, bundle(), str(scratch)) as stream,
+    ):
+        await stream.send(HELLO)
+        assert (await stream.receive())["ok"]["version"] == bundle().version
+    assert (scratch / f"agent-{bundle().version}").is_dir()
+    assert (scratch / "attempts").is_dir()
+
+
 async def test_damaged_code_is_not_run(dialer: Dialer, host: EmbeddedHost) -> None:
     damaged = Bundle(bundle().sha256, bundle().data[:-1] + b"!")
     with pytest.raises(BootstrapFailed, match="gpu01: the agent's code arrived damaged"):
