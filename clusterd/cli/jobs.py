@@ -11,7 +11,18 @@ import click
 from clusterd.cli.completing import complete_job
 from clusterd.cli.following import first_failure, show_logs, until_over, wait_for
 from clusterd.cli.naming import is_meant, own_jobs
-from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, shown, tell, use_colour
+from clusterd.cli.output import (
+    ago,
+    note,
+    output_option,
+    raise_all,
+    show_json,
+    show_table,
+    shown,
+    tell,
+    use_colour,
+    words,
+)
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.units import duration, parse_duration_s
@@ -257,7 +268,7 @@ def why(job: str, output: str) -> None:
     for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):
         first, *others = group  # the same of several hosts
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(first["at_s"]))
-        tell(f"  {at}  {_words(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
+        tell(f"  {at}  {words(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
 
 
 def _silence(job: dict[str, Any]) -> str:
@@ -268,8 +279,3 @@ def _silence(job: dict[str, Any]) -> str:
     if silent_s < max(SILENT_S, SILENT_STEPS * step_s):
         return ""
     return f"no step for {duration(silent_s)} after step {job['step']}, and one takes {duration(step_s)}"
-
-
-def _words(kind: str) -> str:
-    """``launch attempt`` of ``LaunchAttempt``."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()

@@ -41,6 +41,7 @@ _COMMANDS = {
     "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Why a job is where it is."),
+    "history": ("history", "history", "What happened, and what was decided because of it."),
     "top": ("top", "top", "Watch and steer the cluster in this terminal."),
     "metrics": ("metrics", "metrics", "Numbers about hosts, devices and jobs, for Prometheus."),
     "simulate": ("simulate", "simulate", "Run a workload under policies, without machines, and compare."),

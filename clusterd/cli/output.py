@@ -123,3 +123,8 @@ def shown(text: str) -> str:
 def drop_output(stream: TextIO) -> None:
     """What is still buffered goes nowhere: the interpreter tries it once more at its end, and says what came of it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def words(kind: str) -> str:
+    """``launch attempt`` of ``LaunchAttempt``."""
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
