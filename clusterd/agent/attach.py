@@ -84,7 +84,7 @@ def start(home: Home) -> None:
             try:
                 os.setsid()
                 subprocess.Popen(
-                    programs.command("serve"),
+                    programs.command("serve", heeds_environment=False),
                     stdin=null,
                     stdout=log,
                     stderr=log,

@@ -36,11 +36,16 @@ def version() -> str:
     return pushed[1] if pushed else "source"
 
 
-def command(*arguments: str, python: str | None = None) -> list[str]:
-    """The command line of ``clusterd.agent`` with `arguments`, under `python` (default: this one)."""
+def command(*arguments: str, python: str | None = None, heeds_environment: bool = True) -> list[str]:
+    """The command line of ``clusterd.agent`` with `arguments`, under `python` (default: this one).
+
+    Args:
+        heeds_environment: what PYTHONPATH and its like say, as they are meant to for jobs.
+    """
+    begin = [python or sys.executable, *(() if heeds_environment else ("-E",))]
     if (CODE_ROOT / "__main__.py").exists():
-        return [python or sys.executable, str(CODE_ROOT), *arguments]
-    return [python or sys.executable, "-c", _FROM_SOURCE, str(CODE_ROOT), *arguments]
+        return [*begin, str(CODE_ROOT), *arguments]
+    return [*begin, "-c", _FROM_SOURCE, str(CODE_ROOT), *arguments]
 
 
 def interpreter(given: str | None) -> str:

@@ -149,7 +149,7 @@ class Hosts:
         agent = identity(hello)
         self._agents.claim(host, agent)
         managed = self._managed[host]
-        managed.facts = {**hello["facts"], "clock_skew_s": hello["now_s"] - time.time()}
+        managed.facts = {**hello["facts"], "clock_skew_s": hello["clock_skew_s"]}
         address = facts.address(hello["facts"], reached_at)
         known = facts.host_facts(host, hello["facts"], managed.options, address)
         self.on_snapshots(host, hello.get("snapshots", []))

@@ -18,8 +18,9 @@ from clusterd.agent.bundle import Bundle
 from clusterd.errors import AgentLost, HostError
 
 # The same bytes for every host and user: nothing is ever put into it. Parses alike in sh, bash, zsh, csh and fish.
+# What modules and start-up files set for Python (-E) is for jobs: a PYTHONPATH has other people's msgpack.
 COMMAND = (
-    'exec python3 -c "import sys;n=int(sys.stdin.buffer.readline());'
+    'exec python3 -E -c "import sys;n=int(sys.stdin.buffer.readline());'
     "exec(compile(sys.stdin.buffer.read(n),'clusterd','exec'))\""
 )
 

@@ -186,6 +186,7 @@ class HostLink:
         arguments = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
         try:
             hello = await self._exchange(stream, "hello", arguments)
+            hello["clock_skew_s"] = hello["now_s"] - time.time()  # now: what is done before it is looked at takes time
         except AgentRefused as refused:
             if refused.kind != "protocol":
                 raise

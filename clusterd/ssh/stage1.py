@@ -67,7 +67,7 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
             "import json, sys\nS = sys.argv.pop()\nG = json.loads(sys.argv.pop())\n"
             "exec(compile(S, 'clusterd', 'exec'))\nmain(G, S)"
         )
-        os.execv(newer, [newer, "-c", again, json.dumps(given), source])
+        os.execv(newer, [newer, "-E", "-c", again, json.dumps(given), source])
     os.environ["CLUSTERD_AGENT_OF"] = given["cluster"]
     if given["agent_home"]:
         cache = os.path.expanduser(given["agent_home"])
@@ -87,4 +87,4 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         said = f"cannot keep the agent's code in {target}: {error}: set agent_home of the host to another place"
         say("failed", kind="disk", message=said)
         return
-    os.execv(sys.executable, [sys.executable, target, "attach"])
+    os.execv(sys.executable, [sys.executable, "-E", target, "attach"])

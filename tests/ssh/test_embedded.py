@@ -96,6 +96,17 @@ async def test_a_login_that_prints_is_read_over(
     assert (await greet(dialer, host))["version"] == bundle().version
 
 
+async def test_what_start_up_files_set_for_python_is_not_for_us(
+    dialer: Dialer, host: EmbeddedHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the site's, or an environment of modules, had another msgpack, or another Python's library."""
+    (tmp_path / "msgpack.py").write_text("raise SystemExit('not the one')")
+    (tmp_path / "sitecustomize.py").write_text("print('loaded')")
+    set_up = f"export PYTHONPATH={tmp_path} PYTHONHOME=/nonexistent"
+    monkeypatch.setattr("clusterd.ssh.bootstrap.COMMAND", f"{set_up}; {COMMAND}")
+    assert (await greet(dialer, host))["version"] == bundle().version
+
+
 async def test_a_host_without_python_is_told_so(
     dialer: Dialer, host: EmbeddedHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
