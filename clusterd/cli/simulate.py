@@ -79,6 +79,9 @@ _UNDONE_SHOWN = 5
 @click.option("--checkpoint", type=float, default=600.0, show_default=True, help="Seconds between a job's snapshots.")
 @click.option("--horizon", type=float, default=float("inf"), help="Seconds after which nothing more is simulated.")
 @click.option("--processes", type=int, help="Policies simulated at once; default: one per core.")
+@click.option(
+    "--bound", is_flag=True, help="Also what no policy could beat, knowing everything and moving for nothing."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write completion times and a timeline: .svg or .html.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write the (first) policy's run for the terminal UI.")
@@ -109,6 +112,7 @@ def simulate(
     checkpoint: float,
     horizon: float,
     processes: int | None,
+    bound: bool,
     as_json: bool,
     plot: Path | None,
     record: Path | None,
@@ -118,7 +122,7 @@ def simulate(
     \b
     clusterd simulate --cluster 8x8:a800 --workload jobs.csv --truth step_times.csv --policy default --policy tiresias
     """
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from clusterd.core.policies import POLICIES
     from clusterd.simulate import run
@@ -151,6 +155,8 @@ def simulate(
     ):
         if not least <= value <= most:
             raise UsageError(f"{name} {value:g}: give a number from {least:g} to {most:g}")
+    if bound and horizon < float("inf"):
+        raise UsageError("--bound: what does not end before the horizon has no completion time; leave --horizon out")
     if whole_steps and not round_s:
         raise UsageError("--whole-steps: steps are cut by rounds only; give --round SECONDS too")
     recorded: tuple[float, ...] = ()
@@ -215,6 +221,10 @@ def simulate(
         "recorded_average_completion_s": sum(recorded) / len(recorded) if recorded else None,
         "recorded_finished": len(recorded),
     }
+    if bound:
+        from clusterd.simulate.bounds import bounds
+
+        about["bounds"] = asdict(bounds(hosts, given, world))
     if record is not None:
         from clusterd.simulate.record import Recording
 
@@ -296,6 +306,9 @@ def _show(found: dict[str, Outcome], about: dict[str, Any]) -> None:
             table.add_row(name, *(_cell(one.figures[key], form) for key, _, form in part))
         console.print(table)
         title = ""
+    if least := about.get("bounds"):
+        average, makespan = duration(least["average_completion_s"]), duration(least["makespan_s"])
+        console.print(f"no policy could do better than: average {average}, makespan {makespan}")
     if about["recorded_finished"]:
         average = duration(about["recorded_average_completion_s"])
         console.print(f"as it was: {about['recorded_finished']} jobs finished, after {average} on average")
