@@ -17,7 +17,9 @@ control_s                   the rest: agreement to stop, the words of ranks and 
 downtime_vs_restart         downtime / (save with torch's distributed checkpoint, end, start, load, ready for a step)
 downtime_vs_live_checkpoint downtime / (save and load with it in processes that live on, both plans built)
 transfer_vs_memcpy          moves within hosts: bytes_s / (the bytes read, copied twice in as many processes)
-transfer_vs_wire            moves between hosts: bytes_s / (the bytes sent, over as many loopback connections)
+transfer_vs_wire            moves between hosts: bytes_s / (the bytes sent, over as many loopback connections); most bytes
+                            of such a move never leave their host, and are in bytes_s all the same
+transfer_vs_limits          any move: bytes_s / (all its bytes copied twice, and then those between hosts sent)
 peak_memory_vs_plan         peak of resident memory of any rank during a move / its peak in steps after it, under the
                             larger plan of the two
 step_overhead               clusterd.train / plain torch, mean step, dp=4 and ZeRO-3; minus 1
@@ -88,6 +90,7 @@ def main() -> None:
             worst.setdefault(name, []).append(value)
     for name, limit in AIMS.items():
         report.add(name, max(worst[name]) if worst.get(name) else None, at_most=limit)
+    report.add("transfer_vs_limits", max(worst["transfer_vs_limits"]) if worst.get("transfer_vs_limits") else None)
     if args.turns:
         width, depth, _ = SIZES["0.25"]
         steps = step_overhead(width, depth, BATCH, args.turns)
@@ -263,6 +266,7 @@ def summary(moves: dict[str, list[dict[str, Any]]], baselines: dict[str, Any], r
             mine["downtime_vs_restart"] = median["downtime_s"] / restart
         if live:
             mine["downtime_vs_live_checkpoint"] = median["downtime_s"] / live
+        mine["transfer_vs_limits"] = median["bytes_s"] / (median["memcpy_s"] + wire)
         if network:
             mine["transfer_vs_wire"] = median["bytes_s"] / wire
         else:
