@@ -192,7 +192,7 @@ def _moves(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("job", "move", "step", "downtime", "in hosts", "network", "why"):
         numeric = name in ("step", "downtime", "in hosts", "network")
-        table.add_column(name, justify="right" if numeric else "left", no_wrap=name != "why")
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=name not in ("move", "why"))
     for row in rows:
         for move in row["migrations"]:
             table.add_row(
