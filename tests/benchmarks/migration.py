@@ -17,8 +17,8 @@ control_s                   the rest: agreement to stop, the words of ranks and 
 downtime_vs_restart         downtime / (save with torch's distributed checkpoint, end, start, load, ready for a step)
 downtime_vs_live_checkpoint downtime / (save and load with it in processes that live on, both plans built)
 transfer_vs_memcpy          moves within hosts: bytes_s / (the bytes read, copied twice in as many processes)
-transfer_vs_wire            moves between hosts: bytes_s / (the bytes sent, over as many loopback connections); most bytes
-                            of such a move never leave their host, and are in bytes_s all the same
+transfer_vs_wire            moves between hosts: bytes_s / (the bytes sent, over as many loopback connections); bytes_s
+                            has the copies of what never leaves its host, too
 transfer_vs_limits          any move: bytes_s / (all its bytes copied twice, and then those between hosts sent)
 peak_memory_vs_plan         peak of resident memory of any rank during a move / its peak in steps after it, under the
                             larger plan of the two
