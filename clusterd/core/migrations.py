@@ -125,6 +125,7 @@ def _noted(job: Job, old_plan: Plan, move: Move, generation: int, now_s: float) 
         started_s=now_s,
         cores=dict(move.cores),
         memory_bytes=dict(move.memory_bytes),
+        old_pin=job.pinned,
     )
 
 

@@ -35,8 +35,6 @@ class OnMigrations(Stopping):
             self._hold(job, f"pinned to {answer.plan} where it is, by {event.by or 'its user'}")
             return
         if self._move(replace(answer, may_restart=True)) and (event.pin or job.pinned is not None):
-            if job.attempt is not None and job.attempt.migration is not None:
-                job.attempt.migration.old_pin = job.pinned
             job.pinned = answer.plan
 
     def _restart_as(self, job: Job, event: e.MigrationRequested) -> None:

@@ -142,9 +142,9 @@ class Stopping(Deciding):
         retired = migrations.fail(job, attempt, why, self._now_s)
         until_s = self._now_s + elastic.SETTLE_AFTER_FAILURE_S
         self._set_timer(f"settle:{job.id}", until_s, f"a move of {job.spec.name} failed")
-        if job.pinned is not None and old_pin is not None:  # None: it was unpinned meanwhile
-            job.pinned = old_pin
-        over = self._pin_is_over(job, attempt.plan)
+        wanted = job.pinned  # None: it was unpinned meanwhile
+        job.pinned = old_pin if wanted is not None else None
+        over = f"; it is not pinned to {wanted} any more" if job.pinned is None and wanted is not None else ""
         reason = f"the move to {job.migrations[-1].plan} failed ({why}); {attempt.plan} goes on{over}"
         job.reason = reason
         self._abort(attempt, generation, attempt.hosts, reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterd.core import events as e
-from clusterd.types import HostId, JobId, JobKind
+from clusterd.types import DeviceId, HostId, JobId, JobKind
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_mixing import MixedLab
@@ -25,6 +25,10 @@ def pinned(lab: Lab) -> JobId:
     return job
 
 
+def _gpus(host: str) -> list[DeviceId]:
+    return [DeviceId(f"{host}:gpu{number}") for number in range(4)]
+
+
 def lose(lab: Lab, host: str) -> None:
     """It is given up."""
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId(host), why="power"))
@@ -41,6 +45,29 @@ def test_a_pin_to_a_plan_that_the_job_could_not_be_moved_to_is_none(lab: Lab) ->
     lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
     assert lab.scheduler.state.jobs[job].pinned is None
     assert "dp=4 goes on; it is not pinned to tp=4 any more" in lab.why(job)
+
+
+def test_a_pin_to_a_place_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -> None:
+    """Under the plan that it has: it would be kept where it was not wanted."""
+    lab.host("a", gpus=4)
+    lab.host("b", gpus=4)
+    job = running(lab)
+    there = tuple(device for host in "ab" if HostId(host) not in lab.attempt(job).hosts for device in _gpus(host))
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, devices=there, pin=True, by="ann"))
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    assert lab.scheduler.state.jobs[job].pinned is None
+    assert "dp=4 goes on; it is not pinned to dp=4 any more" in lab.why(job)
+
+
+def test_a_pinned_job_that_could_not_leave_a_drained_host_is_pinned_as_before(lab: Lab) -> None:
+    """The move was not its user's, the pin is."""
+    job = pinned(lab)
+    lab.host("b", gpus=4)
+    lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    assert lab.scheduler.state.jobs[job].pinned == PINNED
 
 
 def test_a_move_that_is_refused_pins_nothing(lab: Lab) -> None:
