@@ -76,10 +76,11 @@ def crowded(
 
 
 def is_there(job: Job, move: Move) -> bool:
-    """Whether the job runs so already."""
+    """Whether the job runs so already, and is not on its way elsewhere."""
     attempt = job.attempt
-    devices = tuple(place.device for place in move.ranks)
-    return attempt is not None and (attempt.plan, attempt.devices) == (move.plan, devices)
+    if attempt is None or attempt.migration is not None:
+        return False
+    return (attempt.plan, attempt.devices) == (move.plan, tuple(place.device for place in move.ranks))
 
 
 def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] = ()) -> Migration:

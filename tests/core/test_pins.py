@@ -118,6 +118,17 @@ def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:
     assert lab.attempt(job).migration is None and not lab.scheduler.state.jobs[job].being_tried
 
 
+def test_a_job_that_is_on_its_way_elsewhere_is_not_pinned_where_it_was(lab: Lab) -> None:
+    """Its user was told that it stays; then it went."""
+    lab.host("a", gpus=4)
+    job = running(lab)
+    propose(lab, job, Plan(tp=2))
+    assert lab.attempt(job).migration is not None
+    lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=4), pin=True, by="ann"))
+    assert lab.scheduler.state.jobs[job].pinned is None
+    assert "is being moved already" in lab.why(job)
+
+
 def test_a_pinned_job_of_which_a_faster_plan_is_known_keeps_its_own(lab: Lab) -> None:
     """When it leaves a drained host, and when it starts again after its host is lost."""
     job = pinned(lab)
