@@ -91,6 +91,7 @@ class HostConnected(Event):
     facts: HostFacts
     attempts: tuple[AttemptReport, ...] = ()
     agent: str = ""  # who answered: no two hosts have the same
+    agent_home: str | None = None  # where it was looked for: "", the default, or what settings said; None: not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class OnHosts(OnAttempts):
         host.go(HostState.UP, event.at_s)
         if host.facts is not None and host.facts.boot_id != event.facts.boot_id:
             self._forget_faults(host)
-        host.facts, host.agent = event.facts, event.agent
+        host.facts, host.agent, host.agent_home = event.facts, event.agent, event.agent_home
         self.state.recovering.discard(host.id)
         self.state.timers.pop(f"host-lost:{host.id}", None)
         self._is_fit_again(host.id)

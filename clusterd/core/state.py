@@ -64,6 +64,7 @@ class Host:
     state: HostState = HostState.CONNECTING
     facts: HostFacts | None = None
     agent: str = ""  # that answered last
+    agent_home: str | None = None  # as settings had it then; "": its default; None: of earlier versions, not known
     drained: str | None = None  # by whom and why; None: it may be used
     why: str = ""  # it is not up
     since_s: float = 0.0  # in this state

@@ -160,9 +160,26 @@ class Hosts:
             self.on_job_told(report["job"], host)
         told = (facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
         reports = tuple(r for r in told if is_news(self._engine.scheduler.state, host, r))
+        home = managed.link.agent_home
         await self._engine.report(
-            e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=agent)
+            e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=agent, agent_home=home)
         )
+
+    def agent_home(self, host: HostId) -> str:
+        """Where the host's agent is to be looked for; "": at its default place.
+
+        While ranks of ours are there it is where they were started: an agent elsewhere knows nothing of them, and they
+        would be taken for gone, and run twice.
+        """
+        state = self._engine.scheduler.state
+        managed, known = self._managed.get(host), state.hosts.get(host)
+        wanted = managed.options.agent_home or "" if managed is not None else ""
+        if known is None or known.agent_home is None or not any(state.attempts_on(host)):
+            return wanted
+        if known.agent_home != wanted:
+            was = known.agent_home or "its default"
+            log.info("%s: agent_home stays %s until what runs there is over", host, was)
+        return known.agent_home
 
     async def _on_down(self, host: HostId, why: str) -> None:
         for key, expected in list(self.expected.items()):

@@ -233,7 +233,7 @@ class Daemon:
             on_state=lambda state: hosts.on_state(host, state),
             on_up=up,
             on_event=lambda message: hosts.on_event(host, message),
-            agent_home=self._config.hosts.get(host, HostOptions()).agent_home,
+            home_source=lambda: hosts.agent_home(host),
             **leader,
         )
 

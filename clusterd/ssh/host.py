@@ -79,7 +79,7 @@ class HostLink:
             ClusterError ends the link, to be tried again.
         on_event: with each unasked frame, one after the other.
         daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
-        agent_home: the directory of agents on the host; None: their default.
+        home_source: asked before every dial for the directory of agents on the host; "": their default.
         cluster: whose agent it is there; "": that of the directory itself.
     """
 
@@ -94,7 +94,7 @@ class HostLink:
         on_state: Callable[[LinkState], None],
         on_up: Callback,
         on_event: Callback,
-        agent_home: str | None = None,
+        home_source: Callable[[], str] = str,
         cluster: str = "",
         code: Bundle | None = None,
         jitter: random.Random | None = None,
@@ -108,7 +108,10 @@ class HostLink:
         self._on_state = on_state
         self._on_up = on_up
         self._on_event = on_event
-        self._place = (agent_home, cluster)
+        self._home_source = home_source
+        self._cluster = cluster
+        self.agent_home = ""
+        """Where the agent was looked for when the host was last dialed."""
         self._code = code
         self._jitter = jitter or random.Random()
         self._stream: AgentStream | None = None
@@ -124,11 +127,13 @@ class HostLink:
             while True:
                 self._become("dialing", failures=failures)
                 up_since = None
+                self.agent_home = self._home_source()
+                place = (self.agent_home or None, self._cluster)
                 try:
                     async with self._dialer.connect(await self._route_source()) as connection:
                         while True:
                             self._become("bootstrapping", failures=failures)
-                            async with attach(connection, self.name, self._bundle(), *self._place) as stream:
+                            async with attach(connection, self.name, self._bundle(), *place) as stream:
                                 hello = await self._greet(stream)
                                 if hello is None:
                                     continue  # an old agent that had nothing to do made room for a new one

@@ -73,3 +73,26 @@ def test_the_settings_shown_are_those_in_force(
         assert load(shown) == load(given)
         assert "# ssh_config is not set" in shown.read_text()
     assert "host_lost_after = 120.0\nworkdir_max = 268435456\n" in shown.read_text()
+
+
+def test_an_agents_home_that_is_changed_leaves_what_runs_under_the_old_one(cluster: RunningCluster) -> None:
+    """Its disk is full: an agent elsewhere knew nothing of the job, which was run a second time beside itself."""
+    cluster.start(hosts=1)
+    cluster.wait_until_up(1)
+    runs, go = cluster.directory / "runs", cluster.directory / "go"
+    held = f"echo ran >> {runs}; while [ ! -e {go} ]; do sleep 0.05; done"
+    job = cluster.submit(f'command = ["sh", "-c", "{held}"]\n')
+    cluster.wait_for(job, lambda row: row["state"] == "running" and runs.exists())
+    cluster.kill()
+    scratch = cluster.directory / "local/scratch"
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text(f'[hosts.local0]\nagent_home = "{scratch}"\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start()
+    cluster.wait_until_up(1)
+    go.touch()
+    row = cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"))
+    assert (row["state"], row["attempt"], runs.read_text()) == ("finished", 1, "ran\n")
+    cluster.kill()
+    cluster.start()
+    assert cluster.run("run", "--", "pwd").stdout.startswith(str(scratch))
