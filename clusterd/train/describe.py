@@ -60,11 +60,11 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     tp_dims = _tp_dims(model, styles)
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
-        elementwise, by_tensor, optimizer = optimizer_traits(job.optimizer)
         trained = [
             Outline(tuple(p.shape), p.dtype, p.requires_grad, {NAME: name} | _marks(p, torchs_own))
             for name, p in build.named_parameters(model)
         ]
+        elementwise, by_tensor, optimizer = optimizer_traits(job.optimizer, trained)
         state = _optimizer_state(job, trained)
         temporaries = temporaries_ratio(job.optimizer, trained)
     parameters = tuple(

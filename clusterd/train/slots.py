@@ -87,7 +87,7 @@ def tried(factory: OptimizerFactory, parameters: Sequence[Outline]) -> tuple[tor
     """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        plain = [nn.Parameter(torch.randn(_small(outline.shape)).to(outline.dtype)) for outline in parameters]
+        plain = [nn.Parameter(torch.randn(small(outline.shape)).to(outline.dtype)) for outline in parameters]
         for parameter, outline in zip(plain, parameters, strict=True):
             vars(parameter).update(outline.marks)
         optimizer = made(factory, plain)
@@ -119,7 +119,8 @@ def made(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.opt
     return optimizer
 
 
-def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
+def small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a stand-in."""
     return tuple(1 if n == 1 else _SIZES[d % len(_SIZES)] for d, n in enumerate(shape))
 
 

@@ -220,6 +220,29 @@ class LateRatio(torch.optim.SGD):
         return super().step(closure)
 
 
+class SomeRows(torch.optim.SGD):
+    """Looks at whole tensors of those of its groups that say so."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for g in self.param_groups if g["rows"] for p in g["params"]):
+            p.grad /= p.grad.norm()
+        return super().step(closure)
+
+
+class InParts(torch.optim.Optimizer):
+    """Two optimizers, neither of which can be without parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        matrices = SomeRows([{"params": [p for p in parameters if p.dim() == 2], "rows": True}], lr=0.1)
+        self._parts = [matrices, torch.optim.AdamW([p for p in parameters if p.dim() != 2])]
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self._parts:
+            part.step()
+
+
 class Lookahead(torch.optim.SGD):
     """Every fifth update goes half the way back; each element for itself."""
 
@@ -278,6 +301,20 @@ def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
     return torch.optim.SGD([{"params": first, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
 
 
+def rows_by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """The blocks' matrices as a whole, all else element by element."""
+    rows = [p for name, p in named_parameters if name.startswith("blocks.") and p.dim() == 2]
+    others = [p for name, p in named_parameters if not (name.startswith("blocks.") and p.dim() == 2)]
+    return SomeRows([{"params": rows, "rows": True}, {"params": others, "rows": False}], lr=0.1)
+
+
+def rows_by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The same of what is marked."""
+    rows = [p for p in parameters if hasattr(p, "rate")]
+    others = [p for p in parameters if not hasattr(p, "rate")]
+    return SomeRows([{"params": rows, "rows": True}, {"params": others, "rows": False}], lr=0.1)
+
+
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
@@ -289,6 +326,9 @@ OPTIMIZERS = {
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
     "by names": of_parameters(by_names),
+    "rows by names": of_parameters(rows_by_names),
+    "rows by marks": rows_by_marks,
+    "rows and others": InParts,
     "clipping": lambda p: Clipping(p, lr=0.1),
     "large factored": lambda p: LargeFactored(p, lr=0.1),
     "late ratio": lambda p: LateRatio(p, lr=0.1),

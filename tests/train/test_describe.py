@@ -235,6 +235,13 @@ def test_an_optimizer_shows_what_it_does_to_large_gradients_large_matrices_and_l
     assert optimizer_traits(OPTIMIZERS[optimizer])[:2] == traits
 
 
+@pytest.mark.parametrize("optimizer", ["rows by names", "rows by marks", "rows and others"])
+def test_an_optimizer_that_chooses_among_parameters_is_tried_on_each_kind(optimizer: str) -> None:
+    """On a matrix without a name it looked elementwise, and what it looks at as a whole was cut."""
+    shape = described(model="marked", optimizer=optimizer)
+    assert (shape.optimizer_elementwise, shape.optimizer_by_tensor) == (False, True)
+
+
 def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None:
     shape = described(optimizer="common scale")
     assert not shape.optimizer_by_tensor
