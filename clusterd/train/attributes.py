@@ -1,10 +1,11 @@
-"""What modules count in plain attributes: a temperature that falls, the number of passes so far."""
+"""What modules, and the optimizer, count in plain attributes: a temperature that falls, the number of steps so far."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 Plain = bool | int | float | str | None
@@ -12,18 +13,21 @@ Plain = bool | int | float | str | None
 _NOT_ITS_OWN = frozenset({*vars(nn.Module()), "forward"})
 """Torch's, and what is put around a forward pass."""
 
+OPTIMIZER = "(optimizer)"
+"""In the place of a module's name."""
+
 
 class Attributes:
-    """Of the modules of a rank, against what they were when the model was made.
+    """Of the modules and the optimizer of a rank, against what they were when they were made.
 
     Numbers and text alone: they go with the state of training. A module that has put something else in the place of
     what it was made with (a table that grew, with its length beside it) is left as it is: it would not have the one for
     the other.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """`modules`: by the names that they have in the model; before the first step, and as it will be taken."""
-        self._modules = modules
+        self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
         self._made = {name: _attributes(module) for name, module in self._modules.items()}
 
     def changed(self) -> dict[str, dict[str, Plain]]:
@@ -48,7 +52,7 @@ class Attributes:
                     setattr(self._modules[name], attribute, value)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: object) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _NOT_ITS_OWN}
 
 

@@ -40,7 +40,7 @@ class Training:
     Attributes:
         parallel: the module and how it is spread; its parameters bear global names.
         optimizer: the optimizer over this rank's shards.
-        attributes: what the modules count.
+        attributes: what the modules and the optimizer count.
         step: number of the last step done; with the seed, all there is of the data position and the RNG.
 
     Args:
@@ -74,9 +74,9 @@ class Training:
         self.parallel = Parallel(
             model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
         )
-        self.attributes = Attributes(modules)
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
+        self.attributes = Attributes(modules, self.optimizer.holder)
         self.stepper = Stepper(
             self.parallel,
             self.optimizer,

@@ -41,7 +41,7 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
     """Of this rank.
 
     Returns:
-        attributes: what modules count, by module; counters: [values by slot, names of the parameters that have them];
+        attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters that have them];
         absent: parameters that have no state yet; groups: names and values of each; common: what the optimizer keeps
         for no parameter; scheduler: its ``state_dict``, or None.
     Raises:

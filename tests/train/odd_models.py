@@ -266,6 +266,20 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class OwnCount(Counting):
+    """Keeps that number for itself."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"], self.count = self.count, self.count + 1
+        done = super().step(closure)
+        del self.state["count"]
+        return done
+
+
 def cosine(optimizer: Any) -> Any:
     """As it is written everywhere: NumPy's cosine gives NumPy's numbers."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 40)))
@@ -333,6 +347,7 @@ OPTIMIZERS = {
     "large factored": lambda p: LargeFactored(p, lr=0.1),
     "late ratio": lambda p: LateRatio(p, lr=0.1),
     "lookahead": lambda p: Lookahead(p, lr=0.1),
+    "own count": lambda p: OwnCount(p, lr=0.1),
     "counting": lambda p: Counting(p, lr=0.1),
 }
 

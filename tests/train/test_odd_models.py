@@ -95,18 +95,23 @@ def losses_through(mover: Mover, *plans: str) -> list[float]:
     return [step["loss"] for step in mover.stop()]
 
 
-def test_what_modules_count_goes_on(
-    moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], ranks: RankPool, tmp_path: Path
+@pytest.mark.parametrize("options", [{"model": "cooling"}, {"optimizer": "own count"}], ids=str)
+def test_what_modules_and_optimizers_count_goes_on(
+    moving: Callable[..., Mover],
+    undisturbed: Callable[..., list[float]],
+    ranks: RankPool,
+    tmp_path: Path,
+    options: dict[str, str],
 ) -> None:
     """It began anew with every move and from every checkpoint; a length without its table is left behind."""
-    expected = undisturbed(model="cooling")
-    losses = losses_through(moving(model="cooling"), ALONE, "dp=2", "dp=2,zero=3", ALONE)
+    expected = undisturbed(**options)
+    losses = losses_through(moving(**options), ALONE, "dp=2,zero=1", "dp=2,zero=3", ALONE)
     assert losses == pytest.approx(expected[: len(losses)], rel=1e-4)
-    whole = ranks.run(tmp_path / "whole", ALONE, model="cooling", steps=2 * STEPS).checked()
+    whole = ranks.run(tmp_path / "whole", ALONE, **options, steps=2 * STEPS).checked()
     left = {"final": str(tmp_path / "checkpoint")}
-    first = [{"model": "cooling", "steps": STEPS}]
+    first = [{**options, "steps": STEPS}]
     ranks.run_each(tmp_path / "first", ALONE, first, more=lambda _: left)[0].checked()
-    rest = [{"model": "cooling", "steps": 2 * STEPS}]
+    rest = [{**options, "steps": 2 * STEPS}]
     run = ranks.run_each(tmp_path / "then", "dp=2", rest, more=lambda _: {"restore": left["final"]})[0]
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
 
