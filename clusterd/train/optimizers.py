@@ -145,9 +145,8 @@ def _sharded(
         # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the
         # arguments already, so an optimizer made by the factory and given these groups is the one wanted.
         mine = factory(parameters)
-        mine.param_groups.clear()
-        for g in groups:
-            mine.add_param_group(g)
+        for group, given in zip(mine.param_groups, groups, strict=True):
+            group.update(given)  # the same map: an optimizer within this one may hold it too
         return mine
 
     sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(

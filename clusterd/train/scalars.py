@@ -48,6 +48,7 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
         CannotTravel: naming the value.
     """
     optimizer, scheduler = training.optimizer, training.scheduler
+    _check_own(optimizer.holder)
     tensors = tensor_slots(shape)
     alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
@@ -82,6 +83,18 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
         ],
         "scheduler": plain_value(scheduler.state_dict(), "scheduler") if scheduler is not None else None,
     }
+
+
+def _check_own(optimizer: torch.optim.Optimizer) -> None:
+    """Raises CannotTravel where another optimizer within this one keeps the state: nothing here would look there."""
+    for name, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+        for other in () if name == "state" else held:
+            if isinstance(other, torch.optim.Optimizer) and other.state is not optimizer.state:
+                raise CannotTravel(
+                    f"{type(optimizer).__name__} has a {type(other).__name__} within ({name}) that keeps state of its "
+                    "own, which is not carried: have both use one `state`"
+                )
 
 
 def _is_counter(value: Any) -> bool:

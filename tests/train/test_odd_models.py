@@ -41,8 +41,16 @@ def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path
     assert "they may use different parameters (find_unused_parameters)" in told.ranks[0].output
 
 
-def test_a_schedule_reaches_the_momentum_of_a_sharded_optimizer(ranks: RankPool, tmp_path: Path) -> None:
-    options = {"schedule": "onecycle", "optimizer": "momentum", "steps": 8}
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "onecycle", "optimizer": "momentum"}, {"schedule": "warmup", "optimizer": "rows and others"}],
+    ids=str,
+)
+def test_a_schedule_reaches_all_of_a_sharded_optimizer(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Momentum, and the rates of optimizers within it."""
+    options["steps"] = 8
     alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
     run = ranks.run(tmp_path / "plan", "dp=2,zero=1", **options).checked()
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -132,18 +132,24 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     assert [step for _, step in agent.published] == [10]
 
 
-def test_state_that_only_a_pickle_could_hold_costs_the_snapshots_and_not_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"schedule": "drawn"}, "scheduler.shape is a function"),
+        ({"optimizer": "rows and others"}, "InParts has a SomeRows within (_parts) that keeps state of its own"),
+    ],
+)
+def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
+    options: dict[str, str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     agent = Agent(tmp_path)
-    made = training(schedule="drawn")
+    made = training(**options)
     taken = ready(made, agent)
     at_step(made, taken, 10)
     at_step(made, taken, 20)
     taken.keep()
     assert agent.published == []
-    said = capsys.readouterr().out
-    assert said.count("no snapshots: scheduler.shape is a function") == 1
+    assert capsys.readouterr().out.count(f"no snapshots: {why}") == 1
 
 
 ENDS_EARLY = """
