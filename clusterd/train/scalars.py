@@ -81,8 +81,14 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
             }
             for group in optimizer.optimizer.param_groups
         ],
-        "scheduler": plain_value(scheduler.state_dict(), "scheduler") if scheduler is not None else None,
+        "scheduler": plain_value(_state_dict(scheduler), "scheduler") if scheduler is not None else None,
     }
+
+
+def _state_dict(scheduler: Any) -> Any:
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise CannotTravel(f"the scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict")
+    return scheduler.state_dict()
 
 
 def _check_own(optimizer: torch.optim.Optimizer) -> None:

@@ -136,6 +136,7 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     ("options", "why"),
     [
         ({"schedule": "drawn"}, "scheduler.shape is a function"),
+        ({"schedule": "by hand"}, "the scheduler, a ByHand, has no state_dict and load_state_dict"),
         ({"optimizer": "rows and others"}, "InParts has a SomeRows within (_parts) that keeps state of its own"),
     ],
 )
