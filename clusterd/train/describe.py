@@ -66,7 +66,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         ]
         elementwise, by_tensor, optimizer = optimizer_traits(job.optimizer, trained)
         state = _optimizer_state(job, trained)
-        temporaries = temporaries_ratio(job.optimizer, trained)
+        temporaries = temporaries_ratio(job.optimizer, trained, job.scheduler)
     parameters = tuple(
         ParameterShape(
             name=name,
@@ -120,7 +120,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
 
 def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState | None:
     try:
-        return optimizer_state(job.optimizer, parameters)
+        return optimizer_state(job.optimizer, parameters, job.scheduler)
     except PlanRefused:
         raise
     except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 NAME = "_clusterd_name"
 """Attribute of a parameter, or of what stands for it: its global name."""
@@ -31,7 +32,7 @@ class Job:
     seed: int = 0
     layers: Sequence[str] = ()
     tp_plan: Mapping[str, str] | None = None
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    scheduler: SchedulerFactory | None = None
     clip_norm: float | None = None
     num_workers: int = 0
     collate_fn: Callable[[list[Any]], Any] = default_collate

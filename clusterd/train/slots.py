@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from clusterd.train.exits import PlanRefused
-from clusterd.train.job import OptimizerFactory
+from clusterd.train.job import OptimizerFactory, SchedulerFactory
 from plans.model_shape import OddSlot, Slots
 
 _SIZES = (7, 5, 3, 2)
@@ -43,14 +43,16 @@ class OptimizerState:
     ratio: float  # bytes of slots of the parameter's shape per byte of trainable parameter
 
 
-def optimizer_state(factory: OptimizerFactory, parameters: Sequence[Outline]) -> OptimizerState:
+def optimizer_state(
+    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+) -> OptimizerState:
     """Of an optimizer over the trainable ones of `parameters`.
 
     Raises:
         Exception: whatever the factory or its optimizer raises when tried.
     """
     indices = [i for i, outline in enumerate(parameters) if outline.trainable]
-    optimizer, plain = tried(factory, [parameters[i] for i in indices])
+    optimizer, plain = tried(factory, [parameters[i] for i in indices], scheduler)
     index_of = {id(parameter): index for index, parameter in zip(indices, plain, strict=True)}
     kept = {
         index: {n: v for n, v in optimizer.state.get(parameter, {}).items() if isinstance(v, torch.Tensor)}
@@ -83,14 +85,22 @@ def optimizer_state(factory: OptimizerFactory, parameters: Sequence[Outline]) ->
     )
 
 
-def tried(factory: OptimizerFactory, parameters: Sequence[Outline]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still."""
+def tried(
+    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still.
+
+    Args:
+        scheduler: may have it keep more, as one that cycles momentum does.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         plain = [nn.Parameter(torch.randn(small(outline.shape)).to(outline.dtype)) for outline in parameters]
         for parameter, outline in zip(plain, parameters, strict=True):
             vars(parameter).update(outline.marks)
         optimizer = made(factory, plain)
+        if scheduler is not None:
+            scheduler(optimizer)
         for parameter in plain:
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
         optimizer.step()

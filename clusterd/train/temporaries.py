@@ -17,20 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train.exits import PlanRefused
-from clusterd.train.job import OptimizerFactory
+from clusterd.train.job import OptimizerFactory, SchedulerFactory
 from clusterd.train.slots import Outline, tried
 
 UNKNOWN_RATIO = 1.0
 
 
-def temporaries_ratio(factory: OptimizerFactory, parameters: Sequence[Outline]) -> float:
+def temporaries_ratio(
+    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+) -> float:
     """Most bytes that an update makes and drops, per byte of the trainable ones of `parameters`.
 
     Too little for an optimizer that goes tensor by tensor on CUDA too, where one tensor is most of the model.
     """
     try:
         trained = [p for p in parameters if p.trainable]
-        optimizer, plain = tried(factory, trained)
+        optimizer, plain = tried(factory, trained, scheduler)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
