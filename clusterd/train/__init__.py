@@ -80,8 +80,8 @@ def run(
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.
-        collate_fn: a list of samples to one (input, target); the first dimension of each tensor in it must be that of
-            the samples. Without it, torch's own.
+        collate_fn: a list of samples to one (input, target). Micro-batches (accumulation, pipelines) are cut along the
+            first dimension of each tensor in it, which must then be that of the samples. Without it, torch's own.
         precision: "bf16" computes forward pass and loss under torch's autocast; parameters, gradients and optimizer
             state stay as they are. Losses under different plans are then equal to that precision.
         find_unused_parameters: which parameters get a gradient may differ between steps, or between replicas (experts,

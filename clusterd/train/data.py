@@ -117,6 +117,25 @@ def cut(value: Any, start: int, stop: int) -> Any:
     return nested(value, lambda part: part[start:stop])
 
 
+def check_cut(batch: Any, samples: int) -> None:
+    """Finds out whether a nested batch can be cut between its samples.
+
+    Raises:
+        PlanRefused: a part of it has them along no dimension, or along another than the first.
+    """
+
+    def check(part: Any) -> None:
+        size = part.shape[:1] if isinstance(part, torch.Tensor) else (len(part),) if hasattr(part, "__len__") else ()
+        if tuple(size) != (samples,):
+            what = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
+            raise PlanRefused(
+                f"a batch of {samples} samples has {what}, which cannot be cut into micro-batches: the first dimension "
+                "of each tensor that collate_fn makes must be that of the samples"
+            )
+
+    nested(batch, check)
+
+
 def nested(value: Any, of_part: Callable[[Any], Any]) -> Any:
     """A batch as `torch.utils.data.default_collate` makes it, with `of_part` of its tensors and lists of texts."""
     if isinstance(value, Mapping):

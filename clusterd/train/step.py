@@ -11,7 +11,7 @@ from torch import nn
 
 from clusterd.train.buffers import spare_first_pass
 from clusterd.train.clip import clip_gradients
-from clusterd.train.data import cut, micro_batch_sizes
+from clusterd.train.data import check_cut, cut, micro_batch_sizes
 from clusterd.train.exits import PlanRefused
 from clusterd.train.job import LossFunction
 from clusterd.train.optimizers import RankOptimizer
@@ -57,6 +57,7 @@ class Stepper:
         self.phases = PhaseClock(parallel.device)
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
+        self._checks = plan.accumulation > 1  # whether batches can be cut, by the first one
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
@@ -76,7 +77,13 @@ class Stepper:
         Args:
             agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
                 the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
+        Raises:
+            PlanRefused: micro-batches cannot be cut from such batches.
         """
+        if self._checks and self.wants_inputs:
+            for part in (inputs, targets):
+                check_cut(part, sum(self._sizes))
+            self._checks = False
         self.complete = False
         self._optimizer.zero_grad()
         self._parallel.settle()
@@ -128,9 +135,10 @@ class Stepper:
         start = 0
         for index, size in enumerate(self._sizes):
             stop = start + size
+            # A batch in one piece is the script's own, whatever it has made it of.
+            some, wanted = (cut(part, start, stop) if len(self._sizes) > 1 else part for part in (inputs, targets))
             with self._parallel.last_of(index):
-                outputs = self._parallel.runner(cut(inputs, start, stop))
-                loss = self._loss(outputs, cut(targets, start, stop)) * (size / self._global_batch)
+                loss = self._loss(self._parallel.runner(some), wanted) * (size / self._global_batch)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")

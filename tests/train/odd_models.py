@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from model import GPT
 from torch import nn
+from torch.utils.data import default_collate
 
 from clusterd.train.job import of_parameters
 
@@ -87,6 +88,19 @@ class Fading(GPT):
     def _add(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
         embed.passes += 1
         return output + embed.start(output) if embed.passes <= 3 else None
+
+
+class Turned(GPT):
+    """Wants time before samples."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens.T)
+
+
+def turned(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch as that model wants it."""
+    inputs, targets = default_collate(samples)
+    return inputs.T, targets
 
 
 class Scaled(GPT):
@@ -343,7 +357,7 @@ def rows_by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
-    "fainting": Fainting,
+    "fainting": Fainting, "turned": Turned,
 }  # fmt: skip
 OPTIMIZERS = {
     "lbfgs": torch.optim.LBFGS,

@@ -16,6 +16,7 @@ import torch
 from model import GPT
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from clusterd.train import build, entry
 from clusterd.train.job import Job
@@ -202,6 +203,7 @@ def job(
         scheduler=odd_models.SCHEDULERS.get("warmup" if warmup else schedule),
         clip_norm=clip_norm,
         num_workers=num_workers,
+        collate_fn=odd_models.turned if model == "turned" else default_collate,
         precision=precision,
         find_unused_parameters=find_unused_parameters,
         save=save,

@@ -156,6 +156,17 @@ def test_what_hangs_on_parameters_goes_where_they_go(
     assert losses == pytest.approx(undisturbed(**options)[: len(losses)], rel=1e-4)
 
 
+def test_a_batch_is_cut_between_its_samples_or_not_at_all(ranks: RankPool, tmp_path: Path) -> None:
+    """Of texts that lie the other way, each rank read as many words as it had samples."""
+    options = {"model": "turned", "steps": STEPS, "global_batch": 12}
+    alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
+    run = ranks.run(tmp_path / "plan", "dp=2", **options).checked()
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+    refused = ranks.run(tmp_path / "refused", "dp=1,accumulation=2", **options).ranks[0]
+    assert (refused.exit_code, "Traceback" in refused.output) == (96, False)
+    assert "which cannot be cut into micro-batches: the first dimension of each tensor" in refused.output
+
+
 @pytest.mark.parametrize("plan", ["dp=2,zero=2", "tp=2"])
 def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     run = ranks.run(tmp_path, plan, model="hooked", steps=STEPS)
