@@ -41,9 +41,9 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
     """Of this rank.
 
     Returns:
-        attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters that have them];
-        absent: parameters that have no state yet; groups: names and values of each; common: what the optimizer keeps
-        for no parameter; scheduler: its ``state_dict``, or None.
+        attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters
+        that have them]; absent: parameters that have no state yet; groups: names and values of each; common: what the
+        optimizer keeps for no parameter; scheduler: its ``state_dict``, or None.
     Raises:
         CannotTravel: naming the value.
     """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool
 from torch import nn
 
 from clusterd.train.blank import allocate, build_blank
@@ -69,3 +71,9 @@ def test_a_list_of_a_modules_own_parameters_is_filled_with_them() -> None:
     assert all(p.is_meta for p in model.parameters())
     allocate(model, torch.device("cpu"))
     assert model(torch.ones(1, 1, 2))[0].shape == (1, 1, 3)
+
+
+def test_replicas_logs_do_not_begin_with_advice_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
+    """torch's, about an option that the script did not give."""
+    run = ranks.run(tmp_path, "dp=2", steps=3).checked()
+    assert not any("find_unused_parameters" in rank.output for rank in run.ranks)
