@@ -77,6 +77,7 @@ def run(
             counts as its items. Without it, no pipeline.
         tp_plan: for tensor parallelism, style by module name (``{"blocks.*.attn.qkv": "colwise"}``; Hugging Face's
             words). Modules must cope with a part of their features: infer head counts with -1, do not store them.
+            What is trained and computes with such parts must be cut too, or each shard would learn it by itself.
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import NAME, Job
 from clusterd.train.operations import Operations
 from clusterd.train.precision import under
+from clusterd.train.shards import Shards
 from clusterd.train.slots import OptimizerState, Outline, optimizer_state
 from clusterd.train.temporaries import temporaries_ratio
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
@@ -228,15 +229,18 @@ class _Forward:
             return model
 
     def why_not(self, styles: dict[str, str], degree: int) -> str:
-        """Why the model cannot compute with shards; empty if it can, or if fake tensors cannot tell."""
+        """Why the model cannot compute, or learn, with shards; empty if it can, or if fake tensors cannot tell."""
         if self._runs is None:
             self._runs = not self._error(self.model())
         if not self._runs:
             return ""
         model = self.model()
         _cut(model, styles, degree)
-        error = self._error(model)
-        return f"its forward pass does not work with {degree} shards ({error})" if error else ""
+        shards = Shards(model, styles)
+        error = self._error(model, shards)
+        if error:
+            return f"its forward pass does not work with {degree} shards ({error})"
+        return f"shards would not learn alike: {shards.unlike}" if shards.unlike else ""
 
     def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> Trace | None:
         """The counts of a forward pass; None where fake tensors cannot run the model."""
@@ -293,9 +297,12 @@ class _Forward:
                 self._computing(module)(self._inputs)
         return done
 
-    def _error(self, model: nn.Module) -> str:
+    def _error(self, model: nn.Module, shards: Shards | None = None) -> str:
         try:
-            self._computing(model)(self._inputs)
+            with shards or nullcontext():
+                outputs = self._computing(model)(self._inputs)
+            if shards is not None:
+                shards.end(outputs)
         except Exception as error:  # whatever a model raises, it does not compute this
             return first_line(error) or type(error).__name__
         return ""

@@ -194,6 +194,43 @@ def test_a_weight_that_is_computed_is_not_cut(norm: Any) -> None:
     assert check(Plan.parse("dp=2,zero=2"), shape) == []
 
 
+class Gated(nn.Module):
+    """Something whole among features that are cut: a norm that all heads share, or a gate with a layer of its own."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.norm, self.gate = nn.LayerNorm(2), nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(1))
+        self._what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x) * self.scale
+        if self._what == "norm":
+            y = self.norm(y.unflatten(-1, (-1, 2))).flatten(-2)
+        if self._what == "gate":
+            y = y * self.gate(x).sigmoid()
+        return y if self._what == "end" else self.down(y + torch.zeros_like(y))
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("", ""),
+        ("norm", "shards would not learn alike: norm.weight is whole and computed with parts of features"),
+        ("gate", "shards would not learn alike: a tensor that needs a gradient (mul) is whole and computed with parts"),
+        ("end", "shards would not learn alike: the model's output is a part of its features on each shard"),
+    ],
+)
+def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: str, why: str) -> None:
+    """Each had the gradient of its own heads, and the weights of shards went apart."""
+    tp_plan = {"up": "colwise"} if what == "end" else {"up": "colwise", "down": "rowwise"}
+    for precision in ("fp32", "bf16"):
+        shape = describe(small(lambda: Gated(what), tp_plan, precision=precision), tp_degrees=[2])
+        assert shape.tp_degrees == (() if why else (2,))
+        assert why in dict(shape.tp_refused).get(2, "")
+
+
 def test_layers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(PlanRefused, match="layers names 'body', which is no submodule of the model; it has 0"):
         describe(small(lambda: nn.Sequential(nn.Linear(4, 4)), None, layers=("body",)))
