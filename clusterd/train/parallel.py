@@ -220,32 +220,19 @@ class Parallel:
             self._gradient_sum = GradientSum(parameters, group, micro_batches=self.plan.accumulation)
             return
         # Only a step tells whether the model leaves parameters out; without looking for them DDP fails at the second
-        # step. It costs a walk of the graph: only the first step does.
+        # step. It costs a walk of the graph, and, where there are none, a warning: only the first step does.
         self.runner = self._replicated(look_for_unused=True)
         self.averages = True
 
     def _replicated(self, *, look_for_unused: bool) -> nn.Module:
         return nn.parallel.DistributedDataParallel(
-            _WithUnused(self.module, self.device) if look_for_unused and not self._find_unused else self.module,
+            self.module,
             process_group=self.dp_group,
             init_sync=False,  # all replicas are built under the same seed
             **_NO_BUFFER_SYNC,
             gradient_as_bucket_view=True,
             find_unused_parameters=look_for_unused,
         )
-
-
-class _WithUnused(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A module, and a parameter that it never uses: where DDP looks for such and finds none, it warns in the log."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self.module = module
-        self.unused = nn.Parameter(torch.zeros(1, device=device))
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """The module's."""
-        return self.module(*arguments, **options)
 
 
 def matches_here(tp_plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
