@@ -29,7 +29,7 @@ from clusterd.train.blank import allocate
 from clusterd.train.buffers import Recomputing, keeping_shared
 from clusterd.train.exits import PlanRefused, UsedUnlike
 from clusterd.train.job import NAME
-from clusterd.train.replicate import GradientSum
+from clusterd.train.replicate import GradientSum, mean_gradients
 from clusterd.train.tensor_styles import matches, style_of
 from plans.plan import Plan
 
@@ -75,8 +75,9 @@ class Parallel:
         self.averages = False
         self.marks = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
+        self._reduces_by_torch = False  # by DistributedDataParallel, from the second step on if not from the first
         self._find_unused = find_unused_parameters
-        self._all_trained = False  # every parameter got a gradient in the last step
+        self._all_trained: bool | None = None  # every parameter got a gradient in the last step; None: there was none
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
         if plan.checkpointing:
@@ -120,17 +121,24 @@ class Parallel:
         """
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
-        if isinstance(self.runner, nn.parallel.DistributedDataParallel):
-            lacking = self.without_gradient()
-            if lacking and not self.runner.find_unused_parameters:
-                raise UsedUnlike(f"this step gave {lacking[0]} no gradient, and one before it did: {SAY_SO}")
-            self._all_trained = not lacking
+        if not self._reduces_by_torch:
+            return
+        is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
+        if not is_torchs:
+            assert self.dp_group is not None
+            mean_gradients([p for _, p in self.parameters if p.requires_grad], self.dp_group)
+        lacking = self.without_gradient()
+        if lacking and is_torchs and not self.runner.find_unused_parameters:
+            raise UsedUnlike(f"this step gave {lacking[0]} no gradient, and one before it did: {SAY_SO}")
+        self._all_trained = not lacking
 
     def settle(self) -> None:
         """Between two steps, without gradients: where the last one trained every parameter, the next need not look."""
-        looks = isinstance(self.runner, nn.parallel.DistributedDataParallel) and self.runner.find_unused_parameters
-        if looks and self._all_trained and not self._find_unused:
-            self.runner = self._replicated(look_for_unused=False)
+        if not self._reduces_by_torch or self._all_trained is None:
+            return
+        is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
+        if not is_torchs or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
+            self.runner = self._replicated(look_for_unused=not self._all_trained)
 
     def drop_buckets(self) -> None:
         """Frees what gradients are summed in; no step follows."""
@@ -220,9 +228,10 @@ class Parallel:
             self._gradient_sum = GradientSum(parameters, group, micro_batches=self.plan.accumulation)
             return
         # Only a step tells whether the model leaves parameters out; without looking for them DDP fails at the second
-        # step. It costs a walk of the graph, and, where there are none, a warning: only the first step does.
-        self.runner = self._replicated(look_for_unused=True)
-        self.averages = True
+        # step, and looking costs a walk of the graph. So the first step does without DDP, unless the script says so.
+        self._reduces_by_torch = self.averages = True
+        if self._find_unused:
+            self.runner = self._replicated(look_for_unused=True)
 
     def _replicated(self, *, look_for_unused: bool) -> nn.Module:
         return nn.parallel.DistributedDataParallel(

@@ -8,6 +8,7 @@ all parameters. So gradients are summed here, in buckets, while the backward pas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,32 @@ class GradientSum:
                 used[index] = 0.0
         flat = _flatten_dense_tensors([*gradients, used])
         self._in_flight.append((dist.all_reduce(flat, group=self._group, async_op=True), flat))
+
+
+def mean_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """What DistributedDataParallel would have made of the gradients of a step, once its backward pass is over.
+
+    It tells what no replica used by walking the graph of the outputs, in which what reentrant checkpoints
+    (`torch.utils.checkpoint`) compute is not: it takes their parameters for unused, and fails when they come.
+    """
+    replicas = dist.get_world_size(group)
+    kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
+    known = torch.tensor(kinds, device=parameters[0].device)
+    dist.all_reduce(known, op=dist.ReduceOp.MAX, group=group)
+    kind_of = dict(zip(parameters, known.tolist(), strict=True))
+    for bucket in _buckets([p for p in parameters if kind_of[p] == 1]):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat, group=group)
+        for parameter, gradient, summed in zip(
+            bucket, gradients, _unflatten_dense_tensors(flat, gradients), strict=True
+        ):
+            parameter.grad = gradient.copy_(summed).div_(replicas)
+    for parameter in (p for p in parameters if kind_of[p] == 2):
+        gradient = torch.sparse_coo_tensor(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        gradient = (gradient if parameter.grad is None else parameter.grad).coalesce()
+        dist.all_reduce(gradient, group=group)
+        parameter.grad = gradient / replicas
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

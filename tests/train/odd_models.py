@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from model import GPT
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from clusterd.train.job import of_parameters
@@ -194,6 +195,15 @@ class Fainting(GPT):
         return output * (1 + block.added)
 
 
+class Reentrant(GPT):
+    """Computes its blocks again by itself, in the older way."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
+
+
 class CommonScale(torch.optim.SGD):
     """What it makes of a tensor depends on the largest gradient of all."""
 
@@ -357,7 +367,7 @@ def rows_by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
-    "fainting": Fainting, "turned": Turned,
+    "fainting": Fainting, "turned": Turned, "reentrant": Reentrant,
 }  # fmt: skip
 OPTIMIZERS = {
     "lbfgs": torch.optim.LBFGS,

@@ -181,6 +181,14 @@ def test_what_is_computed_again_is_what_was_computed(ranks: RankPool, tmp_path: 
     assert again.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,accumulation=2", "dp=2,zero=1"])
+def test_a_model_may_compute_parts_again_by_itself(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """Replicas failed at their first step, in which unused parameters were looked for."""
+    alone = ranks.run(tmp_path / "alone", ALONE, model="reentrant", steps=STEPS).checked()
+    run = ranks.run(tmp_path / "plan", plan, model="reentrant", steps=STEPS).checked()
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path: Path) -> None:
     """It trained without dropout, and without a word."""
     losses = [
