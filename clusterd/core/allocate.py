@@ -14,7 +14,7 @@ from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
 from clusterd.core.view import HostFree, Refusal, View
-from clusterd.types import Device, JobKind
+from clusterd.types import Device, JobKind, Resources
 from clusterd.units import size
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -165,13 +165,14 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
         hint = ""
         if wanted.kind == "cuda" and count == 0 and there["cpu"]:
             hint = f"; there are {there['cpu']} CPU devices: submit with --devices {min(least, there['cpu'])}"
-        return Refusal(job.id, f"asks for {least} {what}, the cluster has {has}{hint}")
+        who = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
+        return Refusal(job.id, f"asks for {least} {what}, {who} {has}{hint}")
     if job.spec.kind is JobKind.COMMAND and least > 1:
         per_host = Counter((d.host, d.kind) for d in known)
         most = max(n for (_, kind), n in per_host.items() if kind in kinds_for(job))
         if least > most:
             said = f"asks for {least} {_KINDS[wanted.kind]} on one host, as a command does"
-            return Refusal(job.id, f"{said}; no host has more than {most}")
+            return Refusal(job.id, f"{said}; {_none(wanted)} more than {most}")
     return None
 
 
@@ -201,9 +202,18 @@ def _beyond_every_host(job: Job, view: View) -> str | None:
     needs = f"needs {max(cores, 1)} CPU core{'s' * (cores > 1)}"
     needs += f" and {size(memory_bytes)} of memory" if memory_bytes else ""
     needs += f" beside each of {least} {_KINDS[wanted.kind]}" if least else ""
-    has = "no host has" if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
+    has = _none(wanted) if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
     largest = f"{max(h.cores for h in empty)} CPU cores and {size(max(h.memory_bytes for h in empty))} of memory"
     return f"{needs}; {has} that much: at most {largest}"
+
+
+def _none(wanted: Resources) -> str:
+    return f"none of {_its_hosts(wanted)} has" if wanted.hosts else "no host has"
+
+
+def _its_hosts(wanted: Resources) -> str:
+    """Said of a job that is for these alone: others may have what it asks for."""
+    return f"its hosts ({', '.join(dict.fromkeys(wanted.hosts))})"
 
 
 def _empty(job: Job, view: View) -> list[HostFree]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from clusterd.core import events as e
@@ -76,6 +78,22 @@ def test_what_no_host_can_ever_serve_is_said(lab: Lab, what: dict[str, int], why
     lab.host("a", gpus=2, cpus=4)
     job, _ = lab.submit(**what)
     assert lab.state(job) == "queued"
+    assert why in lab.why(job)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"devices": 3, "hosts": "a"}, "asks for 3 devices, its hosts (a) have 2 GPUs and 0 CPU devices"),
+        ({"devices": 3, "hosts": "ab"}, "on one host, as a command does; none of its hosts (a, b) has more than 2"),
+        ({"devices": 0, "cpus": 20, "hosts": "a"}, "needs 20 CPU cores; none of its hosts (a) has that much"),
+    ],
+)
+def test_a_job_for_hosts_of_its_own_is_told_what_these_have(lab: Lab, what: dict[str, Any], why: str) -> None:
+    """It was said of the cluster, in which another host has more."""
+    for name, gpus, cores in (("a", 2, 8), ("b", 2, 8), ("c", 8, 64)):
+        lab.host(name, gpus=gpus, cores=cores)
+    job, _ = lab.submit(**{**what, "hosts": tuple(map(HostId, what["hosts"]))})
     assert why in lab.why(job)
 
 

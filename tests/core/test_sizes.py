@@ -107,7 +107,7 @@ def test_only_hosts_and_devices_that_a_job_may_have_count_for_its_size(lab: Lab)
     job, _ = submit(lab, plans=(Plan(dp=2),), hosts=(HostId("a"),))
     lab.run(job)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=4), by="ann"))
-    assert "asks for 4 devices, the cluster has 2 GPUs" in lab.why(job)
+    assert "asks for 4 devices, its hosts (a) have 2 GPUs" in lab.why(job)
 
 
 def test_a_cancelled_job_that_exits_in_good_order_is_cancelled(lab: Lab) -> None:
