@@ -115,6 +115,19 @@ def may_submit(spec: JobSpec) -> None:
         raise UsageError(f"checkpoints.directory is {spec.checkpoint_directory!r}; it must be an absolute path")
     if spec.checkpoint_every_s is not None and spec.checkpoint_every_s < 1.0:
         raise UsageError(f"checkpoints.every is {spec.checkpoint_every_s:g} s: it must be a second or more")
+    if spec.kind is JobKind.COMMAND:
+        of_training = {
+            "resources.plan": wanted.plan,
+            "target_loss": spec.target_loss,
+            "snapshots": spec.snapshot_every,
+            "checkpoints.directory": spec.checkpoint_directory,
+        }
+        for key, value in of_training.items():
+            if value is not None:
+                raise UsageError(
+                    f"{key} means nothing to a command, which is only run: leave it out, or say what the script is: "
+                    'kind = "elastic" or "checkpointable"'
+                )
     if spec.stall_s is not None and spec.kind is not JobKind.ELASTIC:
         raise UsageError(f"limits.stall is for elastic jobs, whose steps are known; this is a {spec.kind.value} job")
     if spec.stall_s is not None and spec.stall_s <= 0:

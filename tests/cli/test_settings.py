@@ -31,6 +31,10 @@ NEVER_TAKEN = [
     "command = ['true']\n[limits]\ntime = inf",
     "command = ['true']\n[limits]\nretries = -1",
     "command = ['true']\n[limits]\nstall = '1m'",
+    "command = ['true']\n[resources]\nplan = { dp = 2 }",
+    "command = ['true']\ntarget_loss = 2.1",
+    "command = ['true']\nsnapshots = 20",
+    "command = ['true']\n[checkpoints]\ndirectory = '/shared'",
     "command = ['true']\n[checkpoints]\ndirectory = '/shared'\nevery = 0",
 ]
 
