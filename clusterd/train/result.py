@@ -66,14 +66,15 @@ def save(training: Finished, path: str) -> None:
         for key, held in live.items()
         if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
     }
-    # Of every rank: the types of what it holds, and what of it is not to be saved.
-    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(training.parallel.module))]
+    module = training.parallel.module
+    # Of every rank: the types of what it holds, what of it is not to be saved, and what has no elements to be held.
+    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(module), _hollow(module))]
     if group is not None:
         own, told = told[0], [None] * dist.get_world_size(group)
         dist.all_gather_object(told, own, group=group)
-    unsaved = {name for _, names in told for name in names}
+    unsaved = {name for _, names, _ in told for name in names}
     sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
-    whole: dict[str, torch.Tensor] = {}
+    whole = {name: tensor for *_, hollow in told for name, tensor in hollow.items() if name not in unsaved}
     for holder in range(shared.ranks):
         for key, box in shared.boxes_of(holder).items():
             name, kind = key
@@ -118,6 +119,12 @@ def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
             said = f"cannot write the model to {file}: {first_line(error)}"
             print(f"clusterd: {said}; tried again for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
             time.sleep(min(RETRY_S, left_s))
+
+
+def _hollow(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors without elements, which no layout has and a state dict does."""
+    named = (*module.named_parameters(), *module.named_buffers(remove_duplicate=False))
+    return {build.global_name(name): t.detach().to("cpu") for name, t in named if not t.numel()}
 
 
 def _unsaved(module: torch.nn.Module) -> list[str]:

@@ -195,6 +195,15 @@ class Fainting(GPT):
         return output * (1 + block.added)
 
 
+class Hollow(GPT):
+    """Has what has no elements: a cache that is filled elsewhere, and a bias of nothing."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.register_buffer("cache", torch.zeros(0, sizes["width"]))
+        self.head.nothing = nn.Parameter(torch.zeros(0))
+
+
 class Reentrant(GPT):
     """Computes its blocks again by itself, in the older way."""
 
@@ -367,7 +376,7 @@ def rows_by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
-    "fainting": Fainting, "turned": Turned, "reentrant": Reentrant,
+    "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
 }  # fmt: skip
 OPTIMIZERS = {
     "lbfgs": torch.optim.LBFGS,

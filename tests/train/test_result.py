@@ -32,6 +32,7 @@ def loaded(file: Path, model: str = "gpt") -> dict[str, torch.Tensor]:
         ("dp=2,zero=3", "tied"),
         ("tp=2", "gpt"),
         ("pp=2,accumulation=2", "tables"),
+        ("pp=2,accumulation=2", "hollow"),
         pytest.param("dp=2,zero=1", "tables", marks=pytest.mark.slow),
         pytest.param("dp=2,tp=2,zero=3,checkpointing", "gpt", marks=pytest.mark.slow),
         pytest.param("dp=2,zero=3,offload=parameters", "frozen", marks=pytest.mark.slow),
