@@ -41,10 +41,10 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
                 # Before the script's own hooks, which compute with parts too.
                 model.get_submodule(path).register_forward_hook(self._leave(word), prepend=True)
 
-    def end(self, outputs: Any) -> None:
-        """Of the whole model: the loss is computed of them."""
-        if any(_storage(t) in self._parts for t in _tensors(outputs)):
-            self.unlike = self.unlike or "the model's output is a part of its features on each shard"
+    def end(self, loss: Any) -> None:
+        """After all else; what the loss leaves out may be parts (maps of attention)."""
+        if any(_storage(t) in self._parts for t in _tensors(loss)):
+            self.unlike = self.unlike or "the loss is computed of a part of features on each"
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
@@ -56,7 +56,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if len(given) == 1 and _storage(given[0]) in self._names:  # another view of it, or precision
                 self._keep(result, lambda made: self._names.setdefault(made, self._names[_storage(given[0])]))
         elif "_like" not in name and not name.startswith("new_"):  # these take the shape alone
-            if learns := [t for t in whole if t.requires_grad]:
+            if torch.is_grad_enabled() and (learns := [t for t in whole if t.requires_grad]):
                 what = self._names.get(
                     _storage(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
                 )
