@@ -76,32 +76,36 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
         )
     spool = tempfile.SpooledTemporaryFile(max_size=32 << 20)  # noqa: SIM115 - handed to the caller
     with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for file in files:
-            _add(archive, directory, file)
-    count = spool.tell()
+        count = sum(_add(archive, directory, file) for file in files)
+    size_bytes = spool.tell()
     spool.seek(0)
     digest = hashlib.sha256()
     for chunk in iter(lambda: spool.read(1 << 20), b""):
         digest.update(chunk)
     spool.seek(0)
-    return Snapshot(digest.hexdigest(), count, len(files), spool)
+    return Snapshot(digest.hexdigest(), size_bytes, count, spool)
 
 
-def _add(archive: tarfile.TarFile, directory: Path, file: str) -> None:
-    """One file, with nothing in its header that is not content: times and owners would change the digest."""
+def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:
+    """One file, with nothing in its header that is not content: times and owners would change the digest.
+
+    Returns: whether it is still there.
+    """
     path = directory / file
     info = tarfile.TarInfo(file)
     try:
         if path.is_symlink():
             info.type, info.linkname = tarfile.SYMTYPE, os.readlink(path)
             archive.addfile(info)
-            return
+            return True
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"workdir: {path} cannot be read: {error.strerror}") from None
+        _refuse_unreadable(error)
+        return False
     info.size = len(data)
     info.mode = 0o755 if os.access(path, os.X_OK) else 0o644
     archive.addfile(info, io.BytesIO(data))
+    return True
 
 
 def _size(path: Path) -> int:

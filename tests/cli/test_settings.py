@@ -99,4 +99,6 @@ def test_an_agents_home_that_is_changed_leaves_what_runs_under_the_old_one(clust
     assert (row["state"], row["attempt"], runs.read_text()) == ("finished", 1, "ran\n")
     cluster.kill()
     cluster.start()
-    assert cluster.run("run", "--", "pwd").stdout.startswith(str(scratch))
+    work = cluster.directory / "work"
+    work.mkdir()
+    assert cluster.run("run", "--", "pwd", cwd=work).stdout.startswith(str(scratch))

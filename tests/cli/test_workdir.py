@@ -269,3 +269,20 @@ def test_a_directory_that_goes_while_it_is_packed_is_no_part_of_it(
     packed = pack(tmp_path, LIMIT)
     packed.archive.close()
     assert packed.files == 1
+
+
+def test_a_file_that_goes_while_it_is_packed_is_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a program that writes beside the code, and renames what it has written: the submit was refused."""
+    for name in ("model.py", "newest.pt.part", "train.py"):
+        (tmp_path / name).write_text("")
+    is_allowed = os.access
+
+    def removed(path: Path, mode: int) -> bool:
+        (tmp_path / "newest.pt.part").unlink(missing_ok=True)
+        return is_allowed(path, mode)
+
+    monkeypatch.setattr(os, "access", removed)
+    packed = pack(tmp_path, LIMIT)
+    with packed.archive as file, tarfile.open(fileobj=file) as archive:
+        assert archive.getnames() == ["model.py", "train.py"]
+    assert packed.files == 2
