@@ -135,7 +135,8 @@ def stop(system: bool) -> None:
             raise ClusterError(f"the daemon (pid {pid}) was told to stop and has not after {START_TIMEOUT_S:.0f} s")
         time.sleep(0.02)
     running = answer["running"]
-    note("clusterd is stopped" + (f"; {len(running)} jobs keep running: {', '.join(running)}" if running else ""))
+    verb = "jobs keep" if len(running) > 1 else "job keeps"
+    note("clusterd is stopped" + (f"; {len(running)} {verb} running: {', '.join(running)}" if running else ""))
 
 
 def _has_ended(pid: int) -> bool:

@@ -125,7 +125,7 @@ def test_stop_leaves_jobs_running_and_start_finds_them(local_cluster: RunningClu
     """An upgrade of the daemon in the middle of the day."""
     job = local_cluster.submit(ELASTIC.format(steps=60, devices=2, plan="{ dp = 2 }"), "long")
     local_cluster.wait_for(job, lambda row: row["step"] >= 2)
-    assert "1 jobs keep running: long" in local_cluster.run("stop").stderr
+    assert "1 job keeps running: long" in local_cluster.run("stop").stderr
     local_cluster.start()
     row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
     assert row["attempt"] == 1
