@@ -127,6 +127,7 @@ def test_who_waits_is_told_why_and_may_give_up(
     assert [local_cluster.job(job)["state"] for job in (first, second)] == ["running", "running"]
 
 
+@pytest.mark.slow
 def test_a_reservation_is_entered_again_and_ends_by_itself(local_cluster: RunningCluster, tmp_path: Path) -> None:
     job = local_cluster.run("shell", "--devices", "1", "--time", "20s", "-d", cwd=tmp_path).stdout.strip()
     local_cluster.wait_for(job, lambda row: row["state"] == "running")

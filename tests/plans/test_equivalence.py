@@ -87,7 +87,7 @@ def test_equivalence(plan: str, one_process: dict[str, Run], ranks: RankPool, tm
     "plan",
     [
         "dp=2,zero=3,shares=3:13",
-        "tp=2,pp=2,accumulation=2",
+        pytest.param("tp=2,pp=2,accumulation=2", marks=pytest.mark.slow),
         pytest.param("dp=2,tp=2,shares=5:11", marks=pytest.mark.slow),
     ],
 )

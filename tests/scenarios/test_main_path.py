@@ -41,6 +41,7 @@ def test_the_code_that_runs_is_the_code_of_the_submit(local_cluster: RunningClus
     assert attempts == []
 
 
+@pytest.mark.slow
 def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: RunningCluster) -> None:
     """Both need all four devices: one waits, both learn, and ls, show, why and logs tell how."""
     saved = local_cluster.directory / "saved"

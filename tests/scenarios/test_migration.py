@@ -215,6 +215,7 @@ def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: Runnin
     trains_on(local_cluster, night)
 
 
+@pytest.mark.slow
 def test_survivors_hand_over_before_there_is_room_for_new_ranks(cluster: RunningCluster) -> None:
     """Devices that hold one rank and not two: what lives on lets go of its memory once others have its state."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

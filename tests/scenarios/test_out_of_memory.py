@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.conftest import RunningCluster
 
 SCRIPT = """
@@ -53,6 +55,7 @@ train.run(
 """
 
 
+@pytest.mark.slow
 def test_a_first_plan_that_does_not_fit_makes_way_for_one_that_needs_less(local_cluster: RunningCluster) -> None:
     """Nobody asked for that plan, so it is no failure of the job's."""
     job = local_cluster.submit_script(LARGE, "large")

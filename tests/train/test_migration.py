@@ -93,6 +93,7 @@ def test_moves_change_no_loss(
     assert_undisturbed(walk_through(moving(), walk), expected)
 
 
+@pytest.mark.slow
 def test_a_job_of_mixed_precision_moves_as_any_other(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:

@@ -112,7 +112,9 @@ def losses_through(mover: Mover, *plans: str) -> list[float]:
     return [step["loss"] for step in mover.stop()]
 
 
-@pytest.mark.parametrize("options", [{"model": "cooling"}, {"optimizer": "own count"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [pytest.param({"model": "cooling"}, marks=pytest.mark.slow), {"optimizer": "own count"}], ids=str
+)
 def test_what_modules_and_optimizers_count_goes_on(
     moving: Callable[..., Mover],
     undisturbed: Callable[..., list[float]],
@@ -144,7 +146,13 @@ def test_what_a_model_keeps_for_itself_is_real(
 
 
 @pytest.mark.parametrize(
-    "options", [{"model": "marked", "optimizer": "by marks"}, {"optimizer": "by names"}, {"model": "hooked"}], ids=str
+    "options",
+    [
+        {"model": "marked", "optimizer": "by marks"},
+        pytest.param({"optimizer": "by names"}, marks=pytest.mark.slow),
+        pytest.param({"model": "hooked"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_what_hangs_on_parameters_goes_where_they_go(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], options: dict[str, Any]
