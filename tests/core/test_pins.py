@@ -29,6 +29,12 @@ def _gpus(host: str) -> list[DeviceId]:
     return [DeviceId(f"{host}:gpu{number}") for number in range(4)]
 
 
+def fail_move(lab: Lab, job: JobId) -> None:
+    """The one that it is in."""
+    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
+    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+
+
 def lose(lab: Lab, host: str) -> None:
     """It is given up."""
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId(host), why="power"))
@@ -41,8 +47,7 @@ def test_a_pin_to_a_plan_that_the_job_could_not_be_moved_to_is_none(lab: Lab) ->
     lab.host("a", gpus=4)
     job = running(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=PINNED, pin=True, by="ann"))
-    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
-    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    fail_move(lab, job)
     assert lab.scheduler.state.jobs[job].pinned is None
     assert "dp=4 goes on; it is not pinned to tp=4 any more" in lab.why(job)
 
@@ -54,8 +59,7 @@ def test_a_pin_to_a_place_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -
     job = running(lab)
     there = tuple(device for host in "ab" if HostId(host) not in lab.attempt(job).hosts for device in _gpus(host))
     lab.tell(e.MigrationRequested(**lab.at(), job=job, devices=there, pin=True, by="ann"))
-    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
-    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    fail_move(lab, job)
     assert lab.scheduler.state.jobs[job].pinned is None
     assert "dp=4 goes on; it is not pinned to dp=4 any more" in lab.why(job)
 
@@ -65,8 +69,7 @@ def test_a_pinned_job_that_could_not_leave_a_drained_host_is_pinned_as_before(la
     job = pinned(lab)
     lab.host("b", gpus=4)
     lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
-    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
-    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    fail_move(lab, job)
     assert lab.scheduler.state.jobs[job].pinned == PINNED
 
 
@@ -187,8 +190,7 @@ def test_a_pinned_job_whose_move_to_another_plan_fails_is_pinned_as_before(lab: 
     """Nobody unpinned it."""
     job = pinned(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
-    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
-    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    fail_move(lab, job)
     assert lab.attempt(job).plan == lab.scheduler.state.jobs[job].pinned == PINNED
     assert "not pinned" not in lab.why(job)
 
@@ -197,8 +199,7 @@ def test_a_job_that_was_unpinned_while_it_moved_stays_so(lab: Lab) -> None:
     job = pinned(lab)
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2), by="ann"))
     lab.tell(e.JobUnpinned(**lab.at(), job=job, by="ann"))
-    what = {"job": job, "attempt": 1, "generation": lab.attempt(job).migration.generation}
-    lab.tell(e.MigrationFailed(**lab.at(), **what, phase="prepare", why="no room"))
+    fail_move(lab, job)
     assert lab.scheduler.state.jobs[job].pinned is None
 
 
