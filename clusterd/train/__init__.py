@@ -77,7 +77,8 @@ def run(
             counts as its items. Without it, no pipeline.
         tp_plan: for tensor parallelism, style by module name (``{"blocks.*.attn.qkv": "colwise"}``; Hugging Face's
             words). Modules must cope with a part of their features: infer head counts with -1, do not store them.
-            What is trained and computes with such parts must be cut too, or each shard would learn it by itself.
+            What is trained and computes with such parts must be cut too, or be ``replicated_with_grad_allreduce``
+            (a norm that all heads share). A plan that cannot be carried rules out tensor parallelism, nothing else.
         scheduler: optimizer to learning-rate scheduler, stepped once per step.
         clip_norm: limit of the gradients' global 2-norm.
         num_workers: data-loader processes per rank; with 0 samples are read between steps.

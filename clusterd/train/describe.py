@@ -7,7 +7,7 @@ and which numbers of shards work at all, by a forward pass with shards of the te
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -25,7 +25,7 @@ from clusterd.train.precision import under
 from clusterd.train.shards import Shards
 from clusterd.train.slots import OptimizerState, Outline, optimizer_state
 from clusterd.train.temporaries import temporaries_ratio
-from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, matches
+from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, WHOLE, styles_in
 from clusterd.train.trace import LOSS, Trace, layer_shapes
 from clusterd.train.traits import optimizer_traits
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
@@ -44,7 +44,7 @@ def describe(
         trace: whether to count activations and operations too.
         pipeline: whether to find out if the named layers are all that the model does.
     Raises:
-        PlanRefused: `layers` or `tp_plan` name what the model does not have, or the data set has no pairs.
+        PlanRefused: `layers` name what the model does not have, or the data set has no pairs.
     """
     if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
         raise PlanRefused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
@@ -57,8 +57,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     model = forward.model()
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
-    styles = matches(job.tp_plan, [n for n, _ in model.named_modules()]) if job.tp_plan else {}
-    tp_dims = _tp_dims(model, styles)
+    styles, tp_dims, uncut = _cuts(model, job.tp_plan or {})
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
         trained = [
@@ -81,6 +80,8 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     )
     tied = _tied(model)
     works, refused = _tp_degrees(forward, styles, tp_dims, parameters, tied, tp_degrees)
+    if uncut:
+        refused = [(degree, uncut) for degree in tp_degrees]
     layers, loss_bytes = [LayerShape(path, path in blocks) for path in paths], 0
     if trace and (whole := forward.trace(paths, {}, 1)) is not None:
         halves = forward.trace(paths, styles, works[0]) if works else None
@@ -149,12 +150,24 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(n) for n in names.values() if len(n) > 1)
 
 
+def _cuts(model: nn.Module, tp_plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, int], str]:
+    """Styles, cut dimensions, and why there is no tensor parallelism, which rules out no other plan.
+
+    Plans come with models, and have words for what torch does not carry (experts, packed weights).
+    """
+    try:
+        styles = styles_in(tp_plan, model)
+        return styles, _tp_dims(model, styles), ""
+    except PlanRefused as error:
+        return {}, {}, str(error)
+
+
 def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
     """The cut dimension of every cut parameter: torch's own rules for Linear and Embedding."""
     dims: dict[str, int] = {}
     for name, word in styles.items():
         module = model.get_submodule(name)
-        if word == "replicate":
+        if word in WHOLE:
             continue
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             raise PlanRefused(f"tp_plan cuts {name!r}, a {type(module).__name__}; torch cuts Linear and Embedding")

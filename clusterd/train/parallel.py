@@ -27,10 +27,10 @@ from torch import nn
 from clusterd.train import build
 from clusterd.train.blank import allocate
 from clusterd.train.buffers import Recomputing, keeping_shared
-from clusterd.train.exits import PlanRefused, UsedUnlike
+from clusterd.train.exits import UsedUnlike
 from clusterd.train.job import NAME
-from clusterd.train.replicate import GradientSum, mean_gradients
-from clusterd.train.tensor_styles import matches, style_of
+from clusterd.train.replicate import GradientSum, mean_gradients, sum_gradients
+from clusterd.train.tensor_styles import SUMMED, style_of, styles_in
 from plans.plan import Plan
 
 # Buffers count as replica 0 has them. The option's name has changed, and its old one warns.
@@ -77,6 +77,7 @@ class Parallel:
         self._gradient_sum: GradientSum | None = None
         self._reduces_by_torch = False  # by DistributedDataParallel, from the second step on if not from the first
         self._find_unused = find_unused_parameters
+        self._summed: frozenset[str] = frozenset()  # whole on every shard, which has the gradient of its part alone
         self._all_trained: bool | None = None  # every parameter got a gradient in the last step; None: there was none
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
@@ -121,6 +122,8 @@ class Parallel:
         """
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
+        if self._summed:
+            sum_gradients([p for name, p in self.parameters if name in self._summed], self.mesh["tp"].get_group())
         if not self._reduces_by_torch:
             return
         is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
@@ -169,13 +172,16 @@ class Parallel:
     def _shard_tensors(self, tp_plan: Mapping[str, str]) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        words = matches_here(tp_plan, self.module)
+        words = styles_in(tp_plan, self.module, stage=isinstance(self.module, build.Stage))
         styles = {name: style for name, word in words.items() if (style := style_of(word)) is not None}
         trains = {name: p.requires_grad for name, p in self.module.named_parameters(remove_duplicate=False)}
         # Every rank built the same whole tensors under the same seed: each cuts its own, nothing is sent.
         parallelize_module(self.module, self.mesh["tp"], styles, src_data_rank=None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(trains[name])  # torch before 2.10 has all of them train
+        here = {id(p) for n, w in words.items() if w == SUMMED for p in self.module.get_submodule(n).parameters(False)}
+        trained = [(name, p) for name, p in build.named_parameters(self.module) if p.requires_grad]
+        self._summed = frozenset(name for name, p in trained if id(p) in here)
 
     def _recompute_blocks(self) -> None:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -242,19 +248,6 @@ class Parallel:
             gradient_as_bucket_view=True,
             find_unused_parameters=look_for_unused,
         )
-
-
-def matches_here(tp_plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
-    """Styles of the modules that this rank has; patterns of other stages' modules match nothing here."""
-    names = [name for name, _ in module.named_modules()]
-    here = {}
-    for pattern, word in tp_plan.items():
-        try:
-            here.update({n: w for n, w in matches({pattern: word}, names).items() if n not in here})
-        except PlanRefused:
-            if not isinstance(module, build.Stage):
-                raise
-    return here
 
 
 def shares_parameters(root: nn.Module, block: nn.Module) -> bool:

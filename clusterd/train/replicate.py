@@ -86,24 +86,33 @@ def mean_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
     It tells what no replica used by walking the graph of the outputs, in which what reentrant checkpoints
     (`torch.utils.checkpoint`) compute is not: it takes their parameters for unused, and fails when they come.
     """
+    sum_gradients(parameters, group)
     replicas = dist.get_world_size(group)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(replicas)
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Of each parameter over the group, at once; what is nobody's stays without a gradient."""
     kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
     known = torch.tensor(kinds, device=parameters[0].device)
     dist.all_reduce(known, op=dist.ReduceOp.MAX, group=group)
     kind_of = dict(zip(parameters, known.tolist(), strict=True))
     for bucket in _buckets([p for p in parameters if kind_of[p] == 1]):
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local_gradient(p) for p in bucket]
         flat = _flatten_dense_tensors(gradients)
         dist.all_reduce(flat, group=group)
-        for parameter, gradient, summed in zip(
-            bucket, gradients, _unflatten_dense_tensors(flat, gradients), strict=True
-        ):
-            parameter.grad = gradient.copy_(summed).div_(replicas)
+        for gradient, summed in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+            gradient.copy_(summed)
     for parameter in (p for p in parameters if kind_of[p] == 2):
         gradient = torch.sparse_coo_tensor(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         gradient = (gradient if parameter.grad is None else parameter.grad).coalesce()
         dist.all_reduce(gradient, group=group)
-        parameter.grad = gradient / replicas
+        parameter.grad = gradient
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train import build
-from clusterd.train.tensor_styles import COLWISE, GATHERING
+from clusterd.train.tensor_styles import COLWISE, GATHERING, SUMMED
 
 
 class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -39,7 +39,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if word != "replicate":
                 model.get_submodule(path).register_forward_pre_hook(self._enter)
                 # Before the script's own hooks, which compute with parts too.
-                model.get_submodule(path).register_forward_hook(self._leave(word), prepend=True)
+                model.get_submodule(path).register_forward_hook(self._leave(path, word), prepend=True)
 
     def end(self, loss: Any) -> None:
         """After all else; what the loss leaves out may be parts (maps of attention)."""
@@ -72,10 +72,12 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def _enter(self, *_: Any) -> None:
         self._inside += 1
 
-    def _leave(self, word: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+    def _leave(self, path: str, word: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._inside -= 1
-            if word in COLWISE - GATHERING:
+            if word == SUMMED and not any(_storage(t) in self._parts for t in _tensors(inputs)):
+                self.unlike = self.unlike or f"{path} is given whole features, and {word} would add them up"
+            elif word == SUMMED or word in COLWISE - GATHERING:
                 self._keep(outputs, self._parts.add)
 
         return hook

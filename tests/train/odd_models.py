@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from model import GPT
+from model import GPT, Attention
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
@@ -213,6 +214,31 @@ class Reentrant(GPT):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
 
 
+class NormedAttention(Attention):
+    """One norm for the queries and keys of all heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.norm = nn.LayerNorm(width // heads)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, time, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
+        y = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, time, -1))
+
+
+class HeadNormed(GPT):
+    """Has norms over each head, and a plan that says so."""
+
+    TP_PLAN = GPT.TP_PLAN | {"blocks.*.attn.norm": "replicated_with_grad_allreduce"}
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.attn = NormedAttention(sizes["width"], sizes["heads"])
+
+
 class CommonScale(torch.optim.SGD):
     """What it makes of a tensor depends on the largest gradient of all."""
 
@@ -377,6 +403,7 @@ MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
     "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
+    "head normed": HeadNormed,
 }  # fmt: skip
 OPTIMIZERS = {
     "lbfgs": torch.optim.LBFGS,

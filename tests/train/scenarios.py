@@ -176,7 +176,8 @@ def job(
     """The job; every option is a variation some test asks for."""
 
     sizes = {"width": width, "depth": depth, "heads": 4, "context": CONTEXT, "vocabulary": VOCABULARY}
-    names, cuts, make = GPT.LAYERS, GPT.TP_PLAN, MODELS.get(model)
+    make = MODELS.get(model)
+    names, cuts = GPT.LAYERS, getattr(make, "TP_PLAN", GPT.TP_PLAN)
     if model == "llama":
         import llama  # of Hugging Face's transformers, which may not be there
 
@@ -184,6 +185,11 @@ def job(
 
         def make(**_: int) -> nn.Module:
             return llama.Llama(llama.config(**sizes))
+
+    if model == "qwen3":
+        import qwen3
+
+        names, cuts, make = (), qwen3.tp_plan(**sizes), qwen3.Logits
 
     def factory() -> nn.Module:
         if unseeded:

@@ -175,14 +175,20 @@ def test_a_factory_that_looks_at_its_weights_is_described_all_the_same() -> None
 @pytest.mark.parametrize(
     ("tp_plan", "says"),
     [
-        ({"blocks.*.attention": "colwise"}, "names 'blocks.[*].attention', which is no module"),
+        ({"blocks.*.attention": "colwise"}, "names 'blocks.*.attention', which is no module"),
         ({"1": "colwise"}, "cuts '1', a Conv1d; torch cuts Linear and Embedding"),
+        ({"0.weight": "colwise"}, "cuts '0.weight', a parameter by itself; torch cuts Linear and Embedding"),
         ({"0": "diagonal"}, "has style 'diagonal'; it can have colwise"),
     ],
 )
-def test_a_tp_plan_that_does_not_fit_the_model_is_refused(tp_plan: dict[str, str], says: str) -> None:
-    with pytest.raises(PlanRefused, match=says):
-        describe(small(lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), tp_plan))
+def test_a_tp_plan_that_does_not_fit_the_model_rules_out_tensor_parallelism_alone(
+    tp_plan: dict[str, str], says: str
+) -> None:
+    """Plans come with models, and have words for experts and packed weights."""
+    shape = describe(small(lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), tp_plan))
+    (why,) = check(Plan.parse("tp=2"), shape)
+    assert says in why
+    assert check(Plan.parse("dp=2,zero=3"), shape) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
@@ -231,6 +237,31 @@ def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: st
         shape = describe(small(lambda: Gated(what), tp_plan, precision=precision), tp_degrees=[2])
         assert shape.tp_degrees == (() if why else (2,))
         assert why in dict(shape.tp_refused).get(2, "")
+
+
+@pytest.mark.parametrize(
+    ("what", "style", "why"),
+    [
+        ("norm", "replicated_with_grad_allreduce", ""),
+        (
+            "",
+            "replicated_with_grad_allreduce",
+            "norm is given whole features, and replicated_with_grad_allreduce would",
+        ),
+        ("norm", "replicate", "norm.weight is whole and computed with parts of features"),
+    ],
+)
+def test_a_norm_over_each_head_learns_from_all_shards_where_the_plan_says_so(what: str, style: str, why: str) -> None:
+    """Said of a norm over all features, each of which every shard has, it would learn twice as fast as it should."""
+
+    class Around(Gated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if what else self.norm(x.unflatten(-1, (-1, 2))).flatten(-2))
+
+    plan = {"up": "colwise", "norm": style, "down": "rowwise"}
+    shape = describe(small(lambda: Around(what), plan), tp_degrees=[2])
+    assert shape.tp_degrees == (() if why else (2,))
+    assert why in dict(shape.tp_refused).get(2, "")
 
 
 def test_layers_that_do_not_exist_are_refused() -> None:

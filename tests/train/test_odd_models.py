@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mover import Mover
 from rank_pool import RankPool
 
@@ -30,6 +31,31 @@ def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, pla
     options = {"model": "routed", "steps": STEPS, "optimizer": "sgd", "find_unused_parameters": True}
     alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
     assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("head normed", "tp=2"),
+        ("head normed", "dp=2,tp=2,accumulation=2"),
+        ("head normed", "dp=2,tp=2,zero=3"),
+        ("head normed", "tp=2,pp=2,accumulation=2"),
+        ("tied", "dp=2,tp=2"),
+        ("tied", "tp=2,checkpointing"),
+    ],
+)
+def test_what_tensor_parallel_shards_hold_whole_learns_from_all_of_them(
+    ranks: RankPool, tmp_path: Path, model: str, plan: str
+) -> None:
+    """A norm that all heads share has the gradients of some on each shard; an embedding that is the output layer too
+    would be cut for one of the two."""
+    weights = []
+    for name, under in (("alone", ALONE), ("plan", plan)):
+        file = tmp_path / f"{name}.pt"
+        ranks.run(tmp_path / name, under, model=model, steps=STEPS, optimizer="sgd", save=str(file)).checked()
+        weights.append(torch.load(file, weights_only=True))
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from mover import Mover
 from rank_pool import RankPool
 
@@ -26,6 +27,19 @@ def test_every_plan_trains_it_alike(plan: str, pools: tuple[RankPool, RankPool],
     run = pools[0].run(tmp_path / "many", plan, **OPTIONS, steps=10).checked()
     assert run.losses == pytest.approx(one.losses, rel=1e-4)
     assert one.losses[-1] < one.losses[0]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,tp=2,accumulation=2", "dp=2,zero=3"])
+def test_one_with_norms_over_each_head_and_a_tied_output_layer(
+    plan: str, pools: tuple[RankPool, RankPool], tmp_path: Path
+) -> None:
+    weights = []
+    for name, under in (("one", "dp=1"), ("many", plan)):
+        file = tmp_path / f"{name}.pt"
+        pools[0].run(tmp_path / name, under, model="qwen3", depth=2, optimizer="sgd", steps=5, save=str(file)).checked()
+        weights.append(torch.load(file, weights_only=True))
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_it_moves(moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]) -> None:
