@@ -264,6 +264,21 @@ def test_a_norm_over_each_head_learns_from_all_shards_where_the_plan_says_so(wha
     assert why in dict(shape.tp_refused).get(2, "")
 
 
+def test_a_parameter_of_two_modules_whose_features_are_cut_is_no_tensor_parallelism() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+            self.gate.weight = self.up.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x) * self.gate(x))
+
+    shape = describe(small(Twice, {"up": "colwise", "gate": "colwise", "down": "rowwise"}))
+    (why,) = check(Plan.parse("tp=2"), shape)
+    assert "up.weight and gate.weight are one parameter" in why
+
+
 def test_layers_that_do_not_exist_are_refused() -> None:
     with pytest.raises(PlanRefused, match="layers names 'body', which is no submodule of the model; it has 0"):
         describe(small(lambda: nn.Sequential(nn.Linear(4, 4)), None, layers=("body",)))

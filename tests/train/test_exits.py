@@ -34,7 +34,6 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
         ("pp=2", {}, "needs at least 2 micro-batches"),
         ("pp=2,accumulation=2", {"model": "stray"}, "scale is in none"),
         ("pp=2,accumulation=2", {"model": "tied"}, "are one parameter"),
-        ("tp=2", {"model": "tied"}, "are one parameter"),
         ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
         ("dp=2,zero=3", {"model": "stray"}, "make scale one of shape (1,)"),
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
