@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,31 @@ def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cl
     assert after["step"] == before[-1] + 1
     local_cluster.run("cancel", job)
     assert local_cluster.wait_for(job, lambda row: row["ended_s"])["state"] == "cancelled"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
+    reason="Hugging Face's Trainer is not installed: pip install transformers accelerate",
+)
+def test_hugging_faces_trainer_restarts_at_another_size_where_it_stopped(local_cluster: RunningCluster) -> None:
+    text = f"""
+kind = "checkpointable"
+workdir = "{EXAMPLE.with_name("hf_trainer")}"
+command = ["python", "train.py", "--directory", "{local_cluster.directory}/{{job}}", "--steps", "4000"]
+resources = {{ plans = ["dp=2", "dp=1"] }}
+"""
+    job = local_cluster.submit(text, "trainer")
+    local_cluster.wait_for(job, lambda row: row["step"] >= 5, timeout_s=60.0)
+    local_cluster.run("migrate", job, "--plan", "dp=1")
+    local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > 5, timeout_s=60.0)
+    (saved,) = (int(f.name.rpartition("-")[2]) for f in (local_cluster.directory / job).glob("checkpoint-*"))
+    until(lambda: bool(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()), 30.0, local_cluster.log)
+    after = json.loads(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()[0])
+    assert (saved >= 5, after["step"]) == (True, saved + 1)
+    log = local_cluster.run("logs", job).stdout
+    assert f"goes on from {local_cluster.directory}/{job}/checkpoint-{saved} with 1 replicas" in log
+    local_cluster.run("cancel", job)
 
 
 @pytest.mark.slow
