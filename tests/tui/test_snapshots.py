@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,8 +58,12 @@ def test_small_terminal(snap_compare: Any, screen: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [["question_mark"], ["m"], ["c"], ["n"], ["d"], ["slash"], ["s"], ["f2"], ["v"]])
-def test_window(snap_compare: Any, keys: list[str]) -> None:
-    """Each window over the screen it belongs to."""
+def test_window(snap_compare: Any, keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window over the screen it belongs to, in a directory with three job files to choose from."""
+    for name in ("checkpointable", "gpt", "hf"):
+        (tmp_path / "examples" / name).mkdir(parents=True)
+        (tmp_path / "examples" / name / "job.toml").touch()
+    monkeypatch.chdir(tmp_path)
     app = staged(first="fleet" if keys == ["d"] else "queue")
     source: Any = app.shared.source
     best = {"plan": "dp=4,zero=1", "step_time_s": 0.36, "lower_s": 0.34, "upper_s": 0.39, "device_bytes": 9e9}
