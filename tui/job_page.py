@@ -13,7 +13,7 @@ from tui.columns import clock
 from tui.lines import Line, beside, line, printable, wrap
 from tui.look import Look
 from tui.model import Model, Point
-from tui.view import job_summary
+from tui.view import job_summary, through
 
 WIDE_CELLS = 110
 CHART_ROWS = 7
@@ -189,7 +189,7 @@ def move_lines(move: rows.Move, look: Look, now_s: float) -> list[Line]:
     elif move.downtime_s is not None:
         moved = f"{size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
         if move.restarts:
-            moved = f"{size(move.local_bytes)} through host memory"
+            moved = through(move)
         stood = f"  stood still {duration(move.downtime_s)}; "
         made.append(line((stood, "good"), (f"{moved}; went on after step {move.step}", "dim")))
     else:

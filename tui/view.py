@@ -223,6 +223,11 @@ def candidate(job: rows.Job, look: Look) -> list[Line]:
     return [_fact("next", (f"{after.plan} on {after.devices} devices", "bold"), gain, cost)]
 
 
+def through(move: rows.Move) -> str:
+    """How a job went on that ended to start again."""
+    return f"{size(move.local_bytes)} through host memory" if move.local_bytes else "saved, and started again"
+
+
 def move_line(move: rows.Move, look: Look, now_s: float) -> list[str | tuple[str, str]]:
     """One move in a line."""
     way = f"{move.old} {look.glyph('to')} {move.new}"
@@ -231,5 +236,5 @@ def move_line(move: rows.Move, look: Look, now_s: float) -> list[str | tuple[str
     stood = f"stood still {duration(move.downtime_s)}" if move.downtime_s is not None else "under way"
     moved = f", {size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
     if move.restarts:
-        moved = f", {size(move.local_bytes)} through host memory"
+        moved = f", {through(move)}"
     return [way, (f"  {stood}{moved} ({clock(move.started_s, now_s)})", "dim")]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from clusterd.core.choose import Choice, Impossible, choose
 from clusterd.core.place import Placement, candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
-from clusterd.core.view import HostFree, Refusal, View
+from clusterd.core.view import Free, HostFree, Refusal, View
 from clusterd.types import Device, JobKind, Resources
 from clusterd.units import size
 from plans.model_shape import ModelShape
@@ -45,7 +45,8 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     if beyond is not None:
         return Refusal(job.id, beyond)
     if job.spec.kind is JobKind.CHECKPOINTABLE:
-        return _at_some_size(job, view)
+        some = at_some_size(job, view.free, view.quotas.left(job.spec.tenant))
+        return some or _waits(job, view, _least(job))
     if job.spec.kind is not JobKind.ELASTIC:
         placement = place(job, view.free, wanted.devices, group=1, single_host=True)
         if placement is None:
@@ -105,16 +106,14 @@ def _told_by(command: Iterable[str]) -> list[str]:
     return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in words]
 
 
-def _at_some_size(job: Job, view: View) -> Grant | Refusal:
-    """The best of a checkpointable job's plans that there is room for."""
+def at_some_size(job: Job, free: Free, most: int) -> Grant | None:
+    """The best of a checkpointable job's plans that there is room for, on `most` devices."""
     for plan in sizes(job):
-        if plan.ranks > view.quotas.left(job.spec.tenant):
-            continue
-        placement = place(job, view.free, plan.ranks, group=plan.tp, single_host=False)
+        placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None
         if placement is not None:
             hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
             return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
-    return _waits(job, view, _least(job))
+    return None
 
 
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:

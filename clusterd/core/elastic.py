@@ -91,7 +91,7 @@ def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:
         move = first_that_works(job, [*here, *free], here, len(own), attempt.plan, reason, view.hosts)
         least = job.spec.resources.devices if job.spec.guaranteed else 1
         if move is not None and len(move.ranks) >= min(least, len(own)):
-            _take(view.free, move, attempt)
+            book(view.free, move, attempt)
             moves.append(move)
     return moves
 
@@ -137,7 +137,7 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
         reason = f"{len(free)} devices are free, and it asked for {asked}"
         move = first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason, view.hosts)
         if move is not None and len(move.ranks) > len(own):
-            _take(view.free, move, attempt)
+            book(view.free, move, attempt)
             view.quotas.take(job.spec.tenant, len(move.ranks) - len(own))
             moves.append(move)
     return moves
@@ -235,8 +235,8 @@ def _free_for(job: Job, own: list[Device], free: Free) -> list[Device]:
     return [device for host in candidates(job, free) for device in fitting(job, host, kind)]
 
 
-def _take(free: Free, move: Move, attempt: Attempt) -> None:
-    """What the move books beside what the job has booked already."""
+def book(free: Free, move: Move, attempt: Attempt) -> None:
+    """Take what the move books beside what the job has booked already."""
     mine = set(attempt.devices)
     new = [p for p in move.ranks if p.device not in mine]
     cores = {p.host: max(move.cores.get(p.host, 0) - attempt.cores.get(p.host, 0), 0) for p in new}

@@ -105,7 +105,8 @@ def through_memory(state: State, job: Job, attempt: Attempt, move: Move, now_s: 
     _lease_lacking(state, attempt, move, attempt.generation)
     attempt.kept |= {place.device: place.host for place in move.ranks if place.device is not None}
     migration = _noted(job, attempt.plan, move, 1, now_s)  # the first generation of the next attempt
-    migration.local_bytes = ModelShape.from_dict(job.shape or {}).state_bytes
+    if job.shape is not None:  # else the script saves what only it knows
+        migration.local_bytes = ModelShape.from_dict(job.shape).state_bytes
     migration.restarts = True
     return migration
 

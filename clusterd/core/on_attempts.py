@@ -9,7 +9,7 @@ from clusterd.core.on_trials import OnTrials
 from clusterd.core.room import of_ranks
 from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
 from clusterd.core.view import Refusal, View
-from clusterd.types import AttemptState, HostId, HostState, JobState, RankEnd, RankReport, Reason
+from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState, RankEnd, RankReport, Reason
 from clusterd.units import duration
 
 TARGET_TIMES = 3
@@ -32,6 +32,8 @@ class OnAttempts(OnTrials):
         onward = _under_way(job)
         if onward is not None:
             onward.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
+            if job.spec.kind is JobKind.CHECKPOINTABLE:  # whether it tells of steps is its own affair
+                self._went_on(job, onward)
         if event.restored_step is not None:
             lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
             self._hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
@@ -43,8 +45,9 @@ class OnAttempts(OnTrials):
         """A job that was stopped to start again elsewhere trains there."""
         onward.downtime_s, onward.ended_s = self._now_s - onward.started_s, self._now_s
         stopped_s = sum(seconds for _, seconds, _ in onward.phases)
-        onward.phases.append(("start", onward.downtime_s - stopped_s, f"{len(onward.ranks)} new ranks read it"))
-        migrations.learn_cost(self.state.restart_costs_s, job.model, onward.downtime_s)
+        onward.phases.append(("start", onward.downtime_s - stopped_s, f"{len(onward.ranks)} new ranks go on from it"))
+        if job.model:  # what a script that saves by itself takes says nothing of others
+            migrations.learn_cost(self.state.restart_costs_s, job.model, onward.downtime_s)
         self._set_timer(f"settle:{job.id}", self._now_s + elastic.SETTLE_S, f"{job.spec.name} was moved")
 
     def _is_target_reached(self, job: Job, attempt: Attempt) -> None:

@@ -75,10 +75,12 @@ class OnMigrations(Stopping):
             return False
         attempt = attempts.running(self.state, job.id)
         full = migrations.crowded(self.state.hosts, job, attempt, move.plan, {place.device for place in move.ranks})
-        if full is None:
+        saves = job.spec.kind is JobKind.CHECKPOINTABLE
+        if full is None and not saves:
             self._begin_migration(job, attempt, move)
         elif move.may_restart:
-            self._stop(attempt, Outcome.PREEMPTED, f"{move.reason}; through host memory: {full}")
+            why = move.reason if saves else f"{move.reason}; through host memory: {full}"
+            self._stop(attempt, Outcome.PREEMPTED, why)
             attempt.onward = migrations.through_memory(self.state, job, attempt, move, self._now_s)
         else:
             self._hold(job, f"a move was refused: {full}")

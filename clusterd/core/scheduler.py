@@ -130,7 +130,7 @@ class Scheduler(OnHosts):
             if attempt is None or attempt.state is not AttemptState.RUNNING or attempt.migration or attempt.resuming:
                 continue
             if leaving := sorted(drained.intersection(attempt.hosts)):
-                until = "there is room elsewhere, or its end" if job.spec.kind is JobKind.ELASTIC else "its end"
+                until = "its end" if job.spec.kind is JobKind.COMMAND else "there is room elsewhere, or its end"
                 self._hold(job, f"{', '.join(leaving)} is drained: it stays there until {until}")
 
     def _next_round(self) -> None:

@@ -127,7 +127,8 @@ class Stopping(Deciding):
 
     def _go_onward(self, job: Job, onward: Migration) -> None:
         """Start the job again as it was stopped for, before anybody else is given its devices."""
-        onward.phases.append(("stop", self._now_s - onward.started_s, "its state waits in host memory"))
+        left = "it has saved" if job.spec.kind is JobKind.CHECKPOINTABLE else "its state waits in host memory"
+        onward.phases.append(("stop", self._now_s - onward.started_s, left))
         job.migrations.append(onward)
         stale = self._start(Start(job.id, onward.plan, onward.places, onward.cores, onward.memory_bytes, onward.reason))
         if stale:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from clusterd.core.dependencies import waits_for
 from clusterd.core.outlook import Outlook
-from clusterd.core.state import Host, Job, State
+from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.core.tenants import Quotas
 from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
 from plans.plan import Plan
@@ -110,6 +110,16 @@ class Free:
             free.devices = [d for d in free.devices if d.id not in taken]
             free.cores -= count
             free.memory_bytes -= memory_bytes.get(host, 0)
+
+    def without(self, attempt: Attempt) -> Free:
+        """As if this attempt were over; hosts that may not be used stay out."""
+        found = Free((), {})
+        for name, free in self.hosts.items():
+            own = [d for d in free.host.devices if d.id in attempt.devices and not d.foreign]
+            cores = free.cores + attempt.cores.get(name, 0)
+            memory_bytes = free.memory_bytes + attempt.memory_bytes.get(name, 0)
+            found.hosts[name] = HostFree(free.host, [*own, *free.devices], cores, memory_bytes)
+        return found
 
 
 class View:

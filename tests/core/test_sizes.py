@@ -208,3 +208,40 @@ def test_a_size_that_ran_out_of_device_memory_fails_with_that_reason(lab: Lab) -
     lab.stopped(job)
     assert lab.state(job) == "failed"
     assert "out of device memory" in lab.why(job)
+
+
+def test_it_leaves_a_drained_host_once_there_is_room_elsewhere(lab: Lab) -> None:
+    """Somebody wants a machine for maintenance on Friday; the job on it would run till Tuesday."""
+    lab.host("a", gpus=4)
+    job, _ = submit(lab)
+    lab.run(job)
+    lab.host("b", gpus=2)
+    decided = lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
+    stop = d.StopAttempt.match(decided, job=job)
+    assert stop is not None and not stop.keep
+    assert "a is drained: it saves" in lab.why(job) and "dp=2 on b" in lab.why(job)
+    other, decided = lab.submit(devices=2)
+    assert d.LaunchAttempt.match(decided, job=other) is None, "that is kept for it"
+    launch = d.LaunchAttempt.match(stopped_in_good_order(lab, job), job=job)
+    assert launch is not None and (launch.plan, launch.attempt) == (Plan(dp=2), 2)
+    assert {place.host for place in launch.ranks} == {"b"}
+    lab.run(job)
+    (move,) = lab.scheduler.state.jobs[job].migrations
+    assert move.ended_s is not None and move.downtime_s is not None and not move.failure
+    assert not lab.scheduler.state.restart_costs_s, "what it took says nothing of jobs that keep their state"
+
+
+def test_it_stays_on_a_drained_host_as_long_as_there_is_no_room(lab: Lab) -> None:
+    """It is not asked to save for nothing, and takes as much of what it has as may be used."""
+    lab.host("a", gpus=2)
+    lab.host("b", gpus=2)
+    job, _ = submit(lab, plans=(Plan(dp=4), Plan(dp=3)))
+    lab.run(job)
+    decided = lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
+    assert d.StopAttempt.match(decided, job=job) is None
+    assert "until there is room elsewhere" in lab.why(job)
+    decided = lab.host("c", gpus=1)
+    assert d.StopAttempt.match(decided, job=job)
+    launch = d.LaunchAttempt.match(stopped_in_good_order(lab, job), job=job)
+    assert launch is not None and launch.plan == Plan(dp=3)
+    assert {place.host for place in launch.ranks} == {"b", "c"}

@@ -78,6 +78,25 @@ def test_a_checkpointable_job_restarts_at_another_size_where_it_stopped(local_cl
 
 
 @pytest.mark.slow
+def test_a_checkpointable_job_leaves_a_drained_host(local_cluster: RunningCluster) -> None:
+    """It saves, and goes on on the other host with the step after the last one."""
+    text = JOB.replace("EXAMPLE", str(EXAMPLE)).replace("DIRECTORY", f"{local_cluster.directory}/{{job}}")
+    job = local_cluster.submit(text, "own")
+    row = local_cluster.wait_for(job, lambda row: row["step"] >= 5)
+    (host,) = {device.partition(":")[0] for device in row["devices"]}
+    local_cluster.run("host", "drain", host)
+    row = local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["state"] == "running")
+    assert row["plan"] == "dp=2" and not any(device.startswith(host) for device in row["devices"])
+    assert local_cluster.call("host", host=host)["jobs"] == []
+    before = [json.loads(x)["step"] for x in local_cluster.call("steps", job=job, attempt=1)["data"].splitlines()]
+    until(lambda: bool(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()), 30.0, local_cluster.log)
+    after = json.loads(local_cluster.call("steps", job=job, attempt=2)["data"].splitlines()[0])
+    assert after["step"] == before[-1] + 1
+    assert f"{host} is drained: it saves" in local_cluster.run("why", job).stdout
+    local_cluster.run("cancel", job)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("transformers", "accelerate")),
     reason="Hugging Face's Trainer is not installed: pip install transformers accelerate",
