@@ -5,6 +5,7 @@ The daemon sends them as they come; a recording keeps them, one JSON object a li
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,6 +36,7 @@ def job_row(job: Job, state: State) -> Row:
         "kind": job.spec.kind.value,
         "state": job.state.value,
         "reason": _reason(job, state),
+        "away": [host.id for host in _away(job, state)],
         "priority": job.priority,
         "guaranteed": job.spec.guaranteed,
         "user": job.spec.user,
@@ -71,18 +73,35 @@ def job_row(job: Job, state: State) -> Row:
     }
 
 
+def _away(job: Job, state: State) -> list[Host]:
+    """Hosts of a job that runs, or is being stopped, which do not answer."""
+    if job.attempt is None:
+        return []
+    return [host for name in job.attempt.hosts if (host := state.hosts[name]).state is not HostState.UP]
+
+
 def _reason(job: Job, state: State) -> str:
     """Why the job is where it is; for one that runs where nobody can look, that comes first."""
-    attempt = job.attempt
-    if attempt is None:
+    attempt, away = job.attempt, _away(job, state)
+    if attempt is None or not away:
         return job.reason
-    away = [host for name in attempt.hosts if (host := state.hosts[name]).state is not HostState.UP]
-    if not away:
-        return job.reason
-    said = " and ".join(f"{host.id} is {host.state.value}{f' ({host.why})' if host.why else ''}" for host in away)
+    said = " and ".join(_silence(host) for host in away)
+    until = [at_s for host in away if (at_s := state.timers.get(f"host-lost:{host.id}")) is not None]
+    until_at = f"if that lasts until {_clock(min(until))}, " if until else ""
     if attempt.state is AttemptState.STOPPING:
-        return f"{said}: whether its ranks there have ended is not known; {job.reason}"
-    return f"{said}: its ranks there are presumed to go on"
+        then = f"; {until_at}it is over without an answer" if until else ""
+        return f"{said}: whether its ranks there have ended is not known{then}; {job.reason}"
+    then = f"; {until_at}the job goes on without them" if until else ""
+    return f"{said}: its ranks there are presumed to go on{then}"
+
+
+def _silence(host: Host) -> str:
+    return f"{host.id} is {host.state.value} since {_clock(host.since_s)}{f' ({host.why})' if host.why else ''}"
+
+
+def _clock(at_s: float) -> str:
+    """Time of day; rows are kept and shown for longer than a span of time would be right."""
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
 def predicted_step_time_s(job: Job, state: State) -> float | None:

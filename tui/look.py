@@ -45,6 +45,7 @@ _STATES: dict[str, tuple[str, str, str]] = {
     "starting": ("◔", "~", "info"),
     "running": ("●", "*", "good"),
     "moving": ("⇄", "=", "info"),
+    "silent": ("?", "?", "bad"),
     "stopping": ("◕", "~", "info"),
     "finished": ("✓", "+", "info"),
     "failed": ("✗", "x", "bad"),

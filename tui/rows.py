@@ -57,6 +57,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     kind: str = ""
     reason: str = ""
+    away: tuple[str, ...] = ()  # hosts of its ranks that do not answer
     priority: int = 0
     guaranteed: bool = False
     user: str = ""
@@ -95,7 +96,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_state(self) -> str:
-        """Its state, or that it moves."""
+        """Its state, or that it moves, or that nobody can look at it."""
+        if self.away and self.state == "running":
+            return "silent"
         return "moving" if self.migrating is not None and self.state == "running" else self.state
 
 

@@ -56,7 +56,8 @@ def _totals(model: Model, look: Look) -> list[Line]:
     counts: dict[str, int] = {}
     for job in model.jobs.values():
         counts[job.shown_state] = counts.get(job.shown_state, 0) + 1
-    shown = [state for state in ("running", "moving", "starting", "stopping", "queued", "failed") if counts.get(state)]
+    states = ("running", "moving", "silent", "starting", "stopping", "queued", "failed")
+    shown = [state for state in states if counts.get(state)]
     jobs = [(f"{look.shape(state)[0]} {counts[state]} {state}  ", look.shape(state)[1]) for state in shown]
     short = [(f"{look.shape(state)[0]}{counts[state]} ", look.shape(state)[1]) for state in shown]
     return [
@@ -129,7 +130,9 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     """A job in a dozen lines: where it stands and why, what it has, how fast it goes, what comes next."""
     made = [job_head(job, look)]
     if job.reason:
-        made.append(_fact("why", (printable(job.reason), "warn" if job.state in ("queued", "failed") else "")))
+        made.append(
+            _fact("why", (printable(job.reason), "warn" if job.state in ("queued", "failed") or job.away else ""))
+        )
     if job.state == "queued":
         made += _standing(job, model, now_s)
     made.append(_fact("asked", _asked(job)))

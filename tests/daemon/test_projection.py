@@ -1,0 +1,63 @@
+"""What people are told of a job's place, as plain rows."""
+
+from __future__ import annotations
+
+import time
+
+from clusterd.core import events as e
+from clusterd.projection import job_row
+from clusterd.types import HostId
+from tests.core.conftest import Lab
+from tui import columns, rows
+
+
+def clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
+
+
+def lab_with_a_job_that_runs() -> tuple[Lab, str]:
+    lab = Lab()
+    lab.host("a", gpus=1)
+    job, _ = lab.submit()
+    lab.run(job)
+    return lab, job
+
+
+def lose(lab: Lab, host: str) -> float:
+    """The cable is pulled; when that was."""
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId(host), why="the cable"))
+    return lab.now_s
+
+
+def test_a_job_on_an_unreachable_host_says_since_when_and_until_when() -> None:
+    """It stood there as running, with a step that did not advance, and nothing said for how long it would."""
+    lab, job = lab_with_a_job_that_runs()
+    since_s = lose(lab, "a")
+    row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
+    assert row["reason"] == (
+        f"a is unreachable since {clock(since_s)} (the cable): its ranks there are presumed to go on; "
+        f"if that lasts until {clock(since_s + 120)}, the job goes on without them"
+    )
+    assert row["away"] == ["a"]
+    lab.connect("a")
+    assert job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)["away"] == []
+
+
+def test_a_stop_that_waits_for_an_unreachable_host_says_until_when() -> None:
+    lab, job = lab_with_a_job_that_runs()
+    since_s = lose(lab, "a")
+    lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
+    assert row["reason"] == (
+        f"a is unreachable since {clock(since_s)} (the cable): whether its ranks there have ended is not known; "
+        f"if that lasts until {clock(since_s + 120)}, it is over without an answer; cancelled by ann"
+    )
+
+
+def test_the_queue_shows_a_job_on_an_unreachable_host_as_silent() -> None:
+    lab, job = lab_with_a_job_that_runs()
+    state = lab.scheduler.state
+    assert rows.read(rows.Job, job_row(state.jobs[job], state)).shown_state == "running"
+    lose(lab, "a")
+    silent = rows.read(rows.Job, job_row(state.jobs[job], state))
+    assert columns.job_fields(silent)["state"] == "silent"
