@@ -97,23 +97,31 @@ def _attend(job: str, argv: list[str], rank: int, *, holds: bool) -> int:
         if on_screen and not argv:
             where = f"{opened['host']} ({opened['device'] or 'CPU cores'})"
             note(f"{where}: exit {'gives it back' if holds else 'leaves the job running'}")
-        out = sys.stdout.buffer
-        with _keyboard(typing, opened["terminal"], on_screen):
-            try:
-                for item in stream:
-                    if "exit_code" in item:
-                        code = int(item["exit_code"])
-                        return code if code >= 0 else 128 - code
-                    out.write(item["data"])
-                    out.flush()
-            except KeyboardInterrupt:
-                return 130
-            except ClusterError as error:
-                if on_screen:
-                    note("")  # what was said last is a prompt
-                if holds:
-                    raise type(error)(f"{error}; job {job} may still hold its devices: clusterd cancel {job}") from None
-                raise
+        try:
+            with _keyboard(typing, opened["terminal"], on_screen):
+                end = _until_it_ends(job, stream)
+        except KeyboardInterrupt:
+            return 130
+        except ClusterError as error:
+            if on_screen:
+                note("")  # what was said last is a prompt
+            if holds:
+                raise type(error)(f"{error}; job {job} may still hold its devices: clusterd cancel {job}") from None
+            raise
+    if why := end.get("why"):  # of which an older daemon says nothing
+        note(f"\njob {job} ends: {why}" if on_screen else f"job {job} ends: {why}")
+    code = int(end["exit_code"])
+    return code if code >= 0 else 128 - code
+
+
+def _until_it_ends(job: str, stream: Iterator[dict[str, Any]]) -> dict[str, Any]:
+    """Print what the command says; returns how it ended."""
+    out = sys.stdout.buffer
+    for item in stream:
+        if "exit_code" in item:
+            return item
+        out.write(item["data"])
+        out.flush()
     raise ClusterError(f"job {job}: the shell ended without an exit code")
 
 

@@ -12,7 +12,8 @@ import anyio
 
 from clusterd.core import admission
 from clusterd.core import events as e
-from clusterd.core.state import Job
+from clusterd.core.attempts import TIMED_OUT
+from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.feed import Feed
@@ -72,6 +73,9 @@ class Terminals:
     ) -> AsyncIterator[dict[str, Any]]:
         """Run `argv`, or a shell, beside a rank: ``{terminal, host, device}``, then ``{data}``, then ``{exit_code}``.
 
+        Where the attempt is ended and the command with it, the last has the reason beside it, as ``why``; the code of a
+        time limit is 124, as it is the job's.
+
         Args:
             screen: (term, columns, rows) of the person's terminal; None: pipes.
             holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
@@ -104,7 +108,7 @@ class Terminals:
                 if piece["data"]:
                     yield {"data": piece["data"]}
                 if piece["exit_code"] is not None:
-                    yield {"exit_code": piece["exit_code"]}
+                    yield _ended(attempt, piece["exit_code"])
                     return
         except AgentLost:
             lost = True  # nobody gave the devices back
@@ -151,5 +155,13 @@ class Terminals:
             return  # the agent hangs up by itself on whoever is silent
 
     async def _cancel(self, job: Job, peer: Peer) -> None:
-        if not job.state.is_final:
+        ends = job.attempt is not None and job.attempt.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
+        if not job.state.is_final and not ends:
             await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user))
+
+
+def _ended(attempt: Attempt, exit_code: int) -> dict[str, Any]:
+    if attempt.state is AttemptState.RUNNING:
+        return {"exit_code": exit_code}
+    timed_out = attempt.outcome is Outcome.TIME_LIMIT
+    return {"exit_code": TIMED_OUT if timed_out else exit_code, "why": attempt.why}

@@ -137,6 +137,21 @@ def test_a_reservation_is_entered_again_and_ends_by_itself(local_cluster: Runnin
     assert "time limit" in ended["reason"]
 
 
+def test_the_end_of_a_shell_by_its_time_limit_is_no_cancel(
+    local_cluster: RunningCluster, at_terminal: Callable[..., Person], tmp_path: Path
+) -> None:
+    """It exited as if killed, without a word, and its job was listed as cancelled."""
+    person = at_terminal("shell", "--devices", "1", "--time", "1s", "--name", "brief")
+    person.sees("ends: its time limit of 1 s is over")
+    assert person.leaves() == 124
+    ended = local_cluster.wait_for("brief", lambda row: row["ended_s"])
+    assert (ended["state"], ended["exit_code"]) == ("failed", 124)
+    piped = ("shell", "--devices", "1", "--time", "1s", "--", "sleep", "1000")
+    done = local_cluster.run(*piped, cwd=tmp_path, check=False, stdin=subprocess.DEVNULL)
+    assert done.returncode == 124
+    assert done.stderr.endswith("ends: its time limit of 1 s is over\n")
+
+
 def test_a_command_inside_a_job_has_its_surroundings(local_cluster: RunningCluster, tmp_path: Path) -> None:
     script = "import os, time\nopen('there', 'w').close()\nprint('up', flush=True)\ntime.sleep(1000)"
     command = ("run", "-d", "--devices", "1", "--env", "COLOUR=blue", "--", "python3", "-c", script)
