@@ -22,15 +22,20 @@ START_TIMEOUT_S = 30.0
 
 @click.command()
 @click.option("--local", type=click.IntRange(1, 64), help="Also run this many hosts inside this machine.")
-@click.option("--devices", type=click.IntRange(1, 64), default=2, help="CPU devices of each of them; default 2.")
+@click.option("--devices", type=click.IntRange(1, 64), help="CPU devices of each of them; default: as before, or 2.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual clusterd.toml.")
 @click.option("--system", is_flag=True, help="Use /var/lib, /run and /etc instead of the user's directories.")
 @click.option("--restored", is_flag=True, help="The state is from a backup: lead hosts that have seen a later one.")
 @click.option("--foreground", is_flag=True, help="Stay, and log to standard error.")
-def start(local: int | None, devices: int, file: Path | None, system: bool, restored: bool, foreground: bool) -> int:
+def start(
+    local: int | None, devices: int | None, file: Path | None, system: bool, restored: bool, foreground: bool
+) -> int:
     """Start the daemon."""
+    if devices and not local:
+        raise click.UsageError("--devices is of hosts inside this machine: say how many, with --local N")
     config = configuration.load(file, system=system)
-    arguments = ["--local", str(local), "--devices", str(devices)] if local else []
+    arguments = ["--local", str(local)] if local else []
+    arguments += ["--devices", str(devices)] if devices else []
     arguments += ["--config", str(file.absolute())] if file else []
     arguments += ["--system"] if system else []
     arguments += ["--restored"] if restored else []
@@ -56,7 +61,7 @@ def start(local: int | None, devices: int, file: Path | None, system: bool, rest
             cwd=config.state_dir,
             env={**os.environ, **_absolute("CLUSTERD_STATE_DIR", "CLUSTERD_SOCKET"), "PYTHONPATH": python_path()},
         )
-    code = _wait_until_it_answers(config, started, said, local)
+    code = _wait_until_it_answers(config, started, said, local, devices)
     if not code and config.socket != configuration.socket_path(system):
         note(f"for every other command: export CLUSTERD_SOCKET={config.socket}")
     return code
@@ -68,7 +73,7 @@ def _absolute(*names: str) -> dict[str, str]:
 
 
 def _wait_until_it_answers(
-    config: configuration.Config, started: subprocess.Popen[bytes], said: Path, local: int | None
+    config: configuration.Config, started: subprocess.Popen[bytes], said: Path, local: int | None, devices: int | None
 ) -> int:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
@@ -98,12 +103,22 @@ def _wait_until_it_answers(
             here = [row for row in rows if row["link"].get("address", "").startswith("local:")]
             if len(here) >= local and all(row["state"] == "up" for row in here):
                 for row in here:
-                    note(f"  {row['name']}: {len(row['devices'])} CPU devices")
+                    kept = _why_kept(config, row) if devices and len(row["devices"]) != devices else ""
+                    note(f"  {row['name']}: {len(row['devices'])} CPU devices{kept}")
                 return 0
             failed = [row for row in here if row["why"] not in ("", "not connected yet", "the daemon has just started")]
             if failed and time.monotonic() > deadline_s:
                 raise ClusterError(f"{failed[0]['name']} does not come up: {failed[0]['why']}")
     return 1
+
+
+def _why_kept(config: configuration.Config, row: dict[str, Any]) -> str:
+    """Why a host inside this machine does not offer the devices that were asked for."""
+    if row["name"] in config.hosts:
+        return f", as [hosts.{row['name']}] says"
+    if row["jobs"]:
+        return f" as before, for it runs {', '.join(row['jobs'])}: start again when nothing runs there"
+    return " as before, for it is not among the first that --local names"
 
 
 def _settings(status: dict[str, Any]) -> str:

@@ -81,11 +81,11 @@ class Hosts:
 
     async def restore(self) -> None:
         """Dial every host of the cluster again."""
-        for name, address, options in await self._journal.query("SELECT name, address, options FROM hosts"):
-            if HostId(name) not in self._engine.scheduler.state.hosts:
-                await self._drop_row(HostId(name))  # the daemon died between the event and its row
+        for name, address, options in await self.known():
+            if name not in self._engine.scheduler.state.hosts:
+                await self._drop_row(name)  # the daemon died between the event and its row
                 continue
-            self._manage(HostId(name), address, msgspec.msgpack.decode(options, type=HostOptions))
+            self._manage(name, address, options)
 
     async def add(self, host: HostId, address: str, options: HostOptions) -> None:
         """Make it part of the cluster and dial it, for life."""
@@ -93,6 +93,11 @@ class Hosts:
         statement = ("INSERT OR REPLACE INTO hosts VALUES (?, ?, ?)", row)
         await self._engine.post(e.HostAdded(at_s=time.time(), host=host), [statement])
         self._manage(host, address, options)
+
+    async def keep_options(self, host: HostId, options: HostOptions) -> None:
+        """What is said of a host holds from when it is dialed next."""
+        row = (msgspec.msgpack.encode(options), host)
+        await self._journal.execute([("UPDATE hosts SET options = ? WHERE name = ?", row)])
 
     async def remove(self, host: HostId) -> None:
         """Take it out of the cluster; its agent ends, for nothing runs there. Where something does, nothing happens."""
@@ -316,9 +321,10 @@ class Hosts:
         """Dial at once: what was in the way may be gone."""
         self._managed[host].link.retry_now()
 
-    async def addresses(self) -> list[tuple[str, str]]:
-        """Name and address of every host of the cluster."""
-        return [(n, a) for n, a in await self._journal.query("SELECT name, address FROM hosts")]
+    async def known(self) -> list[tuple[HostId, str, HostOptions]]:
+        """Name, address and options of every host of the cluster."""
+        rows = await self._journal.query("SELECT name, address, options FROM hosts")
+        return [(HostId(n), a, msgspec.msgpack.decode(o, type=HostOptions)) for n, a, o in rows]
 
     def expect_exit(self, host: HostId, job: str, attempt: int) -> Expected:
         """Wait for the end of a rank that is no attempt of the scheduler's."""

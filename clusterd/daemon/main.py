@@ -12,8 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import anyio.abc
 
 from clusterd import __version__
 from clusterd import config as configuration
-from clusterd.config import Config, HostOptions
+from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
@@ -42,6 +41,7 @@ from clusterd.daemon.journal import Journal
 from clusterd.daemon.keeper import Keeper
 from clusterd.daemon.launching import Launches
 from clusterd.daemon.learned import Learned
+from clusterd.daemon.local import local_hosts
 from clusterd.daemon.membership import LOCAL
 from clusterd.daemon.mirror import LogMirror
 from clusterd.daemon.news import Notifier
@@ -54,7 +54,7 @@ from clusterd.daemon.terminals import Terminals
 from clusterd.daemon.timers import Timers
 from clusterd.errors import ClusterError
 from clusterd.ssh.connection import Dialer
-from clusterd.ssh.embedded import EmbeddedHost, shared_out
+from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys
 from clusterd.ssh.resolve import Route
@@ -73,7 +73,7 @@ class Daemon:
         self,
         config: Config,
         local: int = 0,
-        devices: int = 2,
+        devices: int | None = None,
         config_file: Path | None = None,
         *,
         restored: bool = False,
@@ -173,7 +173,10 @@ class Daemon:
             tasks.start_soon(guarded, LogMirror(engine, hosts, archive).run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
-            await stack.enter_async_context(self._embedded_hosts(hosts, scheduler))
+            inside = config.state_dir / "local"
+            await stack.enter_async_context(
+                local_hosts(hosts, scheduler.state, inside, self._local, self._devices, self._embedded)
+            )
             tasks.start_soon(server.serve, listener)
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)
@@ -189,31 +192,6 @@ class Daemon:
             with anyio.move_on_after(5.0):
                 await engine.snapshot()
             tasks.cancel_scope.cancel()
-
-    @asynccontextmanager
-    async def _embedded_hosts(self, hosts: Hosts, scheduler: Scheduler) -> AsyncIterator[None]:
-        """SSH servers for the hosts inside this machine, then every host dialed."""
-        known = [
-            int(address.removeprefix(LOCAL)) for _, address in await hosts.addresses() if address.startswith(LOCAL)
-        ]
-        async with AsyncExitStack() as stack:
-            numbers = sorted({*known, *range(self._local)})
-            cores = shared_out(sorted(os.sched_getaffinity(0)), len(numbers), self._devices)
-            for number, own in zip(numbers, cores, strict=True):
-                place = self._config.state_dir / "local" / str(number)
-                embedded = EmbeddedHost(f"local{number}", place, cores=own)
-                await embedded.start()
-                stack.push_async_callback(embedded.stop)
-                self._embedded[number] = embedded
-            await hosts.restore()
-            for number in range(self._local):
-                name = HostId(f"local{number}")
-                if name not in scheduler.state.hosts:
-                    options = HostOptions(cpu_devices=self._devices)
-                    if not any(cores):
-                        options = HostOptions(cpu_devices=self._devices, cores_per_device=1)
-                    await hosts.add(name, f"{LOCAL}{number}", options)
-            yield
 
     def _link(
         self, hosts: Hosts, host: HostId, address: str, dialer: Dialer, invite: Invite, leader: dict[str, Any]
@@ -278,7 +256,7 @@ def main(argv: list[str]) -> int:
     """Parse what `clusterd start` passed on, and serve."""
     parser = argparse.ArgumentParser(prog="clusterd.daemon")
     parser.add_argument("--local", type=int, default=0)
-    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--devices", type=int)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--system", action="store_true")
     parser.add_argument("--restored", action="store_true")

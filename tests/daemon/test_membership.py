@@ -59,7 +59,7 @@ class Lab:
 
     async def known(self) -> list[str]:
         """Whom the next daemon will dial."""
-        return [name for name, _ in await self.hosts.addresses()]
+        return [name for name, _, _ in await self.hosts.known()]
 
 
 @pytest.fixture(name="journal")
