@@ -14,7 +14,7 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "attach":
         from clusterd.agent import attach
 
-        return attach.main()
+        return attach.main(rest)
     if verb == "serve":
         from clusterd.agent import server
 

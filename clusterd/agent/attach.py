@@ -7,6 +7,7 @@ lives on when this one ends with its SSH connection.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from clusterd.agent import programs
 from clusterd.agent.home import Home, UnsafeDirectory, default_home
@@ -24,13 +26,19 @@ START_DEADLINE_S = 30.0
 _CHUNK = 1 << 16
 
 
-def main() -> int:
-    """Attach; the exit code is 0 once the agent was reached, whatever ended the connection."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Attach; the exit code is 0 once the agent was reached, whatever ended the connection.
+
+    With ``living`` no agent is started, and nothing made where none lives.
+    """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     home = default_home()
     try:
-        home.make()
-        connection = reach(home)
+        if "living" in arguments:
+            connection = _living(home)
+        else:
+            home.make()
+            connection = reach(home)
     except (OSError, UnsafeDirectory, TimeoutError) as error:
         _say("clusterd-failed", {"message": str(error), "home": str(home.root)})
         return 1
@@ -54,12 +62,8 @@ def reach(home: Home) -> socket.socket:
     pause_s = 0.005
     started = False
     while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.connect(os.fspath(home.socket))
-            return connection
-        except (FileNotFoundError, ConnectionRefusedError):
-            connection.close()
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            return _living(home)
         if not started and not held(home):
             start(home)
             started = True
@@ -69,6 +73,16 @@ def reach(home: Home) -> socket.socket:
             )
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.1)
+
+
+def _living(home: Home) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(os.fspath(home.socket))
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def start(home: Home) -> None:

@@ -30,6 +30,7 @@ from clusterd.types import HostId, JobId
 log = logging.getLogger(__name__)
 
 LINK_FAILED_PAUSE_S = 5.0
+FORMER_TIMEOUT_S = 20.0
 
 LinkFactory = Callable[["Hosts", HostId, str], HostLink]
 
@@ -166,6 +167,9 @@ class Hosts:
         told = (facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
         reports = tuple(r for r in told if is_news(self._engine.scheduler.state, host, r))
         home = managed.link.agent_home
+        before = self._engine.scheduler.state.hosts[host].agent_home
+        if before is not None and before != home:
+            await self._end_former(managed.link, before)
         await self._engine.report(
             e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=agent, agent_home=home)
         )
@@ -185,6 +189,16 @@ class Hosts:
             was = known.agent_home or "its default"
             log.info("%s: agent_home stays %s until what runs there is over", host, was)
         return known.agent_home
+
+    async def _end_former(self, link: HostLink, home: str) -> None:
+        """The agent at the old place is of no use when another took over; what it has is left there."""
+        was = home or "the default place"
+        try:
+            with anyio.fail_after(FORMER_TIMEOUT_S):
+                await link.end_former(home)
+            log.info("%s: the agent at %s has ended; agent_home is %s", link.name, was, link.agent_home or "not set")
+        except (ClusterError, TimeoutError) as error:
+            log.warning("%s: if there is still an agent at %s, it stays: %s", link.name, was, error)
 
     async def _on_down(self, host: HostId, why: str) -> None:
         for key, expected in list(self.expected.items()):

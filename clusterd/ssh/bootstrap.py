@@ -94,7 +94,12 @@ class AgentStream:
 
 @asynccontextmanager
 async def attach(
-    connection: asyncssh.SSHClientConnection, name: str, bundle: Bundle, agent_home: str | None, cluster: str = ""
+    connection: asyncssh.SSHClientConnection,
+    name: str,
+    bundle: Bundle,
+    agent_home: str | None,
+    cluster: str = "",
+    former: str | None = None,
 ) -> AsyncIterator[AgentStream]:
     """The agent of the host at the other end, its code sent and its process started where need be.
 
@@ -102,6 +107,7 @@ async def attach(
         name: of the host, for messages.
         agent_home: where agents keep their records there; None: their default.
         cluster: whose agent: each has its own, below that directory; "": the one of the directory itself.
+        former: the agent that still lives in this other directory ("": the default) is wanted, or none.
     Raises:
         BootstrapFailed: no Python, one that is too old, no space, an agent that does not start.
         HostError: the connection broke.
@@ -114,7 +120,7 @@ async def attach(
     listening = asyncio.create_task(_keep_errors(process.stderr, said))
     try:
         try:
-            given = {"agent_home": agent_home, "cluster": cluster}
+            given = {"agent_home": agent_home, "cluster": cluster, "former": former}
             attached = await asyncio.wait_for(_speak(process, name, bundle, given, said), TIMEOUT_S)
         except TimeoutError:
             raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{said}") from None

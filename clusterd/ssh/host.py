@@ -114,6 +114,7 @@ class HostLink:
         """Where the agent was looked for when the host was last dialed."""
         self._code = code
         self._jitter = jitter or random.Random()
+        self._connection: asyncssh.SSHClientConnection | None = None
         self._stream: AgentStream | None = None
         self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
         self._waiting: dict[int, asyncio.Future[Message]] = {}
@@ -131,6 +132,7 @@ class HostLink:
                 place = (self.agent_home or None, self._cluster)
                 try:
                     async with self._dialer.connect(await self._route_source()) as connection:
+                        self._connection = connection
                         while True:
                             self._become("bootstrapping", failures=failures)
                             async with attach(connection, self.name, self._bundle(), *place) as stream:
@@ -151,6 +153,21 @@ class HostLink:
     def retry_now(self) -> None:
         """Do not wait any longer: what was in the way may have gone, as after `host trust`."""
         self._wake.set()
+
+    async def end_former(self, home: str) -> None:
+        """End the agent that was left in another directory there, if one lives in it and nothing runs under it.
+
+        Args:
+            home: that directory; "": the default.
+        Raises:
+            AgentRefused: something runs under it; HostError: none lives there, or it cannot be reached.
+        """
+        if self._connection is None:
+            raise AgentLost(f"{self.name} is not connected: {self.state}")
+        place = (self.agent_home or None, self._cluster, home)
+        async with attach(self._connection, self.name, self._bundle(), *place) as stream:
+            if await self._greet(stream) is not None:
+                await self._exchange(stream, "shutdown", {"force": False})
 
     async def request(self, verb: str, *, timeout_s: float | None = REQUEST_TIMEOUT_S, **arguments: Any) -> Message:
         """The agent's answer.

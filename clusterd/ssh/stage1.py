@@ -69,9 +69,11 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         )
         os.execv(newer, [newer, "-E", "-c", again, json.dumps(given), source])
     os.environ["CLUSTERD_AGENT_OF"] = given["cluster"]
+    home = given["agent_home"] if given["former"] is None else given["former"]
+    if home:
+        os.environ["CLUSTERD_AGENT_HOME"] = os.path.join(os.path.expanduser(home), given["cluster"])
     if given["agent_home"]:
         cache = os.path.expanduser(given["agent_home"])
-        os.environ["CLUSTERD_AGENT_HOME"] = os.path.join(cache, given["cluster"])
     else:
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "clusterd")
     target = os.path.join(cache, "agent-" + given["sha256"][:16])
@@ -87,4 +89,5 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         said = f"cannot keep the agent's code in {target}: {error}: set agent_home of the host to another place"
         say("failed", kind="disk", message=said)
         return
-    os.execv(sys.executable, [sys.executable, "-E", target, "attach"])
+    living = [] if given["former"] is None else ["living"]
+    os.execv(sys.executable, [sys.executable, "-E", target, "attach"] + living)  # noqa: RUF005  # Python 3.6 parses it

@@ -169,7 +169,7 @@ def test_an_old_python_says_so_or_finds_a_newer_one(tmp_path: Path, version: str
     if not old:
         pytest.skip(f"no Python {version} on this machine")
     stage1 = (Path(__file__).parents[2] / "clusterd/ssh/stage1.py").read_text()
-    given = {"sha256": 64 * "0", "bytes": 0, "agent_home": None, "cluster": ""}
+    given = {"sha256": 64 * "0", "bytes": 0, "agent_home": None, "cluster": "", "former": None}
     source = f"S = {stage1!r}\nexec(compile(S, 'x', 'exec'))\nmain({given}, S)"
     sent = f"{len(source.encode())}\n{source}".encode()
     command = COMMAND.removeprefix("exec ").replace("python3", str(old[0]))
