@@ -35,7 +35,7 @@ def job_row(job: Job, state: State) -> Row:
         "name": job.spec.name,
         "kind": job.spec.kind.value,
         "state": job.state.value,
-        "reason": _reason(job, state),
+        "reason": reason(job, state),
         "away": [host.id for host in _away(job, state)],
         "priority": job.priority,
         "guaranteed": job.spec.guaranteed,
@@ -80,7 +80,7 @@ def _away(job: Job, state: State) -> list[Host]:
     return [host for name in job.attempt.hosts if (host := state.hosts[name]).state is not HostState.UP]
 
 
-def _reason(job: Job, state: State) -> str:
+def reason(job: Job, state: State) -> str:
     """Why the job is where it is; for one that runs where nobody can look, that comes first."""
     attempt, away = job.attempt, _away(job, state)
     if attempt is None or not away:

@@ -24,6 +24,7 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
     Raises:
         ClusterError: there is none; DaemonAbsent: it went away and does not come back.
     """
+    name = f"{row['name']} ({row['id']})"
     out = sys.stdout.buffer
     begun: dict[tuple[int, int], bytes] = {}
     after: dict[str, Any] = {}  # up to where it is printed
@@ -31,6 +32,9 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
     def show(cluster: Client) -> None:
         more = {"after": after} if after else {}
         for piece in cluster.stream("logs", job=row["id"], rank=rank, follow=follow, attempt=attempt, **more):
+            if says := piece.get("says"):
+                note(f"{name}: {says}")
+                continue
             if rank is not None:
                 out.write(piece["data"])
             else:
@@ -43,7 +47,6 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
                 after.update(at, offsets={})
             after["offsets"][str(piece["rank"])] = piece["offset"]
 
-    name = f"{row['name']} ({row['id']})"
     _over_restarts(show, f"the daemon went away; {name} runs on. Waiting for both, up to {duration(RESTART_S)}")
     out.writelines(b"%d: %s\n" % (key[1], rest) for key, rest in begun.items() if rest)
     out.flush()

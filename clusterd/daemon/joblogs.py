@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from clusterd import projection
 from clusterd.core import admission
 from clusterd.core.state import Attempt, Job
 from clusterd.daemon.archive import Archive, Tail
@@ -18,7 +19,7 @@ from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer
 from clusterd.errors import AgentLost, ClusterError, UsageError
 from clusterd.ssh.host import AgentRefused
-from clusterd.types import AttemptState, HostId
+from clusterd.types import AttemptState, HostId, HostState, JobState
 from clusterd.units import size
 
 CHUNK_BYTES = 1 << 18
@@ -67,6 +68,8 @@ class JobLogs:
     ) -> AsyncIterator[dict[str, Any]]:
         """Pieces of one rank's log, or of all: ``{attempt, generation, rank, data, offset}``.
 
+        Whoever follows is told what there is to wait for: a piece without data has it as ``says``.
+
         `follow`: until the job is over; `after`: what came before is left out; `last_bytes`: of each log, at most.
         """
         state = self._engine.scheduler.state
@@ -90,13 +93,19 @@ class JobLogs:
                 continue
             current = self._attempt(known, number)
             begin = after if after is not None and after.attempt == current.number else None
+            last: dict[str, Any] = {}
             async for piece in self._attempt_logs(known, current, wanted, begin):
+                last = piece
                 yield piece
             if wanted.is_last:
                 return
+            told = False
             while known.attempts[-1].number == current.number:  # over, and the next one not begun
                 if _is_over(known):
                     return
+                if last and known.state is JobState.QUEUED and not told:
+                    told = True
+                    yield {**last, "data": b"", "says": f"is queued again: {projection.reason(known, state)}"}
                 await self._feed.wait(self._feed.number)
             number = current.number + 1
 
@@ -132,6 +141,7 @@ class JobLogs:
             else await self._near_end(job, attempt, generation, r, wanted.last_bytes)
             for r in (sorted(hosts) if rank is None else [rank])
         }
+        silent: set[HostId] = set()
         while True:
             # Looked up before reading: nothing comes after it.
             is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
@@ -142,7 +152,14 @@ class JobLogs:
                 except AgentLost as lost:
                     if not wanted.follow:
                         raise ClusterError(f"{hosts[number]} cannot be reached now: {lost}") from None
-                    continue
+                    answer = {"data": b"", "offset": at[number], "is_away": True}
+                if not answer.pop("is_away", False):
+                    silent.discard(hosts[number])
+                elif wanted.follow and hosts[number] not in silent and self._is_away(hosts[number]):
+                    silent.add(hosts[number])
+                    why = projection.reason(job, self._engine.scheduler.state)
+                    which = {"attempt": attempt.number, "generation": generation, "rank": number}
+                    yield {**which, "data": b"", "offset": at[number], "says": why}
                 unknown += bool(answer.pop("is_unknown", False))
                 if answer["data"]:
                     grew = True
@@ -173,6 +190,10 @@ class JobLogs:
                 return 0
             whole = int(answer["size"])
         return max(whole - last_bytes, 0)
+
+    def _is_away(self, host: HostId) -> bool:
+        known = self._engine.scheduler.state.hosts.get(host)
+        return known is not None and known.state is not HostState.UP
 
     def _is_kept(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
         return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)
@@ -259,10 +280,10 @@ def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
 def _last_words(host: HostId, tail: Tail, offset: int) -> dict[str, Any]:
     """What was brought here before the host fell silent; nothing, where `offset` is beyond it."""
     if offset >= tail.end:
-        return {"data": b"", "offset": offset}
+        return {"data": b"", "offset": offset, "is_away": True}
     before = _missing(host, tail.begin - offset) if offset < tail.begin else b""
     after = f"\n[clusterd: {host} does not answer; what this rank said last is there]\n".encode()
-    return {"data": before + tail.data[max(offset - tail.begin, 0) :] + after, "offset": tail.end}
+    return {"data": before + tail.data[max(offset - tail.begin, 0) :] + after, "offset": tail.end, "is_away": True}
 
 
 def _missing(host: HostId, bytes_: int) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RunningCluster, until
+from tests.conftest import RunningCluster, cut_power, until
 
 
 def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster: RunningCluster) -> None:
@@ -79,3 +79,27 @@ def test_wait_returns_the_jobs_code_when_nobody_reads_what_it_says(local_cluster
     done = subprocess.run(command, env=local_cluster.environment, stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_who_follows_a_log_is_told_that_its_host_is_away(cluster: RunningCluster, tmp_path: Path) -> None:
+    """`logs -f` and `run` stood still, without a word, for as long as the host did not answer."""
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text('[daemon]\nhost_lost_after = "2s"\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=2)
+    command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--name", "long", "--"]
+    script = ["sh", "-c", 'echo "$CLUSTERD_ATTEMPT" begins; [ "$CLUSTERD_ATTEMPT" = 2 ] || sleep 1000']
+    with subprocess.Popen(
+        [*command, *script], cwd=tmp_path, env=cluster.environment, stdout=-1, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "1 begins\n"
+        (row,) = cluster.call("jobs")
+        cut_power(cluster.directory, int(row["hosts"][0].removeprefix("local")))
+        out, said = run.communicate(timeout=60)
+    lines = said.splitlines()
+    assert run.returncode == 0, said
+    assert out == "2 begins\n"
+    away = next(line for line in lines if " is unreachable since " in line)
+    assert away.startswith("long (1): local")
+    assert "the job goes on without them" in away
