@@ -13,7 +13,7 @@ import click
 from clusterd.cli.completing import complete_job
 from clusterd.cli.output import ago, note, output_option, show_json, show_table
 from clusterd.client import Client
-from clusterd.errors import ClusterError, UsageError
+from clusterd.errors import ClusterError, TryLater, UsageError
 from clusterd.units import size
 
 
@@ -52,6 +52,8 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
 
 
 def _list(told: dict[str, Any], output: str) -> None:
+    if told["left"] and not told["files"]:
+        raise TryLater(f"whether {told['name']} has written files is not known before {_others(told)} can be asked")
     if output != "table":
         show_json(told["files"], output)
         return
@@ -63,17 +65,23 @@ def _list(told: dict[str, Any], output: str) -> None:
         note(f"and {told['more']} more, which are not named")
 
 
+def _others(told: dict[str, Any]) -> str:
+    return " and ".join(told["left"])
+
+
 def _matching(told: dict[str, Any], wanted: str) -> list[dict[str, Any]]:
     if not wanted:  # what a script's unset variable gives
         raise UsageError(f"no file is named: clusterd get {told['job']} lists them")
     plain = os.path.normpath(wanted)
-    if plain == ".":
+    if plain == "." and (told["files"] or not told["left"]):
         return list(told["files"])
     found = [
         file
         for file in told["files"]
         if file["path"] == plain or file["path"].startswith(f"{plain}/") or fnmatch.fnmatch(file["path"], wanted)
     ]
+    if not found and told["left"]:
+        raise TryLater(f"whether {told['name']} has written {wanted} is not known before {_others(told)} can be asked")
     if not found:
         raise ClusterError(f"{told['name']} has written no {wanted}: clusterd get {told['job']} lists its files")
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RunningCluster
+from tests.conftest import RunningCluster, cut_power, until
 
 WRITES = """
 echo more >> touched.txt; head -c 3000000 /dev/urandom > out.bin; cksum < out.bin
@@ -68,3 +68,14 @@ def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: st
         assert (refused.returncode, why in refused.stderr) == (code, True), refused.stderr
     local_cluster.run("forget", written)
     assert "has written no files" in local_cluster.run("get", written).stderr
+
+
+def test_what_a_silent_host_has_is_not_known(local_cluster: RunningCluster, written: str) -> None:
+    """It was said to be nothing."""
+    (host,) = local_cluster.job(written)["hosts"]
+    cut_power(local_cluster.directory, int(host.removeprefix("local")))
+    until(lambda: {row["name"]: row["state"] for row in local_cluster.call("hosts")}[host] == "unreachable")
+    for wanted in ((), ("-o", "json"), ("out.bin",), (".",)):
+        refused = local_cluster.run("get", written, *wanted, check=False)
+        assert refused.returncode == 75
+        assert f"is not known before {host} can be asked" in refused.stderr
