@@ -39,7 +39,13 @@ def check(
 
 def check_cut(plan: Plan, shape: ModelShape) -> list[str]:
     """Why the model cannot be cut so, whatever its batch and the number of replicas; empty if it can."""
-    return [*_pipeline(plan, shape), *_tensors(plan, shape), *_optimizer(plan, shape), *_parameters(plan, shape)]
+    return [
+        *_pipeline(plan, shape),
+        *_tensors(plan, shape),
+        *_optimizer(plan, shape),
+        *_parameters(plan, shape),
+        *_written(plan, shape),
+    ]
 
 
 def _batch(plan: Plan, batch: int | None) -> Iterator[str]:
@@ -158,6 +164,34 @@ def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
             f"{trainable[0].name} has {trainable[0].dtype_bytes} bytes per element, {other[0].name} "
             f"{other[0].dtype_bytes}"
         )
+
+
+def _written(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    """What a forward pass writes into parameters must be there for the update, and for the next pass, everywhere."""
+    trained = next((p.name for p in shape.parameters if p.trainable and p.name in shape.written), "")
+    if plan.dp > 1 and shape.written_by_samples:
+        yield (
+            f"dp={plan.dp} would have replicas drift apart: the forward pass writes into {shape.written_by_samples} "
+            "what its own samples make of it (as max_norm does)"
+        )
+    elif plan.zero >= 2 and shape.written:
+        yield (
+            f"zero={plan.zero} puts parameters together for a pass, and would lose what the forward pass writes into "
+            f"{shape.written[0]}"
+        )
+    elif (plan.zero or plan.offload == "optimizer") and trained:
+        what = f"zero={plan.zero}" if plan.zero else "offload=optimizer"
+        yield f"{what} updates copies of parameters, and would lose what the forward pass writes into {trained}"
+    if shape.written_anew and not shape.pipeline_refused and (repeats := _repeats(plan)):
+        yield (
+            f"{repeats} makes more than one forward pass of a step, each of which would write into {shape.written_anew}"
+        )
+
+
+def _repeats(plan: Plan) -> str:
+    if plan.pp > 1:
+        return f"pp={plan.pp}"
+    return f"accumulation={plan.accumulation}" if plan.accumulation > 1 else "checkpointing" * plan.checkpointing
 
 
 def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:

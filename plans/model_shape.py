@@ -72,7 +72,7 @@ _NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio")
 
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
-    "hooked",
+    "hooked", "written", "written_by_samples", "written_anew", "written_known",
 )  # fmt: skip
 """Fields that came later: with their defaults, models are signed as they were before."""
 
@@ -106,6 +106,10 @@ class ModelShape:
     noncontiguous: str = ""  # a parameter that is not laid out row by row
     repeated_block: str = ""  # a block that is in a list more than once
     hooked: str = ""  # a parameter whose gradient goes through a hook of the script's
+    written: tuple[str, ...] = ()  # parameters that the forward pass writes into
+    written_by_samples: str = ""  # one of them, where what is written depends on the samples, or is drawn
+    written_anew: str = ""  # one of them, where a second pass would write something else
+    written_known: bool = True  # whether fake tensors could tell
     parameter_groups: tuple[tuple[int, ...], ...] = ()  # of the optimizer, by index; empty: one of all trainable ones
     slots: tuple[Slots, ...] = ()  # the kinds that there are; empty: not known, the ratio stands for them
     parameter_slots: tuple[int, ...] = ()  # kind of each parameter's slots; -1: it has none
@@ -184,6 +188,7 @@ class ModelShape:
             known["tp_degrees"] = tuple(known.get("tp_degrees", ()))
             known["tp_refused"] = tuple((int(n), str(why)) for n, why in known.get("tp_refused", ()))
             known["tied"] = tuple(tuple(names) for names in known.get("tied", ()))
+            known["written"] = tuple(known.get("written", ()))
             known["parameter_groups"] = tuple(tuple(group) for group in known.get("parameter_groups", ()))
             known["slots"] = tuple(tuple((str(n), int(b)) for n, b in slots) for slots in known.get("slots", ()))
             known["parameter_slots"] = tuple(known.get("parameter_slots", ()))

@@ -28,6 +28,7 @@ from clusterd.train.temporaries import temporaries_ratio
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, WHOLE, styles_in
 from clusterd.train.trace import LOSS, Trace, layer_shapes
 from clusterd.train.traits import optimizer_traits
+from clusterd.train.writes import Writes
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
 
 TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
@@ -58,6 +59,9 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles, tp_dims, uncut = _cuts(model, job.tp_plan or {})
+    writes = forward.writes()
+    if torn := next((name for name in writes.names if name in tp_dims), ""):
+        styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {torn}, and may want it whole"
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
         trained = [
@@ -94,7 +98,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         steps=job.steps,
         precision=job.precision,
         pipeline=bool(job.layers),
-        pipeline_refused=forward.why_no_chain(paths) if job.layers and pipeline else "",
+        pipeline_refused=(forward.why_no_chain(paths) or writes.why_no_pipeline) if job.layers and pipeline else "",
         tp_plan=bool(job.tp_plan),
         tp_degrees=tuple(works),
         tp_refused=tuple(refused),
@@ -106,6 +110,10 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         find_unused_parameters=job.find_unused_parameters,
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
+        written=writes.names,
+        written_known=writes.complete,
+        written_by_samples=writes.by_samples,
+        written_anew=writes.anew,
         hooked=next((name for name, p in build.named_parameters(model) if _has_hooks(p)), ""),
         optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
         optimizer_temporaries_ratio=temporaries,
@@ -300,6 +308,21 @@ class _Forward:
         if (differs := whole.first_beside(chain)) is not None:
             return f"the model does more than to apply `layers` one after another ({differs})"
         return ""
+
+    def writes(self) -> Writes:
+        """What two passes write into parameters; where fake tensors cannot run the model, until they could not."""
+        model, given = self.model(), []
+        nested(
+            (self._inputs, self._target), lambda part: given.append(part) if isinstance(part, torch.Tensor) else None
+        )
+        writes = Writes(model, *given)
+        with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
+            for _ in range(2):  # some is written once, and some from the second pass on
+                build.seed_everything(self._job.seed)
+                with writes:
+                    self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
+            writes.complete = True
+        return writes
 
     def _operations(self, module: nn.Module) -> Operations:
         """Of a forward pass; what is drawn in it is drawn alike each time."""

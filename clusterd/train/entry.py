@@ -74,6 +74,8 @@ class Training:
         self.parallel = Parallel(
             model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
         )
+        if plan != Plan():
+            self.parallel.watch(self.shape)
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         self.attributes = Attributes(modules, self.optimizer.holder)

@@ -31,6 +31,8 @@ from clusterd.train.exits import UsedUnlike
 from clusterd.train.job import NAME
 from clusterd.train.replicate import GradientSum, mean_gradients, sum_gradients
 from clusterd.train.tensor_styles import SUMMED, style_of, styles_in
+from clusterd.train.writes import Watch
+from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 # Buffers count as replica 0 has them. The option's name has changed, and its old one warns.
@@ -103,6 +105,18 @@ class Parallel:
     def pp_group(self) -> dist.ProcessGroup | None:
         """The stages of this replica."""
         return self.mesh["pp"].get_group() if self.mesh is not None and self.plan.pp > 1 else None
+
+    def watch(self, shape: ModelShape) -> None:
+        """From the next pass on, has forward passes raise that write into parameters, where the plan would lose that.
+
+        Args:
+            shape: of the whole model, in which what is written is known as far as fake tensors could tell.
+        """
+        plan = self.plan
+        several_passes = plan.pp > 1 or plan.accumulation > 1 or plan.checkpointing
+        if plan.dp > 1 or plan.offload != "none" or several_passes:
+            units = [m for m in self.module.modules() if hasattr(m, "set_reshard_after_backward")]  # of FSDP2
+            Watch(self.module, units or [self.module], shape.written, values=not shape.written_known)
 
     def last_of(self, micro_batch: int) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch without pipeline: replicas talk with the last one only."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from clusterd.train import build
 from clusterd.train.tensor_styles import COLWISE, GATHERING, SUMMED
+from clusterd.train.writes import written
 
 
 class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -61,6 +62,10 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
                     _storage(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
                 )
                 self.unlike = self.unlike or f"{what} is whole and computed with parts of features"
+            for storage in map(_storage, written(function, arguments, options)):
+                if storage in self._names and storage not in self._parts:
+                    said = f"{self._names[storage]} is whole, and parts of features are written into it"
+                    self.unlike = self.unlike or said
             self._keep(result, self._parts.add)
         return result
 

@@ -3,7 +3,7 @@
 The copy is taken beside the next step's forward and backward pass, and is complete before a parameter changes. Two
 segments take turns, so that one is whole at any moment.
 
-Buffers are the exception: a forward pass changes them. They are copied apart before it begins.
+Buffers are the exception, and parameters that a forward pass writes into: they are copied apart before it begins.
 
 A rank that is stopped so that its job can go on elsewhere leaves one more, of its last step.
 """
@@ -134,7 +134,8 @@ class Snapshots:
         live = holdings(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
-            if tensor.kind == "buffer":
+            written = tensor.kind == "parameter" and tensor.name in training.shape.written
+            if tensor.kind == "buffer" or written:
                 key = tensor.name, tensor.kind
                 live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
         pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in self._outbox.parts]

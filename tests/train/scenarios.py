@@ -13,6 +13,7 @@ import fsspec
 import odd_models
 import recorded_state
 import torch
+import writing_models
 from model import GPT
 from torch import nn
 from torch.nn import functional as F
@@ -136,7 +137,7 @@ class Broken(GPT):
 
 MODELS = {
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
-    **odd_models.MODELS,
+    **odd_models.MODELS, **writing_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
     **odd_models.OPTIMIZERS,
