@@ -55,8 +55,7 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
     Raises:
         UsageError: not a directory, too large (naming the largest files), or it would hide our own modules.
     """
-    if not directory.is_dir():
-        raise UsageError(f"workdir {directory} is no directory: set workdir to where the job's code is")
+    refuse_missing(directory)
     for name in OUR_PACKAGES if imports_ours else ():
         for found in (directory / name / "__init__.py", directory / f"{name}.py"):
             if found.exists():
@@ -84,6 +83,16 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
         digest.update(chunk)
     spool.seek(0)
     return Snapshot(digest.hexdigest(), size_bytes, count, spool)
+
+
+def refuse_missing(directory: Path) -> None:
+    """Refuse what is no directory, or no name that one can have.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    if not os.path.isdir(directory):  # Path.is_dir raises where the name is too long
+        raise UsageError(f"workdir {directory} is no directory: set workdir to where the job's code is")
 
 
 def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:

@@ -43,8 +43,11 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
 
     from clusterd.client import frame
     from clusterd.daemon.wellformed import refuse_malformed
+    from clusterd.workdir import refuse_missing
 
     try:
+        if request.spec.workdir is not None:
+            refuse_missing(Path(request.spec.workdir))
         refuse_malformed(request.spec)
         frame(1, "submit", {"spec": msgspec.to_builtins(request.spec), "secrets": request.secrets})
     except UsageError as error:

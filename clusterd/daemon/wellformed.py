@@ -40,6 +40,9 @@ def refuse_malformed(spec: JobSpec) -> None:
     for name in (*spec.env, *spec.secrets):
         if not name or "=" in name:
             raise UsageError(f"env: {name!r} is no name of a variable: it must not be empty, nor hold '='")
+    for field, names in (("after", spec.after), ("resources.hosts", spec.resources.hosts)):
+        if "" in names:
+            raise UsageError(f"{field} has an empty name: take it out")
     for field, text in _texts(spec):
         _refuse_null(field, text)
     for field, text in _named(spec):

@@ -19,6 +19,8 @@ NEVER_TAKEN = [
     'command = ["true", "a\\u0000b"]',
     "command = ['true']\ntarget_loss = nan",
     "command = ['true']\nsnapshots = -3",
+    "command = ['true']\nafter = ['']",
+    "command = ['true']\n[resources]\nhosts = ['']",
     "command = ['true']\npriority = 1" + "0" * 30,
     "command = ['true']\nkind = 'checkpointable'",
     "command = ['true']\n[env]\n'A=B' = 'x'",
@@ -56,6 +58,19 @@ def test_a_job_file_that_is_right_is_taken(
     config.main(["check", "--job", str(file)], standalone_mode=False)
     assert f"{file}: job job, command: right" in capsys.readouterr().err
     cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
+
+
+@pytest.mark.parametrize("workdir", ["not-there", "x" * 5000])
+def test_a_workdir_that_is_not_there_is_refused_alike(cluster: RunningCluster, tmp_path: Path, workdir: str) -> None:
+    """The check called it right; submit took a name that is too long for a bug of its own."""
+    file = tmp_path / "job.toml"
+    file.write_text(f"command = ['true']\nworkdir = '{workdir}'\n")
+    said = f"workdir {tmp_path / workdir} is no directory: set workdir to where the job's code is"
+    cluster.start()
+    for command in (("config", "check", "--job"), ("submit",)):
+        refused = cluster.run(*command, str(file), check=False)
+        assert refused.returncode == 2
+        assert refused.stderr.strip().endswith(said)
 
 
 def test_the_settings_shown_are_those_in_force(
