@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from clusterd.train import scalars
+from clusterd.train import late, scalars
 from clusterd.train.boxes import Box, Trained, holdings
 from clusterd.train.context import Context
 from clusterd.train.copying import narrowed
@@ -90,7 +90,7 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
     Args:
         layout: of the present plan.
     Raises:
-        CannotTravel: optimizer or scheduler hold what only a pickle could.
+        CannotTravel: optimizer or scheduler hold what only a pickle could, or what nobody knows how to cut.
     """
     rank = training.context.rank
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
@@ -103,12 +103,20 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
         for at, tensor in zip(_keys(*key, slots_of), live[key].tensors, strict=True)
         if tensor is not None
     ]
-    told = scalars.collect(training, shape)
+    parameters = dict(training.parallel.parameters)
+    late_ones = late.kept(training.optimizer, tensor_slots)
+    for (name, slot), tensor in late_ones.items():
+        if (place := late.place(parameters[name], tensor.shape)) is None:
+            raise scalars.CannotTravel(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a part of the parameter")
+        if tensor.numel():  # holders of one part all have it; torch writes it once
+            at = ("optim", "state", name, slot)
+            tensors.append(Saved(at, *place, tensor.detach().to("cpu", copy=True).contiguous()))
+    told = scalars.collect(training, shape, late_apart=True)
     values: dict[Key, Any] = {("clusterd", "scalars", str(rank)): told}
     for name, slots in training.optimizer.state_by_name().items():
         for slot, value in slots.items():
             at = ("optim", "state", name, slot)
-            if slot in tensor_slots[name] or value is None:
+            if slot in tensor_slots[name] or value is None or (name, slot) in late_ones:
                 continue
             if isinstance(value, torch.Tensor):  # holders of one parameter all have it; torch writes it once
                 whole = tuple((0, n) for n in value.shape)
@@ -238,7 +246,8 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
     if not os.path.isfile(os.path.join(directory, ".metadata")):
         raise PlanRefused(f"no checkpoint in {directory}: it has no .metadata")
     reader = dcp.FileSystemReader(directory)
-    known = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
+    known = metadata.state_dict_metadata
     ranks = sorted(key for key in known if key.startswith("clusterd.scalars."))
     if not ranks:
         raise PlanRefused(f"the checkpoint in {directory} was not written by clusterd: it has no clusterd.scalars")
@@ -263,12 +272,22 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
         if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != whole:
             has = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "nothing"
             raise PlanRefused(f"the checkpoint in {directory} has {has} for {key}, the model needs {whole}")
+    parameters = dict(training.parallel.parameters)
+    late_ones = late.room(training.optimizer, scalars.tensor_slots(shape), metadata)
+    for (name, slot), tensor in late_ones.items():
+        if (place := late.place(parameters[name], tensor.shape)) is None:
+            raise PlanRefused(f"the checkpoint in {directory} has a {slot} for {name} that the plan does not cut")
+        if tensor.numel():
+            wanted[f"optim.state.{name}.{slot}"] = *place, tensor
     with _as_exceptions():
         dcp.load({}, storage_reader=dcp.FileSystemReader(directory), planner=_Loader(wanted, {}), no_dist=True)
     for holding in live.values():
         if holding.mirror is not None and (local := holding.tensors[0]) is not None:
             holding.mirror.copy_(local)
     scalars.restore(training, shape, told)
+    plain = {name: p for name, _, p in training.optimizer.local}
+    for (name, slot), tensor in late_ones.items():
+        training.optimizer.holder.state[plain[name]][slot] = tensor
     training.step = int(values["step"])
 
 

@@ -214,9 +214,14 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
                 control.say("probe", figures=figures)
-        outcome = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "").run()
-        if job.save is not None and outcome.done:
-            result.save(training, job.save)
+        loop = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "")
+        outcome = loop.run()
+        if outcome.done:
+            try:
+                if job.save is not None:
+                    result.save(training, job.save)
+            finally:  # neither is lost with the other
+                loop.leave_checkpoint()
         if at_end is not None:
             at_end(training)
         return outcome

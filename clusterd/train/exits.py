@@ -98,6 +98,10 @@ class UsedUnlike(TrainError):
     """Replicas, or steps, use different parameters, and the script did not say so."""
 
 
+class CheckpointFailed(TrainError):
+    """The checkpoint that a job is to leave cannot be had."""
+
+
 def of(error: BaseException, *, where: str) -> TrainError | None:
     """`error` as one of ours, or None if it is the script's own.
 

@@ -101,14 +101,16 @@ class Loop:
         Returns:
             How it ended; the last step is logged.
         Raises:
-            CannotTravel: the job is to leave a checkpoint, and its state cannot be in one.
-            RuntimeError: the last checkpoint could not be written.
+            CheckpointFailed: the job is to leave a checkpoint, and its state cannot be in one.
             SystemExit: code 0: peers died, and what this rank held was handed over or is not needed.
         """
         training = self._training
         if training.context.final:
             # What cannot be in a checkpoint is better known now than after the last step.
-            scalars.collect(training, training.shape)
+            try:
+                scalars.collect(training, training.shape, late_apart=True)
+            except scalars.CannotTravel as error:
+                raise exits.CheckpointFailed(f"the job is to leave a checkpoint, and cannot: {error}") from error
         try:
             stopped = self._steps()
         except Exception as error:
@@ -122,10 +124,16 @@ class Loop:
         self._checkpoints.finish()
         if stopped:
             print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
-        done = not stopped or self._done
-        if done and training.context.final:
-            self._checkpoints.take_last(training.context.final)
-        return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=done)
+        return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=not stopped or self._done)
+
+    def leave_checkpoint(self) -> None:
+        """After the last step, on every rank, and after all else that is to be left of it.
+
+        Raises:
+            CheckpointFailed: it could not be written.
+        """
+        if self._training.context.final:
+            self._checkpoints.take_last(self._training.context.final)
 
     def _steps(self) -> str:
         """Returns why it was stopped, if it was."""

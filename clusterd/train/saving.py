@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from clusterd.train.checkpoint import Checkpointed, Staged, stage, write
 from clusterd.train.control import Control, Message
+from clusterd.train.exits import CheckpointFailed
 from clusterd.train.scalars import CannotTravel
 from plans.layout import layout
 from plans.model_shape import ModelShape
@@ -75,7 +76,7 @@ class Checkpoints:
         """After the last step, on every rank; nobody has the state but we, so a full disk is given time to be emptied.
 
         Raises:
-            RuntimeError: it cannot be written.
+            CheckpointFailed: it cannot be written.
         """
         waits_s = itertools.chain((1.0, 2.0, 5.0, 10.0), itertools.repeat(RETRY_S, int(PATIENCE_S / RETRY_S)))
         for wait_s in itertools.chain(waits_s, (None,)):
@@ -93,7 +94,7 @@ class Checkpoints:
                 flush=True,
             )
             time.sleep(wait_s)
-        raise RuntimeError(f"the last checkpoint could not be written: {self.failure}")
+        raise CheckpointFailed(f"the last checkpoint could not be written: {self.failure}")
 
     def finish(self) -> None:
         """Waits until the one that is being written is complete."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from clusterd.train.attributes import Attributes
+from clusterd.train.late import kept as kept_late
 from clusterd.train.optimizers import RankOptimizer
 from plans.model_shape import ModelShape
 
@@ -37,9 +38,11 @@ class Trained(Protocol):
     attributes: Attributes
 
 
-def collect(training: Trained, shape: ModelShape) -> Scalars:
+def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -> Scalars:
     """Of this rank.
 
+    Args:
+        late_apart: whether somebody else takes the tensors that the optimizer has begun to keep after its first update.
     Returns:
         attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters
         that have them]; absent: parameters that have no state yet; groups: names and values of each; common: what the
@@ -55,6 +58,12 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
     names = {id(plain): name for name, _, plain in optimizer.local}
     state = optimizer.holder.state
     updated = optimizer.updated()
+    late = set(kept_late(optimizer, tensors))
+    if late and not late_apart:
+        name, slot = min(late)
+        raise CannotTravel(
+            f"{name}: {slot} came after the optimizer's first update, and only checkpoints have room for it"
+        )
     counters = [v for kept in state.values() if isinstance(kept, Mapping) for v in kept.values() if _is_counter(v)]
     read = dict(zip(map(id, counters), on_host(counters), strict=True))
     for name, _, plain in optimizer.local:
@@ -66,7 +75,7 @@ def collect(training: Trained, shape: ModelShape) -> Scalars:
         values = {
             slot: plain_value(read.get(id(value), value), f"{name}: {slot}")
             for slot, value in kept.items()
-            if slot not in tensors.get(name, ()) and value is not None
+            if slot not in tensors.get(name, ()) and value is not None and (name, slot) not in late
         }
         alike.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {

@@ -315,6 +315,29 @@ class Lookahead(torch.optim.SGD):
                     p.data.copy_(slow.lerp_(p.data, 0.5))
 
 
+class LateAverage(torch.optim.SGD):
+    """After the third update it keeps an average of what each parameter is, and from the fifth on is drawn to it."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+            for p in group["params"] if group["done"] > 3 else ():
+                average = self.state[p].setdefault("average", p.detach().clone())
+                p.data.lerp_(average.lerp_(p.data, 0.1), 0.5 if group["done"] > 5 else 0.0)
+
+
+class LateFunction(torch.optim.SGD):
+    """After the third update it keeps what no file can hold without a pickle."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            group["done"] = group.get("done", 0) + 1
+            for p in group["params"] if group["done"] > 3 else ():
+                self.state[p]["shape"] = lambda step: step
+
+
 class Counting(torch.optim.SGD):
     """Keeps a number for no parameter; its steps grow shorter with it."""
 
@@ -417,6 +440,8 @@ OPTIMIZERS = {
     "clipping": lambda p: Clipping(p, lr=0.1),
     "large factored": lambda p: LargeFactored(p, lr=0.1),
     "late ratio": lambda p: LateRatio(p, lr=0.1),
+    "late average": lambda p: LateAverage(p, lr=0.1, momentum=0.9),
+    "late function": lambda p: LateFunction(p, lr=0.1),
     "lookahead": lambda p: Lookahead(p, lr=0.1),
     "own count": lambda p: OwnCount(p, lr=0.1),
     "counting": lambda p: Counting(p, lr=0.1),

@@ -148,6 +148,54 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
     to_leave_one = {"final": str(tmp_path / "last")}
     run = ranks.run_each(tmp_path / "asked", "dp=1", [{"schedule": "drawn"}], more=lambda _: to_leave_one)[0]
     assert (run.ranks[0].exit_code, run.losses) == (1, []), "not after the last step"
+    assert "the job is to leave a checkpoint, and cannot: scheduler.shape is a function" in run.ranks[0].output
+    assert "Traceback" not in run.ranks[0].output
+
+
+@pytest.mark.parametrize(
+    ("plan", "other"),
+    [
+        ("dp=1", "dp=2,zero=3"),
+        ("dp=2,zero=3", "tp=2"),
+        ("dp=2,zero=1", "dp=2,offload=optimizer"),
+        ("tp=2", "dp=1"),
+        ("dp=2,offload=optimizer", "dp=2,zero=1"),
+    ],
+)
+def test_what_an_optimizer_begins_to_keep_after_some_updates_is_in_the_last_checkpoint(
+    ranks: RankPool, tmp_path: Path, plan: str, other: str
+) -> None:
+    """It was found out after the last step that it could not be, and the training was lost."""
+    options = {"optimizer": "late average", "depth": 2}
+    expected = ranks.run(tmp_path / "whole", "dp=1", steps=12, **options).checked().losses
+    left = {"final": str(tmp_path / "final")}
+    ranks.run_each(tmp_path / "first", plan, [{"steps": 7, **options}], more=lambda _: left)[0].checked()
+    goes_on = {"restore": left["final"]}
+    run = ranks.run_each(tmp_path / "then", other, [{"steps": 12, **options}], more=lambda _: goes_on)[0].checked()
+    assert run.losses == pytest.approx(expected[7:], rel=1e-5)
+
+
+def test_a_model_is_saved_though_the_last_checkpoint_cannot_be(ranks: RankPool, tmp_path: Path) -> None:
+    """What the optimizer keeps by then only a pickle could hold; before the first step nobody could know."""
+    file = tmp_path / "model.pt"
+    options = {"optimizer": "late function", "steps": 5, "save": str(file)}
+    left = {"final": str(tmp_path / "final")}
+    run = ranks.run_each(tmp_path / "run", "dp=2", [options], more=lambda _: left)[0]
+    assert len(run.losses) == 5
+    assert file.exists()
+    for rank in run.ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (1, False)
+        assert "the last checkpoint could not be written: " in rank.output
+
+
+def test_what_comes_late_costs_a_move_and_not_the_training(moving: Callable[..., Mover]) -> None:
+    mover = moving(optimizer="late average")
+    mover.start("dp=1")
+    mover.train(6)
+    with pytest.raises(AssertionError, match="average came after the optimizer's first update"):
+        mover.move("dp=2")
+    mover.train(3)
+    mover.stop()
 
 
 def test_the_word_of_one_agent_is_enough(moving: Callable[..., Mover], tmp_path: Path) -> None:
