@@ -164,6 +164,8 @@ def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
             f"{trainable[0].name} has {trainable[0].dtype_bytes} bytes per element, {other[0].name} "
             f"{other[0].dtype_bytes}"
         )
+    if plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1) and shape.sparse:
+        yield f"{plan} sums up gradients in buckets, and that of {shape.sparse} is sparse"
 
 
 def _written(plan: Plan, shape: ModelShape) -> Iterator[str]:
@@ -202,6 +204,8 @@ def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield f"{carried} cuts no parameter without elements: {empty} has none"
     if shape.noncontiguous:
         yield f"{carried} takes contiguous parameters only: {shape.noncontiguous} is not"
+    if shape.sparse:
+        yield f"{carried} takes no sparse gradients, as that of {shape.sparse} is"
     if shape.hooked:
         yield f"{carried} has parts of gradients, and the hook on {shape.hooked} wants it whole"
     if shape.repeated_block and plan.zero == 3 and plan.checkpointing:

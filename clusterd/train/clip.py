@@ -23,7 +23,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
     """
     alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None and (gradient := local_gradient(parameter)).numel():
+        if parameter.grad is not None and (gradient := _elements(parameter)).numel():
             # A norm in bfloat16 has three digits: others for a shard and for the whole.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             alike.setdefault((_copies(parameter, plan), gradient.device, wide), []).append(gradient)
@@ -38,6 +38,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
     for (_, where, _), gradients in alike.items():
         torch._foreach_mul_(gradients, scale.to(where))
     return norm
+
+
+def _elements(parameter: nn.Parameter) -> torch.Tensor:
+    """What of the gradient is on this rank and not zero by itself; a sparse one has each row once then."""
+    gradient = local_gradient(parameter)
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    values: torch.Tensor = parameter.grad.values()
+    return values
 
 
 def _copies(parameter: nn.Parameter, plan: Plan) -> int:

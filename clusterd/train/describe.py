@@ -62,6 +62,8 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     writes = forward.writes()
     if torn := next((name for name in writes.names if name in tp_dims), ""):
         styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {torn}, and may want it whole"
+    if writes.sparse in tp_dims:
+        styles, tp_dims, uncut = {}, {}, f"the gradient of {writes.sparse} is sparse, and torch does not cut such"
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
         trained = [
@@ -110,6 +112,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         find_unused_parameters=job.find_unused_parameters,
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
+        sparse=writes.sparse,
         written=writes.names,
         written_known=writes.complete,
         written_by_samples=writes.by_samples,
@@ -305,6 +308,11 @@ class _Forward:
             chain = self._operations(stage)
         except Exception as error:
             return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
+        if whole.recomputes:
+            return (
+                "the model recomputes by reentrant checkpoints, and torch's pipelines do not: give use_reentrant=False "
+                "to torch.utils.checkpoint.checkpoint"
+            )
         if (differs := whole.first_beside(chain)) is not None:
             return f"the model does more than to apply `layers` one after another ({differs})"
         return ""
@@ -330,7 +338,8 @@ class _Forward:
         with self.real(), torch.random.fork_rng(devices=[]):
             build.seed_everything(self._job.seed)
             with self._fake, done:
-                self._computing(module)(self._inputs)
+                outputs = self._computing(module)(self._inputs)
+        done.end(outputs)
         return done
 
     def _error(self, model: nn.Module, shards: Shards | None = None) -> str:

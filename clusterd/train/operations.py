@@ -7,19 +7,25 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 Operation = tuple[str, str]
 """Name, and arguments with tensors as their shapes and types."""
 
+_REENTRANT = "CheckpointFunctionBackward"
 _NOTHING = ("aten.detach.default", "aten.alias.default")
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Within, every operation is written down."""
+    """Within, every operation is written down.
+
+    Attributes:
+        recomputes: whether what came of it is computed again in the backward pass, by torch's reentrant checkpoints.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.recomputes = False
         self._done: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -27,6 +33,16 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
         if func.namespace != "prim" and str(func) not in _NOTHING:
             self._done.append((str(func), str(tree_map(_outline, (args, kwargs)))))
         return func(*args, **kwargs)
+
+    def end(self, outputs: Any) -> None:
+        """After all else."""
+        nodes = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        seen: set[Any] = {None}
+        while nodes:
+            if (node := nodes.pop()) not in seen:
+                seen.add(node)
+                self.recomputes = self.recomputes or node.name() == _REENTRANT
+                nodes += [before for before, _ in node.next_functions]
 
     def first_beside(self, other: Operations) -> str | None:
         """Name of the first operation that `other` does not have at its place; None: there is none."""

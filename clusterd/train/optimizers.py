@@ -56,7 +56,9 @@ class RankOptimizer:
                 plain.grad = None
                 continue
             gradient = local_gradient(parameter)
-            if self.in_host_memory:
+            if self.in_host_memory and gradient.is_sparse:
+                plain.grad = gradient.to("cpu")
+            elif self.in_host_memory:
                 if plain.grad is None:
                     plain.grad = _host_like(gradient)
                 plain.grad.copy_(gradient, non_blocking=True)

@@ -32,6 +32,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     Attributes:
         by_samples: global name of a parameter into which something was written that depends on them; empty: none.
         anew: name of one in which a second pass would not find what it would write.
+        sparse: name of one that is looked up so that its gradient has only the rows that were.
         why_no_pipeline: one may not change before the backward pass; a reason.
         complete: whether all passes came to their end.
     """
@@ -39,7 +40,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module, *given: torch.Tensor) -> None:
         """`given`: the samples."""
         super().__init__()
-        self.by_samples = self.anew = self.why_no_pipeline = ""
+        self.by_samples = self.anew = self.sparse = self.why_no_pipeline = ""
         self.complete = False
         self._model = model
         self._parameters = dict(build.named_parameters(model))
@@ -65,6 +66,8 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for tensor in given:
             if parameter := self._names.get(_storage(tensor), ""):
                 self._read.setdefault(parameter, set()).add(name)
+                if self._parameters[parameter].requires_grad and _given(function, arguments, options, "sparse"):
+                    self.sparse = self.sparse or parameter
         for tensor in into:
             if parameter := self._names.get(_storage(tensor), ""):
                 self._done.setdefault(parameter, set()).add(name)
@@ -189,6 +192,14 @@ def _size(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor.double().norm()
     return torch.linalg.vector_norm(tensor, dtype=torch.float64)
+
+
+def _given(function: Any, arguments: Any, options: Any, name: str) -> Any:
+    """The argument that the operation calls so; None: it has none."""
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name == name:
+            return arguments[place] if place < len(arguments) else options.get(name, argument.default_value)
+    return None
 
 
 def written(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tensor]:

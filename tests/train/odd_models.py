@@ -214,6 +214,14 @@ class Reentrant(GPT):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
 
 
+class Sparse(GPT):
+    """The gradient of its embedding has the rows of those words alone that were there."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.token = nn.Embedding(sizes["vocabulary"], sizes["width"], sparse=True)
+
+
 class NormedAttention(Attention):
     """One norm for the queries and keys of all heads."""
 
@@ -426,9 +434,11 @@ MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
     "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
+    "sparse": Sparse,
     "head normed": HeadNormed,
 }  # fmt: skip
 OPTIMIZERS = {
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
     "lbfgs": torch.optim.LBFGS,
     "with the loss": lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.ones(3))]),
     "common scale": lambda p: CommonScale(p, lr=0.01),

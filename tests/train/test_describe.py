@@ -342,6 +342,17 @@ def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
     assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
 
 
+def test_a_table_with_sparse_gradients_is_not_cut() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(8, 4, sparse=True))
+
+    of_words = replace(small(make, {"0": "colwise_rep"}), data=[(torch.arange(3), torch.zeros(3, 4))] * 8)
+    shape = describe(of_words)
+    (why,) = check(Plan.parse("tp=2"), shape)
+    assert "the gradient of 0.weight is sparse" in why
+    assert check(Plan.parse("dp=2,zero=1"), shape) == []
+
+
 def test_what_a_model_draws_or_does_once_is_no_reason_against_a_pipeline() -> None:
     mask = functools.lru_cache(lambda n: torch.ones(n).cumsum(0))
 

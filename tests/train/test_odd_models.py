@@ -10,6 +10,10 @@ import pytest
 import torch
 from mover import Mover
 from rank_pool import RankPool
+from torch import nn
+
+from clusterd.train.clip import clip_gradients
+from plans.plan import Plan
 
 STEPS = 5
 ALONE = "dp=1"
@@ -221,6 +225,44 @@ def test_a_model_may_compute_parts_again_by_itself(ranks: RankPool, tmp_path: Pa
     alone = ranks.run(tmp_path / "alone", ALONE, model="reentrant", steps=STEPS).checked()
     run = ranks.run(tmp_path / "plan", plan, model="reentrant", steps=STEPS).checked()
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> None:
+    """It failed in the first backward pass, with a traceback."""
+    for rank in ranks.run(tmp_path, "pp=2,accumulation=2", model="reentrant", steps=STEPS).ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
+        assert "the model recomputes by reentrant checkpoints" in rank.output
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,offload=optimizer", "tp=2", "pp=2,accumulation=2"])
+def test_a_sparse_gradient_is_clipped_and_offloaded(
+    ranks: RankPool, tmp_path: Path, plan: str, clip_norm: float | None
+) -> None:
+    options = {"model": "sparse", "optimizer": "adagrad", "steps": STEPS, "clip_norm": clip_norm}
+    alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
+    assert ranks.run(tmp_path / "plan", plan, **options).checked().losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=2", "dp=2,zero=3", "zero=3,offload=parameters", "dp=2,tp=2"])
+def test_a_sparse_gradient_is_not_cut_and_not_in_a_bucket(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    for rank in ranks.run(tmp_path, plan, model="sparse", optimizer="sgd", steps=STEPS).ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
+        assert "embed.token.weight is" in rank.output
+
+
+def test_a_sparse_gradient_is_scaled_once_for_each_row() -> None:
+    """Of a row that was looked up twice there are two parts, whose norms are not that of their sum."""
+    rows = torch.tensor([0, 2, 2])
+    norms, clipped = [], []
+    for sparse in (False, True):
+        table = nn.Embedding.from_pretrained(torch.ones(4, 3), freeze=False, sparse=sparse)
+        (table(rows) * torch.tensor([3.0, 4.0, 5.0])).sum().backward()
+        norms.append(clip_gradients([table.weight], Plan(), torch.device("cpu"), 1.0))
+        assert table.weight.grad is not None
+        clipped.append(table.weight.grad.to_dense() if sparse else table.weight.grad)
+    torch.testing.assert_close(norms[1], norms[0])
+    torch.testing.assert_close(clipped[1], clipped[0])
 
 
 def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path: Path) -> None:
