@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +15,9 @@ from clusterd.units import duration
 
 RESTART_S = 60.0
 """For a daemon that is stopped and started, as for an upgrade."""
+
+BLINK_S = 2.0
+"""A host that does not answer for less, as when the daemon was restarted, is not remarked upon."""
 
 T = TypeVar("T")
 
@@ -102,13 +106,23 @@ def _over_restarts(ask: Callable[[Client], T], saying: str = "", deadline_s: flo
 
 
 def _last_row(cluster: Client, job: str, deadline_s: float | None) -> dict[str, Any] | None:
-    stream = cluster.stream("wait", job=job)
-    if deadline_s is None:
-        return dict(list(stream)[-1])
-    for row in stream:
-        if row["exit_code"] is not None or row["state"] in ("finished", "failed", "cancelled"):
-            return dict(row)
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or not cluster.ready(left_s):
+    row: dict[str, Any] = {}
+    away: list[str] = []
+    for row in cluster.stream("wait", job=job):
+        if _is_over(row):
+            return row
+        now = row.get("away", [])  # of which an older daemon says nothing
+        if now != away and not cluster.ready(_left_s(deadline_s, BLINK_S)):
+            away = now
+            note(f"{row['name']} ({row['id']}): {row['reason'] if away else 'its hosts answer again'}")
+        if deadline_s is not None and not cluster.ready(_left_s(deadline_s)):
             return None
-    return None
+    return row
+
+
+def _left_s(deadline_s: float | None, most_s: float = math.inf) -> float:
+    return most_s if deadline_s is None else min(max(deadline_s - time.monotonic(), 0.0), most_s)
+
+
+def _is_over(row: dict[str, Any]) -> bool:
+    return row["state"] in ("finished", "failed", "cancelled")

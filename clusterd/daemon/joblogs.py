@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ from clusterd.units import size
 CHUNK_BYTES = 1 << 18
 POLL_S = 0.2
 """Between two looks at a log that did not grow."""
+
+BLINK_S = 2.0
+"""Whoever follows is not told of a host that does not answer for less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class JobLogs:
             else await self._near_end(job, attempt, generation, r, wanted.last_bytes)
             for r in (sorted(hosts) if rank is None else [rank])
         }
-        silent: set[HostId] = set()
+        silent: dict[HostId, float] = {}  # since when; infinity: that is told
         while True:
             # Looked up before reading: nothing comes after it.
             is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
@@ -154,9 +159,8 @@ class JobLogs:
                         raise ClusterError(f"{hosts[number]} cannot be reached now: {lost}") from None
                     answer = {"data": b"", "offset": at[number], "is_away": True}
                 if not answer.pop("is_away", False):
-                    silent.discard(hosts[number])
-                elif wanted.follow and hosts[number] not in silent and self._is_away(hosts[number]):
-                    silent.add(hosts[number])
+                    silent.pop(hosts[number], None)
+                elif wanted.follow and self._is_away(hosts[number], silent):
                     why = projection.reason(job, self._engine.scheduler.state)
                     which = {"attempt": attempt.number, "generation": generation, "rank": number}
                     yield {**which, "data": b"", "offset": at[number], "says": why}
@@ -191,9 +195,13 @@ class JobLogs:
             whole = int(answer["size"])
         return max(whole - last_bytes, 0)
 
-    def _is_away(self, host: HostId) -> bool:
-        known = self._engine.scheduler.state.hosts.get(host)
-        return known is not None and known.state is not HostState.UP
+    def _is_away(self, host: HostId, silent: dict[HostId, float]) -> bool:
+        """Whether it is to be told now that the host does not answer: once, and not of a blink."""
+        known, now_s = self._engine.scheduler.state.hosts.get(host), time.monotonic()
+        if known is None or known.state is HostState.UP or now_s - silent.setdefault(host, now_s) < BLINK_S:
+            return False
+        silent[host] = math.inf
+        return True
 
     def _is_kept(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
         return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RunningCluster, until
+from tests.conftest import RunningCluster, cut_power, until
 
 
 @pytest.mark.parametrize("command", ["run", "wait", "logs"])
@@ -56,3 +56,19 @@ def test_what_is_over_is_told_when_the_time_is(local_cluster: RunningCluster) ->
     assert [row["id"] for row in json.loads(answer.stdout)] == [done]
     answer = local_cluster.run("wait", runs, "nosuch", check=False)
     assert answer.returncode == 2, "at once, and not when the first is over"
+
+
+def test_a_cancel_that_waits_for_a_silent_host_says_so(cluster: RunningCluster) -> None:
+    """It stood there until the host was given up, as `wait` and `run` did, and said nothing."""
+    settings = cluster.directory / "clusterd.toml"
+    settings.write_text('[daemon]\nhost_lost_after = "6s"\n')
+    cluster.environment["CLUSTERD_CONFIG"] = str(settings)
+    cluster.start(hosts=1)
+    job = cluster.run("run", "-d", "--no-snapshot", "--name", "long", "--", "sleep", "1000").stdout.strip()
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+    cut_power(cluster.directory, 0)
+    cluster.wait_for(job, lambda row: bool(row["away"]))
+    said = cluster.run("cancel", "--wait", job).stderr.splitlines()
+    assert said[0].startswith("long (1): local0 is unreachable since ")
+    assert "it is over without an answer; cancelled by " in said[0]
+    assert said[-1] == "1 (long) is cancelled"
