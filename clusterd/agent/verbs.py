@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from clusterd.agent import files, logs
+from clusterd.agent import checks, files, logs
 from clusterd.agent.attempts import Attempts
 from clusterd.agent.connection import Message
 from clusterd.agent.datasets import Datasets, make_room
@@ -55,6 +55,7 @@ class Verbs:
             "snapshot_put": self._snapshot_put,
             "port": self._port,
             "fabric": self._fabric,
+            "check": self._check,
             "snapshot_keep": self._snapshot_keep,
             "snapshot_kept": self._snapshot_kept,
             "snapshot_admit": self._snapshot_admit,
@@ -166,6 +167,9 @@ class Verbs:
 
     async def _fabric(self, _message: Message) -> Message:
         return self._moves.fabric()
+
+    async def _check(self, message: Message) -> Message:
+        return await in_thread(lambda: checks.check(message["peers"], message.get("python")), "check")
 
     async def _move(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))

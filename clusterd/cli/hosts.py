@@ -107,6 +107,27 @@ def ls(output: str) -> None:
 
 
 @host.command()
+@click.argument("names", nargs=-1, shell_complete=complete_host)
+@click.option("--python", help="An interpreter or environment that jobs will name: is it there, with torch?")
+@output_option
+def check(names: tuple[str, ...], python: str | None, output: str) -> None:
+    """Try what jobs will need of these hosts, or of all: devices, room, each other over the network, a Python."""
+    with Client() as cluster:
+        rows = cluster.call("host_check", hosts=list(names), python=python)
+    if output != "table":
+        show_json(rows, output)
+    else:
+        width = max((len(row["host"]) for row in rows), default=0)
+        for row in rows:
+            tell(f"{row['host']:<{width}}  {row['check']:<10}  {row['state']:<7}  {row['said']}")
+        if not rows:
+            note("no hosts yet: clusterd host add HOST")
+    failed = sum(row["state"] == "failed" for row in rows)
+    if failed:
+        raise ClusterError(f"{failed} of {len(rows)} checks failed")
+
+
+@host.command()
 @click.argument("name", shell_complete=complete_host)
 @output_option
 def show(name: str, output: str) -> None:

@@ -29,6 +29,7 @@ from clusterd.daemon import logs
 from clusterd.daemon.api import Api
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.bugs import first_of, guarded
+from clusterd.daemon.checking import Checking
 from clusterd.daemon.datasets import DataSets
 from clusterd.daemon.describing import Describer
 from clusterd.daemon.engine import Engine
@@ -154,7 +155,7 @@ class Daemon:
                 describer.describe_unsubmitted,
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            verbs = {**api.verbs, **speed.verbs, **terminals.verbs}
+            verbs = {**api.verbs, **speed.verbs, **terminals.verbs, **Checking(engine, hosts).verbs}
             server = Server(
                 config.socket,
                 config.socket_group,

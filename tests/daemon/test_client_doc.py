@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clusterd.daemon import api, by_hand, fetching, forgetting, joblogs, membership, speed, terminals
+from clusterd.daemon import api, by_hand, checking, fetching, forgetting, joblogs, membership, speed, terminals
 from tests.conftest import RunningCluster
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
@@ -33,8 +33,8 @@ def test_every_verb_is_told_with_its_arguments() -> None:
     told = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
     there: dict[str, list[str]] = {}
     for rooms in (
-        api.Api, by_hand.ByHand, fetching.Fetching, forgetting.Forgetting, membership.Membership, speed.Speed,
-        terminals.Terminals,
+        api.Api, by_hand.ByHand, checking.Checking, fetching.Fetching, forgetting.Forgetting, membership.Membership,
+        speed.Speed, terminals.Terminals,
     ):  # fmt: skip
         for name, verb in inspect.getmembers(rooms, inspect.isfunction):
             of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]
