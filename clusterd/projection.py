@@ -91,6 +91,9 @@ def reason(job: Job, state: State) -> str:
     if attempt.state is AttemptState.STOPPING:
         then = f"; {until_at}it is over without an answer" if until else ""
         return f"{said}: whether its ranks there have ended is not known{then}; {job.reason}"
+    recovers = attempt.migration is not None and attempt.migration.lost
+    if recovers or all(host.state is HostState.LOST for host in away):
+        return f"{said}: the job goes on without it; {job.reason}"
     then = f"; {until_at}the job goes on without them" if until else ""
     return f"{said}: its ranks there are presumed to go on{then}"
 

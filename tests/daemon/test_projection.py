@@ -7,7 +7,9 @@ import time
 from clusterd.core import events as e
 from clusterd.projection import job_row
 from clusterd.types import HostId
+from plans.plan import Plan
 from tests.core.conftest import Lab
+from tests.core.test_trials import running
 from tui import columns, rows
 
 
@@ -61,3 +63,20 @@ def test_the_queue_shows_a_job_on_an_unreachable_host_as_silent() -> None:
     lose(lab, "a")
     silent = rows.read(rows.Job, job_row(state.jobs[job], state))
     assert columns.job_fields(silent)["state"] == "silent"
+
+
+def test_a_job_that_outlives_a_lost_host_says_that_it_goes_on() -> None:
+    """Its ranks there were said to be presumed to go on still, while it went on without them."""
+    lab = Lab()
+    for host in "abc":
+        lab.host(host, gpus=2)
+    job = running(lab, devices=4)
+    lab.attempt(job).plan = Plan(dp=4)
+    lose(lab, "b")
+    lab.fire("host-lost:b")
+    row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
+    assert row["state"] == "running"
+    assert row["reason"] == (
+        f"b is lost since {clock(lab.now_s)} (the cable): the job goes on without it; "
+        "b is lost (the cable); ranks on a are asked what they hold"
+    )
