@@ -16,6 +16,7 @@ from clusterd.core.classify import is_predictable
 from clusterd.core.decisions import Decision
 from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted
 from clusterd.core.room import of_ranks
+from clusterd.core.service import steps_left
 from clusterd.core.state import Attempt, Host, Job, Migration, State
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration
@@ -53,6 +54,7 @@ def job_row(job: Job, state: State) -> Row:
         "first_loss": job.first_loss,
         "loss": job.loss,
         "step_time_s": job.step_time_s,
+        "left_s": left_s(job),
         "progressed_s": job.progressed_s,
         "predicted_step_time_s": predicted_step_time_s(job, state),
         "profiling": job.being_tried,
@@ -71,6 +73,12 @@ def job_row(job: Job, state: State) -> Row:
         "migrating": migration_row(running.migration) if running and running.migration else None,
         "migrations": [migration_row(m) for m in job.migrations],
     }
+
+
+def left_s(job: Job) -> float | None:
+    """Until the job is done, as fast as it trains now; None: it does not say how many steps it makes, or makes none."""
+    steps = steps_left(job)
+    return steps * job.step_time_s if steps is not None and job.step_time_s is not None else None
 
 
 def _away(job: Job, state: State) -> list[Host]:

@@ -87,7 +87,10 @@ class Acting:
             made.append(line(("before it  ", "dim"), f"{len(answer.ahead)} in the queue: {printable(names)}"))
         if answer.state == "queued":
             for name, count in sorted(answer.holders.items(), key=lambda item: -item[1])[:8]:
-                made.append(line(("held       ", "dim"), f"{printable(name)} has {count} device{'s'[: count != 1]}"))
+                left_s = answer.holders_left_s.get(name)
+                until = f", for about {duration(left_s)} more" if left_s is not None else ""
+                has = f"{printable(name)} has {count} device{'s'[: count != 1]}{until}"
+                made.append(line(("held       ", "dim"), has))
             made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer.unusable]
         for host, reason in answer.unfit.items():
             made.append(line(("left out   ", "dim"), printable(f"{host}: {reason}")))

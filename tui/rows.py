@@ -304,6 +304,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     ahead: tuple[str, ...] = ()
     holders: dict[str, int] = {}
+    holders_left_s: dict[str, float] = {}
     unusable: tuple[str, ...] = ()
     unfit: dict[str, str] = {}
     decisions: tuple[Decision, ...] = ()

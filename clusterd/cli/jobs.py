@@ -51,7 +51,7 @@ def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) 
     if output != "table":
         show_json(rows, output)
         return
-    headings = ["id", "name", "state", "plan", "devices", "step", "loss", "age", "reason"]
+    headings = ["id", "name", "state", "plan", "devices", "step", "left", "loss", "age", "reason"]
     lines = [_line(row) for row in rows]
     if len({row["user"] for row in rows}) > 1:
         headings.insert(1, "user")
@@ -74,9 +74,10 @@ def _line(row: dict[str, Any]) -> list[Any]:
     devices = compact_devices(row["devices"]) if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
     loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
-    return [
-        row["id"], row["name"], row["state"], row["plan"], devices, step, loss, ago(row["submitted_s"]), row["reason"],
-    ]  # fmt: skip
+    left_s = row.get("left_s")  # a daemon of before may still be there
+    left = duration(left_s) if left_s is not None and row["state"] == "running" else ""
+    age = ago(row["submitted_s"])
+    return [row["id"], row["name"], row["state"], row["plan"], devices, step, left, loss, age, row["reason"]]
 
 
 def compact_devices(devices: list[str]) -> str:
@@ -262,7 +263,9 @@ def why(job: str, output: str) -> None:
         tell(f"  {len(answer['ahead'])} ahead in the queue: {names}")
     if answer["state"] == "queued":
         for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
-            tell(f"  {name} holds {count} device{'s' if count > 1 else ''}")
+            left_s = answer.get("holders_left_s", {}).get(name)
+            until = f", for about {duration(left_s)} more" if left_s is not None else ""
+            tell(f"  {name} holds {count} device{'s' if count > 1 else ''}{until}")
         for reason in answer["unusable"]:
             tell(f"  {reason}")
     for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):

@@ -239,13 +239,18 @@ class Api:
             queued = [self._state.jobs[j] for j in self._state.queue]
             ahead = [j.spec.name for j in queued if (-j.priority, j.submitted_s) < mine]
         holders: dict[str, int] = {}
+        holders_left_s: dict[str, float] = {}
         for lease in self._state.leases.values():
-            name = self._state.jobs[lease.job].spec.name
+            holder = self._state.jobs[lease.job]
+            name = holder.spec.name
             holders[name] = holders.get(name, 0) + 1
+            if (left_s := projection.left_s(holder)) is not None:
+                holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
         return {
             **row,
             "ahead": ahead,
             "holders": holders,
+            "holders_left_s": holders_left_s,
             "unusable": projection.unusable(known, self._state, time.time()),
             "decisions": await self._decisions(known.id),
         }
