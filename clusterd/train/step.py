@@ -17,6 +17,7 @@ from clusterd.train.job import LossFunction
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.phases import PhaseClock
+from clusterd.train.sending import send_row_by_row
 from plans.plan import Coordinates
 
 
@@ -168,6 +169,7 @@ class Stepper:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         parallel, plan = self._parallel, self._parallel.plan
+        send_row_by_row(parallel.runner)
         spare_first_pass(parallel.runner, parallel.device)
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
         if parallel.device.type == "cpu":

@@ -222,6 +222,20 @@ class Sparse(GPT):
         self.embed.token = nn.Embedding(sizes["vocabulary"], sizes["width"], sparse=True)
 
 
+class Transposed(GPT):
+    """What goes from block to block, and back, lies column by column."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, inputs: self._turned(inputs[0]))
+            block.register_forward_hook(lambda block, inputs, output: self._turned(output))
+
+    @staticmethod
+    def _turned(x: torch.Tensor) -> torch.Tensor:
+        return (x.transpose(1, 2) * 1.0).contiguous().transpose(1, 2)
+
+
 class NormedAttention(Attention):
     """One norm for the queries and keys of all heads."""
 
@@ -434,7 +448,7 @@ MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
     "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
-    "sparse": Sparse,
+    "sparse": Sparse, "transposed": Transposed,
     "head normed": HeadNormed,
 }  # fmt: skip
 OPTIMIZERS = {

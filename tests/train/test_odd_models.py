@@ -234,6 +234,14 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
         assert "the model recomputes by reentrant checkpoints" in rank.output
 
 
+@pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=2,pp=2,zero=3,accumulation=2"])
+def test_stages_send_what_does_not_lie_row_by_row(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """A transposed activation, and its gradient: process groups take neither."""
+    alone = ranks.run(tmp_path / "alone", ALONE, model="transposed", steps=STEPS).checked()
+    run = ranks.run(tmp_path / "plan", plan, model="transposed", steps=STEPS).checked()
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,offload=optimizer", "tp=2", "pp=2,accumulation=2"])
 def test_a_sparse_gradient_is_clipped_and_offloaded(
