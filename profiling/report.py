@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from profiling.coefficients import ALL
@@ -25,6 +25,14 @@ class Line:
     lower_s: float
     upper_s: float
     measured_s: float | None = None
+    phases: tuple[tuple[str, float], ...] = ()  # where a measured step's time went: name, seconds
+
+    @property
+    def spent(self) -> str:
+        """Its phases in words, the longest first, but for what is less than a hundredth."""
+        whole = sum(part_s for _, part_s in self.phases)
+        longest = sorted(self.phases, key=lambda part: -part[1])
+        return ", ".join(f"{name} {part_s / whole:.0%}" for name, part_s in longest if part_s >= 0.01 * whole > 0)
 
     @property
     def error(self) -> float | None:
@@ -32,8 +40,13 @@ class Line:
         return None if self.measured_s is None else self.predicted_s / self.measured_s - 1.0
 
 
-def lines(fit: Fit, rows: Sequence[Row], measured_s: Sequence[float | None]) -> list[Line]:
-    """Of each row, fastest first."""
+def lines(
+    fit: Fit,
+    rows: Sequence[Row],
+    measured_s: Sequence[float | None],
+    phases: Mapping[Row, tuple[tuple[str, float], ...]] | None = None,
+) -> list[Line]:
+    """Of each row, fastest first; `phases` of those of which they were measured."""
     if not rows:
         return []
     prediction = fit.predict(Rows.of(rows))
@@ -46,6 +59,7 @@ def lines(fit: Fit, rows: Sequence[Row], measured_s: Sequence[float | None]) -> 
             float(low[i]),
             float(high[i]),
             measured_s[i],
+            (phases or {}).get(row, ()),
         )
         for i, row in enumerate(rows)
     ]
@@ -97,6 +111,7 @@ def to_html(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = N
             f"{seconds(line.lower_s)} to {seconds(line.upper_s)}",
             "" if line.measured_s is None else seconds(line.measured_s),
             "" if line.error is None else f"{line.error:+.1%}",
+            line.spent,
         )
         for line in plans
     ]  # fmt: skip
@@ -106,7 +121,7 @@ def to_html(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = N
         scatter_svg(measured) if measured else "",
         curve_svg(curve) if curve is not None and curve.points else "",
         "<h2>Plans</h2>",
-        table(("plan", "on", "predicted", "90%", "measured", "off"), listed),
+        table(("plan", "on", "predicted", "90%", "measured", "off", "where a step goes"), listed),
         "<h2>Coefficients</h2>",
         table(("name", "value", "learned", "meaning"), coefficient_rows(fit)),
     ]

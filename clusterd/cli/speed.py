@@ -43,11 +43,12 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
     print()
     rows = [
         [line["plan"], line["shape"], fine(line["measured_s"]), fine(line["predicted_s"]),
-         f"{line['predicted_s'] / line['measured_s'] - 1:+.1%}"]
+         f"{line['predicted_s'] / line['measured_s'] - 1:+.1%}", line.get("spent", "")]
         for line in answer["lines"]
         if line["measured_s"]
     ]  # fmt: skip
-    show_table(["plan", "devices", "measured", "predicted", "off"], rows, "nothing is measured yet")
+    headings = ["plan", "devices", "measured", "predicted", "off", "where a step goes"]
+    show_table(headings, rows, "nothing is measured yet")
     for trial in answer["trials"]:
         if trial["failure"]:
             tell(f"not measured: {trial['plan']}: {trial['failure']}")

@@ -29,6 +29,7 @@ from profiling.coefficients import INDEX, Prior
 from profiling.fit import FitOptions, share_cards, share_hardware
 from profiling.fleet import DeviceType
 from profiling.knowledge import Knowledge, Ranked, workload_of
+from profiling.model import Row
 from profiling.online import Observation, OnlineFit
 from profiling.store import Key, Measurement, Store
 
@@ -87,6 +88,12 @@ class Learned:
                 store.add(measurement)
 
         await anyio.to_thread.run_sync(write)
+
+    async def phases(self, model: str, device_type: str) -> dict[Row, tuple[tuple[str, float], ...]]:
+        """Where the time of a step went under each plan that was measured, the newest of each."""
+        key = Key(model, device_type, self._environment(model), self._link(device_type))
+        found = await anyio.to_thread.run_sync(self._stored, key)
+        return {m.row: m.phases for m in found if m.phases}
 
     # --- probes -------------------------------------------------------------------------------------------------------
 
@@ -220,16 +227,17 @@ class Learned:
     def _remembered(
         self, key: Key, shape: ModelShape, devices: DeviceType, prior: Prior, options: FitOptions
     ) -> Knowledge:
-        """With what was measured of the model before, whichever job it was.
-
-        What was measured under other software or over another link stands in until there is something under this.
-        """
-        with Store(self._path) as store:
-            found = store.find(key) or store.find(key, any_environment=True)
+        """With what was measured of the model before, whichever job it was."""
+        found = self._stored(key)
         observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
         online = OnlineFit.start(prior, observations, options)
         refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
         return Knowledge(shape, workload_of(shape), devices, online, refused)
+
+    def _stored(self, key: Key) -> list[Measurement]:
+        """What was measured under other software or over another link stands in until there is something under this."""
+        with Store(self._path) as store:
+            return store.find(key) or store.find(key, any_environment=True)
 
 
 def _environment(job: Job) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from plans.model_shape import ModelShape
 from profiling import report
 from profiling.curves import Curve
 from profiling.knowledge import Knowledge
+from profiling.model import Row
 from profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
 from profiling.store import Store
 from profiling.table import TableError
@@ -91,16 +92,24 @@ class Speed:
         if over not in (*RESOURCES, "types"):
             raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
         on_each, row = await self._of(job, peer.user)
-        return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over))
+        phases = await self._learned.phases(row.model, on_each[0].devices.name)
+        return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over, phases))
 
-    def _profile(self, on_each: Sequence[Knowledge], job: Job, html: bool, over: str) -> dict[str, Any]:
+    def _profile(
+        self,
+        on_each: Sequence[Knowledge],
+        job: Job,
+        html: bool,
+        over: str,
+        phases: Mapping[Row, tuple[tuple[str, float], ...]],
+    ) -> dict[str, Any]:
         known = on_each[0]
         attempt = job.attempt or (job.attempts[-1] if job.attempts else None)
         count = attempt.plan.ranks if attempt is not None and attempt.plan else max(job.spec.resources.devices, 1)
         by_type = over == "types"
         curve = Curve("", on_types(on_each, count)) if by_type else resource_curve(known, over, count)
         newest = {o.row: o.step_time_s for o in known.online.observations}
-        lines = report.lines(known.online.fit, list(newest), list(newest.values()))
+        lines = report.lines(known.online.fit, list(newest), list(newest.values()), phases)
         title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
         answer: dict[str, Any] = {
             "job": job.id,
@@ -130,6 +139,8 @@ class Speed:
                     "lower_s": line.lower_s,
                     "upper_s": line.upper_s,
                     "measured_s": line.measured_s,
+                    "phases": dict(line.phases),
+                    "spent": line.spent,
                 }
                 for line in lines
             ],

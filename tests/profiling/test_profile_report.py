@@ -24,6 +24,15 @@ def test_lines_are_fastest_first_and_know_their_error():
     assert lines(FIT, [], []) == []
 
 
+def test_where_a_step_goes_is_told_longest_first():
+    phases = (("input", 0.0001), ("forward", 0.03), ("backward", 0.06), ("optimizer", 0.01))
+    first, other = lines(FIT, ROWS[:2], [0.1, 0.2], {ROWS[0]: phases})
+    told = {line.plan: line.spent for line in (first, other)}
+    assert told[str(ROWS[0].plan)] == "backward 60%, forward 30%, optimizer 10%", "a thousandth is left out"
+    assert sorted(told.values())[0] == "", "nothing is said of what was not timed"
+    assert "backward 60%" in to_html("gpt", FIT, [first, other])
+
+
 def test_the_page_loads_nothing_and_escapes_names():
     page = to_html("<gpt> & co", FIT, LINES, CURVE)
     assert "&lt;gpt&gt; &amp; co" in page and "<script" not in page

@@ -26,6 +26,8 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
     profile = local_cluster.call("profile", job=job)
     measured = [line for line in profile["lines"] if line["measured_s"]]
     assert len(measured) >= 2
+    timed = [line for line in measured if line["phases"]]
+    assert timed and all("backward" in line["spent"] or "pipeline" in line["spent"] for line in timed)
     assert all(line["measured_s"] > 0 and line["lower_s"] < line["upper_s"] for line in profile["lines"])
     assert any(c["learned"] != "0%" for c in profile["coefficients"])
     assert {point["devices"] for point in profile["curve"]} >= {1}
