@@ -44,6 +44,7 @@ def check_cut(plan: Plan, shape: ModelShape) -> list[str]:
         *_tensors(plan, shape),
         *_optimizer(plan, shape),
         *_parameters(plan, shape),
+        *_loss(plan, shape),
         *_written(plan, shape),
     ]
 
@@ -153,6 +154,11 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
             f"{plan} cuts tensors, but {shape.optimizer} does not treat every element alike: its update of a part is "
             "not the part of its update; dp, zero=1 and pp leave tensors whole"
         )
+
+
+def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
+        yield f"{plan} cuts the batch, and the loss adds samples up: have it return their mean"
 
 
 def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:

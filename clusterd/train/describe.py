@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils.data import IterableDataset
 
-from clusterd.train import build
+from clusterd.train import build, losses
 from clusterd.train.data import nested, pair
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import NAME, Job
@@ -112,6 +112,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         find_unused_parameters=job.find_unused_parameters,
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
+        loss=forward.kind_of_loss(),
         sparse=writes.sparse,
         written=writes.names,
         written_known=writes.complete,
@@ -331,6 +332,20 @@ class _Forward:
                     self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
             writes.complete = True
         return writes
+
+    def kind_of_loss(self) -> str:
+        """As `losses` has it; the mean, as it should be, where that cannot be told."""
+        job = self._job
+        for count in losses.SAMPLES:
+            with suppress(Exception):
+                with self.real():
+                    inputs, target = pair(job.collate_fn([job.data[i] for i in range(count)]))
+                with torch.no_grad():
+                    outputs = self.model()(self._faked(inputs))
+                if losses.fit(outputs):
+                    with self.real():
+                        return losses.kind_of(job.loss, outputs, target, count)
+        return losses.MEAN
 
     def _operations(self, module: nn.Module) -> Operations:
         """Of a forward pass; what is drawn in it is drawn alike each time."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from clusterd.train import build, checkpoint, data, describe, exits, precision, result
+from clusterd.train import build, checkpoint, data, describe, exits, losses, precision, result
 from clusterd.train import context as contexts
 from clusterd.train.apart import apart
 from clusterd.train.arriving import Arriving
@@ -244,6 +244,17 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+    if (
+        context.rank == 0
+        and shape is not None
+        and shape.loss == losses.OTHER
+        and (plan.dp > 1 or plan.accumulation > 1)
+    ):
+        print(
+            "clusterd: the loss of a batch is not the mean over its samples (does it divide by what counts in them, or "
+            f"compare them?): losses and gradients are others under {plan} than in one process",
+            flush=True,
+        )
     return shape
 
 

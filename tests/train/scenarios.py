@@ -154,6 +154,18 @@ OPTIMIZERS = {
 }
 
 
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Over all bytes."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
+
+
+LOSSES = {
+    "mean": cross_entropy,
+    "sum": lambda logits, target: cross_entropy(logits, target, reduction="sum") / 256,
+    "some words": lambda logits, target: cross_entropy(logits, target.where(target > 20, -100)),
+}
+
+
 def job(
     data: Any,
     *,
@@ -173,6 +185,7 @@ def job(
     unseeded: bool = False,
     precision: str = "fp32",
     save: str | None = None,
+    loss: str = "mean",
 ) -> Job:
     """The job; every option is a variation some test asks for."""
 
@@ -199,7 +212,7 @@ def job(
 
     return Job(
         model=factory,
-        loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        loss=LOSSES[loss],
         data=data,
         optimizer=OPTIMIZERS[optimizer],
         global_batch=global_batch,

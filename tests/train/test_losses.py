@@ -1,0 +1,75 @@
+"""A loss that is no mean over samples is found out before a plan cuts the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from scenarios import LOSSES, Recorded, cross_entropy, job
+from torch.nn import functional as F
+
+from clusterd.train import losses
+from clusterd.train.describe import describe
+
+STEPS = 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (LOSSES["mean"], "mean"),
+        (LOSSES["sum"], "sum"),
+        (LOSSES["some words"], "other"),
+        (lambda logits, _: F.cross_entropy(logits.mean(1) @ logits.mean(1).T, torch.arange(len(logits))), "other"),
+        (lambda logits, _: F.binary_cross_entropy(logits, torch.ones_like(logits)), "mean"),
+        (lambda logits, target: cross_entropy(logits + torch.randn_like(logits), target), "mean"),
+        (lambda logits, target: cross_entropy(logits, target.tolist()), "mean"),
+    ],
+    ids=["mean", "sum", "words that count", "pairs", "probabilities", "drawn", "mistaken"],
+)
+def test_losses_are_told_apart_by_what_they_make_of_parts(loss: Callable[..., Any], kind: str) -> None:
+    assert describe(replace(job(Recorded(64), depth=1), loss=loss), trace=False).loss == kind
+
+
+def test_outputs_that_are_too_large_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if type(logits) is torch.Tensor:
+            asked.append(len(logits))
+        return cross_entropy(logits, target, reduction="sum")
+
+    of_bytes = replace(job(Recorded(64), depth=1), loss=loss)
+    each = 16 * 64
+    for most, kind, largest in ((4 * each, "sum", [4]), (3 * each, "sum", [2]), (each, "mean", [])):
+        asked.clear()
+        monkeypatch.setattr(losses, "ELEMENTS_MAX", most)
+        assert describe(of_bytes, trace=False).loss == kind
+        assert asked[:1] == largest
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "accumulation=2", "pp=2,accumulation=2"])
+def test_a_sum_is_not_trained_where_the_batch_is_cut(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """Each replica's counted half, and nothing said so."""
+    for rank in ranks.run(tmp_path, plan, steps=STEPS, loss="sum").ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
+        assert "the loss adds samples up: have it return their mean" in rank.output
+
+
+def test_where_the_batch_is_whole_a_sum_is_trained(ranks: RankPool, tmp_path: Path) -> None:
+    alone, cut = (ranks.run(tmp_path / p, p, steps=STEPS, loss="sum").checked() for p in ("dp=1", "tp=2"))
+    assert cut.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(("plan", "said"), [("dp=1", 0), ("dp=2", 1), ("accumulation=2", 1), ("tp=2", 0)])
+def test_a_mean_over_what_counts_is_told_of_where_the_batch_is_cut(
+    ranks: RankPool, tmp_path: Path, plan: str, said: int
+) -> None:
+    run = ranks.run(tmp_path, plan, steps=STEPS, loss="some words").checked()
+    text = "the loss of a batch is not the mean over its samples"
+    assert sum(rank.output.count(text) for rank in run.ranks) == said
