@@ -11,7 +11,7 @@ from clusterd.daemon.engine import Engine
 from clusterd.daemon.forgetting import hosts_of
 from clusterd.daemon.hosts import Hosts
 from clusterd.daemon.server import Peer, Streaming, Verb
-from clusterd.errors import ClusterError, said_by
+from clusterd.errors import AgentLost, ClusterError, TryLater, said_by
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import HostId, HostState
 
@@ -75,9 +75,12 @@ class Fetching:
             raise ClusterError(f"attempt {attempt} of job {known.id} ({known.spec.name}) was never on {host}")
         offset = 0
         while True:
-            piece = await self._hosts.request(
-                HostId(host), "file", job=known.id, attempt=attempt, path=path, offset=offset, limit=CHUNK_BYTES
-            )
+            try:
+                piece = await self._hosts.request(
+                    HostId(host), "file", job=known.id, attempt=attempt, path=path, offset=offset, limit=CHUNK_BYTES
+                )
+            except AgentLost as lost:
+                raise TryLater(f"{path} is not copied, {host} went away in the middle of it: {lost}") from None
             yield piece
             offset += len(piece["data"])
             if not piece["data"] or offset >= piece["size"]:

@@ -98,7 +98,7 @@ class JobLogs:
                 continue
             current = self._attempt(known, number)
             begin = after if after is not None and after.attempt == current.number else None
-            last: dict[str, Any] = {}
+            last: dict[str, Any] = {"attempt": current.number, "generation": current.generation, "rank": rank or 0}
             async for piece in self._attempt_logs(known, current, wanted, begin):
                 last = piece
                 yield piece
@@ -108,9 +108,14 @@ class JobLogs:
             while known.attempts[-1].number == current.number:  # over, and the next one not begun
                 if _is_over(known):
                     return
-                if last and known.state is JobState.QUEUED and not told:
+                if known.state is JobState.QUEUED and not told:
                     told = True
-                    yield {**last, "data": b"", "says": f"is queued again: {projection.reason(known, state)}"}
+                    yield {
+                        "offset": 0,
+                        **last,
+                        "data": b"",
+                        "says": f"is queued again: {projection.reason(known, state)}",
+                    }
                 await self._feed.wait(self._feed.number)
             number = current.number + 1
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterd.errors import TryLater
 from tests.conftest import RunningCluster, cut_power, until
 
 WRITES = """
@@ -79,3 +80,17 @@ def test_what_a_silent_host_has_is_not_known(local_cluster: RunningCluster, writ
         refused = local_cluster.run("get", written, *wanted, check=False)
         assert refused.returncode == 75
         assert f"is not known before {host} can be asked" in refused.stderr
+
+
+def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(
+    local_cluster: RunningCluster, written: str, tmp_path: Path
+) -> None:
+    """It said that the host waits, and not of what nor what to do."""
+    (file,) = [f for f in local_cluster.call("files", job=written)["files"] if f["path"] == "out.bin"]
+    which = {"path": "out.bin", "host": file["host"], "attempt": file["attempt"]}
+    with local_cluster.client() as client:
+        pieces = client.stream("file", job=written, **which)
+        next(pieces)
+        local_cluster.run("host", "remove", file["host"])
+        with pytest.raises(TryLater, match=r"out.bin is not copied, local\d went away in the middle of it"):
+            list(pieces)
