@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import os
+import stat
 import subprocess
 import tarfile
 import tempfile
@@ -58,7 +59,7 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
     refuse_missing(directory)
     for name in OUR_PACKAGES if imports_ours else ():
         for found in (directory / name / "__init__.py", directory / f"{name}.py"):
-            if found.exists():
+            if os.path.exists(found):
                 raise UsageError(
                     f"workdir {directory} has a module {name!r} ({found.name}), which would hide clusterd's own on the "
                     "ranks: rename it, or set workdir to a directory below"
@@ -162,9 +163,9 @@ def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | No
         if name == "." or _is_ignored(name, ignored):  # "./" is all that git lists within a submodule without .git
             continue
         # A file deleted but not yet committed is listed and not there.
-        if path.is_symlink() or path.is_file():
+        if _is_packed(path):
             found.append(name)
-        elif path.is_dir():
+        elif os.path.isdir(path):
             found += (n for n in _from_repository_within(directory, name) if not _is_ignored(n, ignored))
     return found
 
@@ -190,9 +191,18 @@ def _walk(directory: Path, left_out: tuple[str, ...] = ()) -> Iterator[str]:
         linked = [d for d in directories if os.path.islink(os.path.join(parent, d))]
         for file in (*linked, *files):
             name = (relative / file).as_posix()
-            path = directory / name
-            if not _is_ignored(name, ignored) and (path.is_file() or path.is_symlink()):
+            if not _is_ignored(name, ignored) and _is_packed(directory / name):
                 yield name
+
+
+def _is_packed(path: Path) -> bool:
+    """A file, or a link, wherever that leads: its target may be somewhere that is closed to us."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError as error:
+        _refuse_unreadable(error)
+        return False
+    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
 def _refuse_unreadable(error: OSError) -> None:

@@ -43,7 +43,7 @@ def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str
             raise ClusterError(
                 f"{unique[away[0]]['host']} names {away[0]}, which leads out of {folder}: nothing is copied"
             )
-        taken = [path for path in unique if not force and (folder / path).exists()]
+        taken = [path for path in unique if not force and os.path.exists(folder / path)]
         if taken:
             raise ClusterError(f"{folder / taken[0]} is there already: --force writes over it")
         for file in unique.values():

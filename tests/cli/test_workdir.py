@@ -42,6 +42,15 @@ def names(directory: Path) -> list[str]:
         return sorted(archive.getnames())
 
 
+@pytest.mark.parametrize("in_git", [True, False])
+def test_a_link_to_where_nobody_may_look_goes_as_the_link_it_is(tmp_path: Path, in_git: bool) -> None:
+    """Such as into a colleague's home: submit took it for a bug of its own."""
+    work = repository(tmp_path / "work") if in_git else tmp_path / "work"
+    work.mkdir(exist_ok=True)
+    (work / "data").symlink_to("x" * 300)  # the system refuses to look at that for anybody
+    assert names(work) == ["data"]
+
+
 def test_what_is_no_file_stays_behind(tmp_path: Path) -> None:
     """A FIFO, a socket, and links in circles beside the script."""
     (tmp_path / "train.py").touch()

@@ -7,7 +7,10 @@ import tomllib
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from clusterd import config
+from clusterd.errors import ConfigError
 from clusterd.types import Tenant
 from tests.conftest import REPOSITORY
 
@@ -23,3 +26,11 @@ def test_the_documented_example_is_complete(tmp_path: Path) -> None:
     names = {config.SPELLED.get(f.name, f.name) for f in fields(config.Config)}
     assert names == set(shown["daemon"]) | set(shown) - {"daemon"}
     assert set(shown["hosts"]["gpu01"]) == {f.name for f in fields(config.HostOptions)}
+
+
+def test_settings_that_nobody_may_look_for_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is closed to the daemon was taken for a bug of its own."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ("x" * 300)))  # the system refuses to look there for anybody
+    monkeypatch.delenv("CLUSTERD_CONFIG", raising=False)
+    with pytest.raises(ConfigError, match=r"clusterd\.toml: File name too long"):
+        config.load()
