@@ -28,6 +28,9 @@ CHUNK_BYTES = 1 << 18
 POLL_S = 0.2
 """Between two looks at a log that did not grow."""
 
+ANSWER_S = 10.0
+"""For a piece of a log, before what was copied here is shown in its place."""
+
 BLINK_S = 2.0
 """Whoever follows is not told of a host that does not answer for less."""
 
@@ -237,7 +240,10 @@ class JobLogs:
 
     async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+            with anyio.fail_after(ANSWER_S):
+                answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+        except TimeoutError:  # of a host that is silent the connection ends later
+            raise AgentLost(f"it has not answered for {ANSWER_S:.0f} s") from None
         except AgentRefused as refused:
             if refused.kind != "unknown":
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunningCluster, cut_power, until
+from tests.scenarios.test_migration import agent_of
 
 
 def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster: RunningCluster) -> None:
@@ -103,3 +105,22 @@ def test_who_follows_a_log_is_told_that_its_host_is_away(cluster: RunningCluster
     away = next(line for line in lines if " is unreachable since " in line)
     assert away.startswith("long (1): local")
     assert "the job goes on without them" in away
+
+
+@pytest.mark.slow
+def test_a_log_on_a_host_that_has_fallen_silent_is_not_waited_for(cluster: RunningCluster) -> None:
+    """Until the connection was given up nothing was said for a minute, and what was copied was not shown."""
+    cluster.start(hosts=1)
+    job = cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "echo here; sleep 1000").stdout.strip()
+    kept = cluster.directory / "attempts" / f"{job}.1" / "rank-0.1.tail"
+    cluster.wait_for(job, lambda row: row["state"] == "running")
+    agent = agent_of(cluster, 0)
+    os.kill(agent, signal.SIGSTOP)
+    refused = cluster.run("logs", job, check=False)
+    os.kill(agent, signal.SIGCONT)
+    assert (refused.returncode, "local0 cannot be reached now: it has not answered" in refused.stderr) == (1, True)
+    until(kept.exists, 60.0)
+    os.kill(agent, signal.SIGSTOP)
+    assert cluster.run("logs", job).stdout.startswith("here\n\n[clusterd: local0 does not answer; ")
+    assert {row["state"] for row in cluster.call("hosts")} == {"up"}, "it was not waited for"
+    os.kill(agent, signal.SIGCONT)
