@@ -66,10 +66,7 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
 def must_leave(job: Job, view: View) -> str:
     """Why a running elastic job is to be moved off drained hosts now; empty: it is not."""
     attempt = movable(job, view, forced=True)
-    if attempt is None:
-        return ""
-    leaving = sorted(h for h in attempt.hosts if h in view.hosts and view.hosts[h].drained is not None)
-    return f"{', '.join(leaving)} is drained" if leaving else ""
+    return view.leaving(attempt) if attempt is not None else ""
 
 
 def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:

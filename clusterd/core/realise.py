@@ -7,7 +7,7 @@ then. Jobs in the middle of a launch, a move, a stop or a trial are left alone w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from clusterd.core.elastic import SETTLE_AFTER_FAILURE_S
 from clusterd.core.outlook import Estimate
@@ -120,8 +120,11 @@ class _Pass:
                 self.room.put(devices, attempt.cores, attempt.memory_bytes)
                 continue
             rank, want = found
+            leaving = self.view.leaving(attempt)
+            if leaving:
+                want = replace(want, reason=leaving)
             seat_ = _Seat(want, rank, attempt, devices)
-            if want.keep or _is_kept(want, attempt, devices):
+            if not leaving and (want.keep or _is_kept(want, attempt, devices)):
                 self.kept.append(seat_)
             else:
                 changing.append((rank, want, seat_))

@@ -138,6 +138,11 @@ class View:
         self.free = Free(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)
 
+    def leaving(self, attempt: Attempt) -> str:
+        """Which of its hosts are drained, in words; empty: none."""
+        drained = sorted(h for h in attempt.hosts if h in self.hosts and self.hosts[h].drained is not None)
+        return f"{', '.join(drained)} is drained" if drained else ""
+
 
 class Policy(Protocol):
     """Who gets what: the four stages in one, or a baseline in their place."""

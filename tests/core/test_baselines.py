@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.policies.gavel import Gavel
@@ -14,7 +15,7 @@ from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_mixing import MixedLab
-from tests.core.test_trials import running
+from tests.core.test_trials import progress, running
 
 ROUNDS = 4
 
@@ -50,6 +51,42 @@ def test_a_job_on_the_only_host_of_a_type_runs_on_while_that_is_away(policy: str
         lab.tell(e.HostDisconnected(**lab.at(), host=host, why="cable"))
     lab.net("other", 100_000, devices=2, plan=Plan(dp=2))
     assert is_drained or lab.state(job) == "running"  # from a drained host it may be taken
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_drained_host_is_left_whoever_decides(policy: str) -> None:
+    """Draining is a person's wish, of which published policies know nothing: jobs stayed to their end."""
+    for elastic in (True, False):
+        lab = Lab()
+        lab.scheduler = Scheduler(POLICIES[policy]())
+        lab.host("a", gpus=2)
+        job = running(lab, devices=2) if elastic else _checkpointable(lab)
+        if elastic:
+            progress(lab, job, 5)
+        lab.host("b", gpus=2)
+        decided = lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
+        if elastic:
+            begun = d.StartMigration.match(decided, job=job)
+            assert begun is not None and {place.host for place in begun.new_ranks} == {"b"}
+        else:
+            assert d.StopAttempt.match(decided, job=job)
+        assert "a is drained" in lab.why(job)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_of_known_speed_leaves_a_drained_host(policy: str) -> None:
+    lab = MixedLab({"new": [2, 2, 2]})
+    lab.scheduler.policy = POLICIES[policy]()
+    job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
+    lab.progress(job, 1)
+    host = HostId(lab.attempt(job).hosts[0])
+    lab.now_s += 100.0
+    decided = lab.tell(e.HostDrained(**lab.at(), host=host, by="ann"))
+    lab.now_s += 61.0
+    decided += lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    begun = d.StartMigration.match(decided, job=job)
+    assert begun is not None and host not in {place.host for place in begun.new_ranks}
+    assert f"{host} is drained" in begun.reason
 
 
 def _checkpointable(lab: Lab) -> JobId:

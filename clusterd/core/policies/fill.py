@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
+from clusterd.core import elastic, restarting
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.menu import Choice, Menu, Menus
 from clusterd.core.outlook import Estimate
@@ -75,7 +76,9 @@ class Baseline(ABC):
             self.name = f"{self.name}+plans"
 
     def propose(self, view: View) -> Proposal:
-        """Everybody in order, as far as devices go."""
+        """Everybody in order, as far as devices go; who is none of its business leaves drained hosts all the same."""
+        known = [job.id for job in view.running if self.menu(job, view) is not None]
+        leaving = [*elastic.drained(view, skip=known), *restarting.off_drained(view)]
         jobs = self.managed(view)
         wants = self.wants(view, jobs)
         proposal = realise(view, wants, among=jobs, others=f"{self.name}: others come first")
@@ -86,6 +89,7 @@ class Baseline(ABC):
             if not job.attempt and job.id not in named
         ]
         black_boxes(view, self.menus, self.choice, proposal)
+        proposal.moves += leaving
         return proposal
 
     def managed(self, view: View) -> list[Job]:
