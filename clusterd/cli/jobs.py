@@ -57,9 +57,9 @@ def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) 
         headings.insert(1, "user")
         for row, line in zip(rows, lines, strict=True):
             line.insert(1, row["user"])
-    empty = "no jobs are queued or running (clusterd ls --all shows finished ones)"
-    if jobs or everything or state:
-        empty = "no such jobs" if jobs else "no jobs"
+    empty = "no such jobs" if jobs else "no jobs"
+    if not (everything or state):
+        empty += " are queued or running (clusterd ls --all shows finished ones)"
     show_table(headings, lines, empty)
 
 

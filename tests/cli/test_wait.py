@@ -72,3 +72,12 @@ def test_a_cancel_that_waits_for_a_silent_host_says_so(cluster: RunningCluster) 
     assert said[0].startswith("long (1): local0 is unreachable since ")
     assert "it is over without an answer; cancelled by " in said[0]
     assert said[-1] == "1 (long) is cancelled"
+
+
+def test_a_job_that_is_over_is_not_said_to_be_none(local_cluster: RunningCluster) -> None:
+    """`ls` of its name said that there were no such jobs."""
+    local_cluster.run("run", "--no-snapshot", "--name", "done", "--", "true")
+    said = local_cluster.run("ls", "done").stderr
+    assert said == "no such jobs are queued or running (clusterd ls --all shows finished ones)\n"
+    assert "finished" in local_cluster.run("ls", "--all", "done").stdout
+    assert local_cluster.run("ls", "--all", "nobody").stderr == "no such jobs\n"
