@@ -159,6 +159,19 @@ def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
 def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
         yield f"{plan} cuts the batch, and the loss adds samples up: have it return their mean"
+    if shape.gradients_bent and (plan.dp > 1 or plan.accumulation > 1):
+        yield (
+            f"{plan} cuts the batch, and the backward pass clips, or bends, gradients of the part that it has: have "
+            "clusterd.train.run clip them (clip_norm)"
+        )
+    # Each replica's counts as much as it should where the mean over equal shares is taken, and nowhere else.
+    unequal = len(set(plan.shares)) > 1
+    summed = plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1)
+    if shape.gradients_added and (plan.accumulation > 1 or unequal or summed):
+        yield (
+            f"{plan} weights parts of the batch by the loss, and the backward pass adds gradients of its own to it (an "
+            "auxiliary loss?): add that to the loss"
+        )
 
 
 def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:

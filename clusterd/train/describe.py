@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils.data import IterableDataset
 
 from clusterd.train import build, losses
+from clusterd.train.backward import Following
 from clusterd.train.data import nested, pair
 from clusterd.train.exits import PlanRefused, first_line
 from clusterd.train.job import NAME, Job
@@ -59,7 +60,7 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles, tp_dims, uncut = _cuts(model, job.tp_plan or {})
-    writes = forward.writes()
+    writes, following = forward.passes()
     if torn := next((name for name in writes.names if name in tp_dims), ""):
         styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {torn}, and may want it whole"
     if writes.sparse in tp_dims:
@@ -113,6 +114,8 @@ def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bo
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
         loss=forward.kind_of_loss(),
+        gradients_added=following.added,
+        gradients_bent=following.bent,
         sparse=writes.sparse,
         written=writes.names,
         written_known=writes.complete,
@@ -318,20 +321,24 @@ class _Forward:
             return f"the model does more than to apply `layers` one after another ({differs})"
         return ""
 
-    def writes(self) -> Writes:
-        """What two passes write into parameters; where fake tensors cannot run the model, until they could not."""
+    def passes(self) -> tuple[Writes, Following]:
+        """What two passes write into parameters, and what the way back makes of the gradient of the loss.
+
+        Where fake tensors cannot run the model, until they could not.
+        """
         model, given = self.model(), []
         nested(
             (self._inputs, self._target), lambda part: given.append(part) if isinstance(part, torch.Tensor) else None
         )
-        writes = Writes(model, *given)
+        writes, following = Writes(model, *given), Following()
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some is written once, and some from the second pass on
                 build.seed_everything(self._job.seed)
                 with writes:
-                    self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
+                    loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
             writes.complete = True
-        return writes
+            following.run(model, loss)
+        return writes, following
 
     def kind_of_loss(self) -> str:
         """As `losses` has it; the mean, as it should be, where that cannot be told."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import closed_ways
 import fsspec
+import gradient_models
 import odd_models
 import recorded_state
 import torch
@@ -137,7 +138,7 @@ class Broken(GPT):
 
 MODELS = {
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
-    **odd_models.MODELS, **writing_models.MODELS,
+    **odd_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
     **odd_models.OPTIMIZERS,
