@@ -146,7 +146,7 @@ def block_paths(model: nn.Module) -> list[str]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)  # as torch.compile has it
 
 
 def global_name(name: str) -> str:

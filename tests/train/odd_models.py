@@ -236,6 +236,14 @@ class Transposed(GPT):
         return (x.transpose(1, 2) * 1.0).contiguous().transpose(1, 2)
 
 
+class Compiled(GPT):
+    """Has each of its blocks compiled."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.blocks)
+
+
 class NormedAttention(Attention):
     """One norm for the queries and keys of all heads."""
 
@@ -448,7 +456,7 @@ MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
     "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
-    "sparse": Sparse, "transposed": Transposed,
+    "sparse": Sparse, "transposed": Transposed, "compiled": Compiled,
     "head normed": HeadNormed,
 }  # fmt: skip
 OPTIMIZERS = {

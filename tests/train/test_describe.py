@@ -473,3 +473,7 @@ def test_containers_that_are_never_called_are_no_blocks() -> None:
 
     assert build.block_paths(Pairs()) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
     assert build.block_paths(Loose()) == ["out"]
+    compiled = nn.Sequential(
+        nn.ModuleList(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager") for _ in "ab")
+    )
+    assert build.block_paths(compiled) == ["0.0", "0.1"]

@@ -234,6 +234,14 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
         assert "the model recomputes by reentrant checkpoints" in rank.output
 
 
+@pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", "dp=2,pp=2,zero=2,accumulation=2"])
+def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """Within it, the compiler came upon the shards."""
+    alone = ranks.run(tmp_path / "alone", ALONE, model="compiled", steps=STEPS, depth=2).checked()
+    run = ranks.run(tmp_path / "plan", plan, model="compiled", steps=STEPS, depth=2).checked()
+    assert run.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=2,pp=2,zero=3,accumulation=2"])
 def test_stages_send_what_does_not_lie_row_by_row(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """A transposed activation, and its gradient: process groups take neither."""
