@@ -211,7 +211,13 @@ def remove(names: tuple[str, ...]) -> None:
     """Take hosts, which must run nothing, out of the cluster."""
 
     def one(cluster: Client, name: str) -> str:
-        left = cluster.call("host_remove", host=name).get("left", ())  # of which an older daemon says nothing
+        answer = cluster.call("host_remove", host=name)
+        left = answer.get("left", ())  # of which an older daemon says nothing
+        if not left and answer.get("agent_left"):
+            return (
+                f"{name} is removed; it could not be reached, and its agent stays there, with nothing under it: "
+                f"clusterd host add {name}, and to remove it when it is up, ends that"
+            )
         if not left:
             return f"{name} is removed"
         named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")

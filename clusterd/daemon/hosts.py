@@ -100,22 +100,28 @@ class Hosts:
         row = (msgspec.msgpack.encode(options), host)
         await self._journal.execute([("UPDATE hosts SET options = ? WHERE name = ?", row)])
 
-    async def remove(self, host: HostId) -> None:
-        """Take it out of the cluster; its agent ends, for nothing runs there. Where something does, nothing happens."""
+    async def remove(self, host: HostId) -> bool:
+        """Take it out of the cluster; its agent ends, for nothing runs there. Where something does, nothing happens.
+
+        Returns: whether the agent was told, as it is not while its host cannot be reached.
+        """
         await self._engine.post(e.HostRemoved(at_s=time.time(), host=host))
         if host in self._engine.scheduler.state.hosts:
-            return
+            return False
         await self._drop_row(host)
         self._agents.release(host)
         managed = self._managed.pop(host, None)
         if managed is None:
-            return
+            return True  # by whoever else removes it
+        told = False
         with anyio.move_on_after(5.0):
             try:
                 await managed.link.request("shutdown", timeout_s=5.0, force=False)
+                told = True
             except ClusterError as error:
                 log.info("the agent of %s was not told: %s", host, error)
         managed.stop.cancel()
+        return told
 
     async def _drop_row(self, host: HostId) -> None:
         try:

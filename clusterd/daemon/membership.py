@@ -113,11 +113,11 @@ class Membership:
         """Take the host out of the cluster."""
         need_operator(peer, "remove hosts")
         known = admission.find_host(self._state, host)
-        left = projection.may_still_run(self._state, known)
+        left, told = projection.may_still_run(self._state, known), True
         while self._state.hosts.get(known.id) is known:  # still there: it was given work while we asked
             admission.may_remove(self._state, known)
-            await self._hosts.remove(known.id)
-        return {"name": known.id, "left": left}
+            told = await self._hosts.remove(known.id)
+        return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not told}
 
 
 def need_operator(peer: Peer, what: str) -> None:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from clusterd.agent.home import Home, read_json
-from tests.conftest import RunningCluster, processes_of, until
+from tests.conftest import RunningCluster, cut_power, processes_of, until
 
 
 def settings(cluster: RunningCluster, home: str | None) -> None:
@@ -63,3 +63,14 @@ def test_nothing_is_made_at_the_old_place_where_no_agent_lives(cluster: RunningC
     assert not scratch.exists()
     assert len(agents(cluster)) == 1
     assert cluster.run("run", "--devices", "1", "--", "echo", "here").stdout == "here\n"
+
+
+def test_whoever_removes_a_host_that_is_away_is_told_of_its_agent(cluster: RunningCluster) -> None:
+    """It was said to be removed, as ever, and the agent stayed for ever."""
+    cluster.start(hosts=2)
+    cluster.wait_until_up(2)
+    cut_power(cluster.directory, 0)
+    until(lambda: [row["state"] for row in cluster.call("hosts")] == ["unreachable", "up"])
+    said = cluster.run("host", "remove", "local0", "local1").stderr.splitlines()
+    assert said[0].startswith("local0 is removed; it could not be reached, and its agent stays there")
+    assert said[1] == "local1 is removed"

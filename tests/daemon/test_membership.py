@@ -128,7 +128,8 @@ def test_what_may_still_run_on_a_lost_host_is_told_when_it_is_removed(journal: J
             await made.engine.post(e.AttemptLaunched(at_s=3.0, **which))
             await made.engine.post(e.HostDisconnected(at_s=4.0, host=HOST, why="the cable is out"))
             await made.engine.post(e.TimerFired(at_s=1e4, timer="host-lost:a"))
-            assert await made.membership.host_remove(PEER, "a") == {"name": "a", "left": ["net (1.1)"]}
+            answer = await made.membership.host_remove(PEER, "a")
+            assert answer == {"name": "a", "left": ["net (1.1)"], "agent_left": False}
 
     anyio.run(run)
 
