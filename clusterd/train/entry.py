@@ -76,6 +76,8 @@ class Training:
         )
         if plan != Plan():
             self.parallel.watch(self.shape)
+        if not any(p.requires_grad for _, p in self.parallel.parameters):
+            raise PlanRefused("the model has no parameter that trains (requires_grad is False of all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         self.attributes = Attributes(modules, self.optimizer.holder)

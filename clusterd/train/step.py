@@ -52,7 +52,7 @@ class Stepper:
                     f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
                 ) from None
         plan = parallel.plan
-        self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, loss
+        self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, _scalar(loss)
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
@@ -193,3 +193,18 @@ class Stepper:
             )
         except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
             raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
+
+
+def _scalar(loss: LossFunction) -> LossFunction:
+    """The loss as a tensor without dimensions; `PlanRefused` is raised of what is no mean over the samples given."""
+
+    def computed(outputs: Any, targets: Any) -> torch.Tensor:
+        value = loss(outputs, targets)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            is_what = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise PlanRefused(
+                f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar"
+            )
+        return value.reshape(())
+
+    return computed

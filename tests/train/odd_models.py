@@ -236,6 +236,14 @@ class Transposed(GPT):
         return (x.transpose(1, 2) * 1.0).contiguous().transpose(1, 2)
 
 
+class Still(GPT):
+    """Nothing of it trains."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.requires_grad_(False)
+
+
 class Compiled(GPT):
     """Has each of its blocks compiled."""
 
@@ -456,7 +464,7 @@ MODELS = {
     "normed": Normed, "masked": Masked, "routed": Routed, "sided": Sided, "fading": Fading, "scaled": Scaled,
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
     "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
-    "sparse": Sparse, "transposed": Transposed, "compiled": Compiled,
+    "sparse": Sparse, "transposed": Transposed, "compiled": Compiled, "still": Still,
     "head normed": HeadNormed,
 }  # fmt: skip
 OPTIMIZERS = {

@@ -163,6 +163,10 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, **options: Any) ->
 LOSSES = {
     "mean": cross_entropy,
     "sum": lambda logits, target: cross_entropy(logits, target, reduction="sum") / 256,
+    "of each sample": lambda logits, target: (
+        cross_entropy(logits, target, reduction="none").view(len(target), -1).mean(1)
+    ),
+    "in a list": lambda logits, target: cross_entropy(logits, target)[None],
     "some words": lambda logits, target: cross_entropy(logits, target.where(target > 20, -100)),
 }
 

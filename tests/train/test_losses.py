@@ -53,6 +53,13 @@ def test_outputs_that_are_too_large_are_not_drawn(monkeypatch: pytest.MonkeyPatc
         assert asked[:1] == largest
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "accumulation=2", "pp=2,accumulation=2"])
+def test_a_loss_may_have_a_dimension_of_one(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    plain = ranks.run(tmp_path / "plain", "dp=1", steps=STEPS).checked()
+    run = ranks.run(tmp_path / "plan", plan, steps=STEPS, loss="in a list").checked()
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("plan", ["dp=2", "accumulation=2", "pp=2,accumulation=2"])
 def test_a_sum_is_not_trained_where_the_batch_is_cut(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Each replica's counted half, and nothing said so."""
