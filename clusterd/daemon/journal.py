@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -78,31 +79,32 @@ class Journal:
         self._db = self._thread.submit(self._open).result()
 
     def _open(self) -> sqlite3.Connection:
-        try:
-            db = sqlite3.connect(self.path, isolation_level=None)
-            self.path.chmod(0o600)
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=FULL")
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        except (sqlite3.Error, OSError) as error:
-            raise self._unusable(error) from None
+        with ExitStack() as stack:
+            try:
+                db = sqlite3.connect(self.path, isolation_level=None)
+                stack.callback(db.close)
+                self._bring_to_format(db)
+                self._inode = self.path.stat().st_ino
+            except (sqlite3.Error, OSError) as error:
+                raise self._unusable(error) from None
+            stack.pop_all()
+        return db
+
+    def _bring_to_format(self, db: sqlite3.Connection) -> None:
+        self.path.chmod(0o600)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:
-            db.close()
             raise self._unusable("it is a database of another program")
         if version > len(MIGRATIONS):
-            db.close()
             raise ClusterError(
                 f"{self.path} was written by a newer clusterd (format {version}, this one knows {len(MIGRATIONS)}): "
                 "run that version"
             )
         for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            try:
-                db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
-            except sqlite3.Error as error:
-                raise self._unusable(error) from None
-        self._inode = self.path.stat().st_ino
-        return db
+            db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
 
     def _unusable(self, why: object) -> ClusterError:
         return ClusterError(
