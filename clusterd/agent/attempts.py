@@ -105,9 +105,8 @@ class Attempts:
                 if self.tag(attempt.name) in left:
                     self._end_again(attempt)
             elif attempt.stopped:  # the agent died while it stopped this one
-                attempt.stopping = asyncio.create_task(
-                    self._stop(attempt, float(attempt.launch.get("grace_s") or 0.0), "stopped")
-                )
+                attempt.grace_s = float(attempt.launch.get("grace_s") or 0.0)
+                attempt.stopping = asyncio.create_task(self._stop(attempt, "stopped"))
             else:
                 self._ends.look(attempt)
 
@@ -184,7 +183,8 @@ class Attempts:
         """End what a launch that failed half-way had started."""
         reason = "the launch failed"
         self._mark_stopped(attempt, reason)
-        await self._stop(attempt, 0.0, reason)
+        attempt.grace_s = 0.0
+        await self._stop(attempt, reason)
 
     # ---- stop ----------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,8 @@ class Attempts:
     ) -> Report:
         """End one generation of the attempt; returns when nothing that carries its tag is left.
 
-        Of something unknown, only what carries its tag is looked for.
+        Asked once more meanwhile, it may cut the grace short. Of something unknown, only what carries its tag is looked
+        for.
 
         Args:
             wishes: of ranks that can, before they end: `keep` the state of their last step in this host's memory; be
@@ -225,21 +226,22 @@ class Attempts:
             }
         self._mark_stopped(known, reason)
         if known.stopping is None or known.stopping.done():
-            known.stopping = asyncio.create_task(self._stop(known, grace_s, reason, wishes))
+            known.grace_s = grace_s
+            known.stopping = asyncio.create_task(self._stop(known, reason, wishes))
+        else:
+            known.grace_s = min(known.grace_s, grace_s)
         # A caller whose connection breaks does not call the stop off.
         swept = await asyncio.shield(known.stopping)
         return {"ranks": [known.ranks[rank].report() for rank in sorted(known.ranks)], "swept": swept}
 
-    async def _stop(
-        self, attempt: Attempt, grace_s: float, reason: str, wishes: Mapping[str, bool] | None = None
-    ) -> list[int]:
+    async def _stop(self, attempt: Attempt, reason: str, wishes: Mapping[str, bool] | None = None) -> list[int]:
         async with attempt.lock:
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),
                 attempt.sessions,
                 self.tag(attempt.name),
-                grace_s,
-                lambda: self._ask(attempt, reason, grace_s, wishes or {}),
+                lambda: attempt.grace_s,
+                lambda: self._ask(attempt, reason, attempt.grace_s, wishes or {}),
                 lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),
             )
             for rank in attempt.ranks.values():

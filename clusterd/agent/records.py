@@ -91,6 +91,7 @@ class Attempt:
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
+    grace_s: float = 0.0  # of the stop that is under way
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # a launch under way heeds it
     unmarked_stop_s: float | None = None  # wall time of a stop whose marker the disk did not take
     step: dict[str, Any] | None = None  # the newest line of steps.jsonl

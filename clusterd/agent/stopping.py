@@ -17,7 +17,7 @@ async def end_ranks(
     leaders: Callable[[], list[tuple[int, int]]],
     sessions: Set[int],
     tag: str,
-    grace_s: float,
+    grace: Callable[[], float],
     ask: Callable[[], set[int]],
     unheeded: Callable[[int, int, float], None],
 ) -> list[int]:
@@ -30,16 +30,17 @@ async def end_ranks(
     Args:
         leaders: pid and start time of each rank that still runs, each the leader of its session.
         sessions: of all ranks, also of those that have ended.
+        grace: seconds from the beginning; asked again and again, for somebody may cut it short.
         ask: sends the control message, and returns the pids of the ranks that got it.
         unheeded: is told of pid and start time of each rank that was asked in vain, and of the seconds that it had.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    asked = ask() if grace_s > 0 else set()
+    asked = ask() if grace() > 0 else set()
     told: set[int] = set()
     late = False
     while left := leaders():
-        elapsed = loop.time() - begun
+        elapsed, grace_s = loop.time() - begun, grace()
         if elapsed >= grace_s:
             break
         if not late and elapsed >= grace_s / 2:
@@ -57,7 +58,7 @@ async def end_ranks(
         for pid, start_time in left:
             signal_session(pid, start_time, signal.SIGKILL)
         await asyncio.sleep(_TICK_S)
-    remaining_s = max(0.0, min(1.0, grace_s - (loop.time() - begun)))
+    remaining_s = max(0.0, min(1.0, grace() - (loop.time() - begun)))
     return await sweep(tag, remaining_s, sessions)
 
 

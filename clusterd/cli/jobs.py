@@ -166,16 +166,18 @@ def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
 @click.option("--wait", "and_wait", is_flag=True, help="Until their devices are free.")
-def cancel(jobs: tuple[str, ...], and_wait: bool) -> None:
+@click.option("--now", is_flag=True, help="Kill them at once, also those that are being cancelled: nothing is saved.")
+def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
     """End jobs and free what they hold; 'net_*' is those of yours that have such a name and are not over."""
     failures: list[ClusterError] = []
     with Client() as cluster:
         first, *others = own_jobs(cluster, jobs, over=False)
+        at_once: dict[str, Any] = {"now": True} if now else {}
         if others:  # at one moment: one that ends would make room for the next
-            answer = cluster.call("cancel", job=first, also=others)
+            answer = cluster.call("cancel", job=first, also=others, **at_once)
             rows, failures = answer["jobs"], [refusal(error) for error in answer["refused"]]
         else:
-            rows = [cluster.call("cancel", job=first)]
+            rows = [cluster.call("cancel", job=first, **at_once)]
     many: dict[str, int] = {}
     for row in rows:
         if and_wait:

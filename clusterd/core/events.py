@@ -127,6 +127,7 @@ class JobCancelled(Event):
 
     job: JobId
     by: str = ""
+    now: bool = False  # without time to save what it did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,14 @@ class Stopping(Deciding):
             if self.state.hosts[host_id].state is HostState.LOST:  # while ranks elsewhere were asked what they hold
                 self._gone_from(attempt, host_id)
 
+    def _cut_short(self, attempt: Attempt, why: str) -> None:
+        """Of an attempt that is being stopped, no rank is waited for any longer."""
+        for host_id in sorted(attempt.pending):
+            self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, 0.0, why)
+        for generation, retired in attempt.retired.items():
+            for host_id in sorted(retired.pending):
+                self._stop_on(host_id, attempt.job, attempt.number, generation, 0.0, why)
+
     def _leaves_state(self, attempt: Attempt) -> bool:
         """Whether ranks that are stopped can leave their state, for the job goes on elsewhere, and they all train."""
         job = self.state.jobs[attempt.job]

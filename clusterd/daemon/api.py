@@ -276,15 +276,17 @@ class Api:
             "decisions": [dict(zip(names, row, strict=True)) for row in reversed(decisions)],
         }
 
-    async def cancel(self, peer: Peer, job: str, also: list[str] | None = None) -> dict[str, Any]:
+    async def cancel(self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False) -> dict[str, Any]:
         """End a job; answers at once, `wait` tells when its devices are free.
 
-        `also`: others at the same moment, so that none of them starts where another one ends. Each that cannot be
-        cancelled is told of beside those that are.
+        Args:
+            also: others at the same moment, so that none of them starts where another one ends. Each that cannot be
+                cancelled is told of beside those that are.
+            now: without the time that they have to save what they did, also where that has begun.
         """
         if also is None:
-            return await cancelling.one(self._engine, peer, job)
-        return await cancelling.several(self._engine, peer, [job, *also])
+            return await cancelling.one(self._engine, peer, job, now)
+        return await cancelling.several(self._engine, peer, [job, *also], now)
 
     async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
         """Change a job's priority."""

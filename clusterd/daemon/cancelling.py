@@ -18,18 +18,18 @@ from clusterd.errors import ClusterError
 from clusterd.types import JobId, JobState
 
 
-async def one(engine: Engine, peer: Peer, job: str) -> dict[str, Any]:
-    """The job's row, cancelled.
+async def one(engine: Engine, peer: Peer, job: str, now: bool) -> dict[str, Any]:
+    """The job's row, cancelled; `now`: without time to save what it did.
 
     Raises:
         ClusterError: it is over, or not the peer's.
     """
     known = _cancellable(engine, peer, job)
-    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user))
+    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user, now=now))
     return projection.job_row(known, engine.scheduler.state)
 
 
-async def several(engine: Engine, peer: Peer, jobs: list[str]) -> dict[str, Any]:
+async def several(engine: Engine, peer: Peer, jobs: list[str], now: bool) -> dict[str, Any]:
     """Rows of the jobs that are cancelled, and what was in the way of the others."""
     found: dict[JobId, Job] = {}
     refused = []
@@ -44,7 +44,7 @@ async def several(engine: Engine, peer: Peer, jobs: list[str]) -> dict[str, Any]
         async with anyio.create_task_group() as group:
             # First what waits: of more than one batch holds, the first must not make room for what the next would end.
             for known in sorted(found.values(), key=lambda job: job.state is not JobState.QUEUED):
-                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, by=peer.user))
+                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, by=peer.user, now=now))
     except ExceptionGroup as errors:
         raise first_of(errors) from None
     rows = [projection.job_row(known, engine.scheduler.state) for known in found.values()]

@@ -276,6 +276,16 @@ def test_cancel_kills_what_does_not_listen_after_the_grace(agent: AgentClient) -
     assert (report["state"], report["signal"], report["reason"]) == ("exited", signal.SIGKILL, "stopped")
 
 
+def test_a_second_stop_cuts_the_grace_of_the_first_short(agent: AgentClient) -> None:
+    """Somebody gave a job a day to save, and cannot wait for it."""
+    agent.launch(["sh", "-c", "trap 'echo told' TERM; echo ready; while :; do sleep 0.1; done"])
+    wait_until(agent.log, "the trap to be set")
+    first = agent.send("stop", job="j", attempt=1, generation=1, grace_s=86400.0, reason="cancelled")
+    wait_until(lambda: "told" in agent.log(), "the first to be heeded")
+    assert agent.stop(grace_s=0.0)["ranks"][0]["signal"] == signal.SIGKILL
+    assert agent.reply(first)["ok"]["ranks"][0]["signal"] == signal.SIGKILL
+
+
 def test_cancel_lets_a_command_finish_within_the_grace(agent: AgentClient) -> None:
     agent.launch(["sh", "-c", "trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done"])
     wait_until(agent.log, "the trap to be set")

@@ -280,3 +280,27 @@ def test_replay_gives_the_same_state(lab_with_two_hosts: Lab, replayed: Callable
     lab.exit(jobs[0], end=CRASH)
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="cable"))
     assert replayed(lab).state == lab.scheduler.state
+
+
+def test_a_cancel_may_cut_short_what_a_cancel_has_begun(lab: Lab) -> None:
+    """A grace period of a day was waited for, whatever anybody did."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(grace_s=86400.0)
+    lab.run(job)
+    decided = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    assert [stop.grace_s for stop in decided if isinstance(stop, d.StopAttempt)] == [86400.0]
+    decided = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann", now=True))
+    assert [stop.grace_s for stop in decided if isinstance(stop, d.StopAttempt)] == [0.0]
+    lab.stopped(job)
+    assert lab.state(job) == "cancelled"
+    assert d.StopAttempt.match(lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann", now=True)), job=job) is None
+
+
+def test_a_cancel_while_the_time_limit_ends_a_job_does_not_make_it_a_cancelled_one(lab: Lab) -> None:
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(time_limit_s=60.0)
+    lab.run(job)
+    lab.fire(f"limit:{job}")
+    lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
+    lab.stopped(job)
+    assert lab.state(job) == "failed" and "time limit" in lab.why(job)
