@@ -20,7 +20,8 @@ What holds under every plan, and across changes of plan:
   batch (batch normalisation), they depend on how the plan cuts the batch. Numbers that a module or the optimizer keeps
   in plain attributes are carried too; tensors there are not: register them.
 - **What hangs on parameters** goes where they go: attributes (``p.no_decay = True``), by which the optimizer's groups
-  may be made, and hooks, which see the gradient of one replica and one micro-batch, as everywhere in torch.
+  may be made, and hooks, which see the gradient of one replica and one micro-batch, as everywhere in torch. One that
+  does more than scale it rules out plans that cut the batch.
 - **What would not hold** under a plan rules that plan out, with its reason: a forward pass that writes into parameters
   (``max_norm``, moving averages kept as parameters), gradients that are added or clipped on the way back, a loss that
   is a sum. A loss that is a mean over what counts in the samples (words that are not padding) is told of in the log.
