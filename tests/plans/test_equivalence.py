@@ -30,7 +30,6 @@ PLANS = [
     "dp=2,tp=2,zero=3",
     "dp=2,pp=2,accumulation=4",
     "dp=2,pp=2,accumulation=2,schedule=gpipe",
-    "dp=2,pp=2,zero=3,accumulation=2",
     "dp=2,tp=2,pp=2,accumulation=2",
     "accumulation=4",
     "checkpointing",
@@ -40,7 +39,6 @@ PLANS = [
     "zero=3,offload=parameters",
     "dp=2,shares=5:11",
     "dp=3,shares=2:5:9,accumulation=2",
-    "dp=2,pp=2,accumulation=2,shares=4:12",
 ]
 
 SLOW = [
@@ -60,6 +58,7 @@ SLOW = [
     "dp=2,tp=2,pp=2,zero=3,accumulation=2,checkpointing",
     "dp=2,tp=2,pp=2,zero=2,accumulation=4,schedule=gpipe,offload=optimizer,shares=4:12",
     "tp=2,pp=4,accumulation=8",
+    "dp=2,pp=2,zero=3,accumulation=2",
 ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow
 from rank_pool import RankPool
 from scenarios import Recorded, job
 from test_describe import small
@@ -38,7 +39,7 @@ def test_plans_are_ruled_out_that_would_weight_them_otherwise(model: str, trains
     assert tuple(plan for plan in ALL if not check(Plan.parse(plan), shape)) == trains
 
 
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "dp=2,tp=2,zero=3"])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", slow("dp=2,zero=1"), slow("tp=2"), slow("dp=2,tp=2,zero=3")])
 def test_an_auxiliary_gradient_counts_as_in_one_process(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     options = {"model": "balanced", "optimizer": "momentum", "steps": STEPS}
     alone = ranks.run(tmp_path / "alone", "dp=1", **options).checked()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import slow
 from mover import Mover
 from rank_pool import RankPool
 from torch import nn
@@ -41,10 +42,10 @@ def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, pla
     ("model", "plan"),
     [
         ("head normed", "tp=2"),
-        ("head normed", "dp=2,tp=2,accumulation=2"),
-        ("head normed", "dp=2,tp=2,zero=3"),
-        ("head normed", "tp=2,pp=2,accumulation=2"),
-        ("tied", "dp=2,tp=2"),
+        slow("head normed", "dp=2,tp=2,accumulation=2"),
+        slow("head normed", "dp=2,tp=2,zero=3"),
+        slow("head normed", "tp=2,pp=2,accumulation=2"),
+        slow("tied", "dp=2,tp=2"),
         ("tied", "tp=2,checkpointing"),
     ],
 )
@@ -144,9 +145,7 @@ def losses_through(mover: Mover, *plans: str) -> list[float]:
     return [step["loss"] for step in mover.stop()]
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param({"model": "cooling"}, marks=pytest.mark.slow), {"optimizer": "own count"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"model": "cooling"}, slow({"optimizer": "own count"})], ids=str)
 def test_what_modules_and_optimizers_count_goes_on(
     moving: Callable[..., Mover],
     undisturbed: Callable[..., list[float]],
@@ -181,8 +180,8 @@ def test_what_a_model_keeps_for_itself_is_real(
     "options",
     [
         {"model": "marked", "optimizer": "by marks"},
-        pytest.param({"optimizer": "by names"}, marks=pytest.mark.slow),
-        pytest.param({"model": "hooked"}, marks=pytest.mark.slow),
+        slow({"optimizer": "by names"}),
+        slow({"model": "hooked"}),
     ],
     ids=str,
 )
@@ -236,7 +235,7 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
         assert "the model recomputes by reentrant checkpoints" in rank.output
 
 
-@pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", "dp=2,pp=2,zero=2,accumulation=2"])
+@pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", slow("dp=2,pp=2,zero=2,accumulation=2")])
 def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """Within it, the compiler came upon the shards."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="compiled", steps=STEPS, depth=2).checked()
@@ -244,7 +243,7 @@ def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tm
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=2,pp=2,zero=3,accumulation=2"])
+@pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", slow("dp=2,pp=2,zero=3,accumulation=2")])
 def test_stages_send_what_does_not_lie_row_by_row(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     """A transposed activation, and its gradient: process groups take neither."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="transposed", steps=STEPS).checked()
@@ -252,8 +251,8 @@ def test_stages_send_what_does_not_lie_row_by_row(ranks: RankPool, tmp_path: Pat
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.1])
-@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,offload=optimizer", "tp=2", "pp=2,accumulation=2"])
+@pytest.mark.parametrize("clip_norm", [slow(None), 0.1])
+@pytest.mark.parametrize("plan", ["dp=2,zero=1", "dp=2,offload=optimizer", slow("tp=2"), slow("pp=2,accumulation=2")])
 def test_a_sparse_gradient_is_clipped_and_offloaded(
     ranks: RankPool, tmp_path: Path, plan: str, clip_norm: float | None
 ) -> None:

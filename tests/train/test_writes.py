@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from cases import slow
 from rank_pool import RankPool
 from scenarios import Recorded, job
 from test_describe import small
@@ -53,14 +54,14 @@ def test_plans_are_ruled_out_that_would_repeat_or_lose_it(model: str, trains: tu
 @pytest.mark.parametrize(
     ("model", "plan"),
     [
-        ("renormed", "tp=2"),
+        slow("renormed", "tp=2"),
         ("renormed", "pp=2,accumulation=2"),
-        ("renormed", "dp=1,accumulation=4,checkpointing"),
-        ("clipped", "dp=2,pp=2,accumulation=2"),
+        slow("renormed", "dp=1,accumulation=4,checkpointing"),
+        slow("clipped", "dp=2,pp=2,accumulation=2"),
         ("clipped", "dp=2,accumulation=2"),
         ("following", "dp=2,zero=1"),
-        ("following", "dp=2,tp=2"),
-        ("following", "offload=optimizer"),
+        slow("following", "dp=2,tp=2"),
+        slow("following", "offload=optimizer"),
     ],
 )
 def test_what_is_left_trains_as_one_process(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
