@@ -7,8 +7,9 @@ and which numbers of shards work at all, by a forward pass with shards of the te
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -51,8 +52,19 @@ def describe(
     if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
         raise PlanRefused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
     # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _unsaid():
         return _described(job, _Forward(job, fake), tp_degrees, trace, pipeline)
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """What fake tensors cannot run is an answer here; torch would write a page of where it went wrong for each."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _described(job: Job, forward: _Forward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import random
 from dataclasses import replace
 from typing import Any
@@ -477,3 +478,17 @@ def test_containers_that_are_never_called_are_no_blocks() -> None:
         nn.ModuleList(torch.compile(nn.Sequential(nn.Linear(2, 2)), backend="eager") for _ in "ab")
     )
     assert build.block_paths(compiled) == ["0.0", "0.1"]
+
+
+def test_torch_says_nothing_of_what_fake_tensors_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
+    """A mixture of experts began its log with pages of tracebacks, one for each try."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    class Experts(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            log.error("failed while attempting to run meta for aten._grouped_mm.default")
+            return super().forward(x)
+
+    shape = describe(small(lambda: Experts(4, 4), None))
+    assert sum(p.size_bytes for p in shape.parameters) == (4 * 4 + 4) * 4
+    assert not caplog.records and not log.disabled
