@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from clusterd.core.allocate import at_some_size
-from clusterd.core.elastic import book
+from clusterd.core.elastic import book, drained
 from clusterd.core.state import Attempt
 from clusterd.core.view import Move, View
-from clusterd.types import AttemptState, HostState, JobKind
+from clusterd.types import AttemptState, HostState, JobId, JobKind
+
+
+def evacuations(view: View, skip: Container[JobId]) -> list[Move]:
+    """How jobs leave drained hosts, alive or by a restart; `skip`: jobs that are somebody else's business."""
+    return [*drained(view, skip), *off_drained(view)]
 
 
 def off_drained(view: View) -> list[Move]:

@@ -51,7 +51,7 @@ class Default:
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
         cores = Cores(view, running)
-        proposal = Proposal(moves=[*elastic.drained(view, skip=known), *restarting.off_drained(view)])
+        proposal = Proposal(moves=restarting.evacuations(view, skip=known))
         room = Room(view.free)
         total = room.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from clusterd.core import elastic, restarting
+from clusterd.core import restarting
 from clusterd.core.allocate import Grant, allocate
 from clusterd.core.menu import Choice, Menu, Menus
 from clusterd.core.outlook import Estimate
@@ -78,7 +78,7 @@ class Baseline(ABC):
     def propose(self, view: View) -> Proposal:
         """Everybody in order, as far as devices go; who is none of its business leaves drained hosts all the same."""
         known = [job.id for job in view.running if self.menu(job, view) is not None]
-        leaving = [*elastic.drained(view, skip=known), *restarting.off_drained(view)]
+        leaving = restarting.evacuations(view, skip=known)
         jobs = self.managed(view)
         wants = self.wants(view, jobs)
         proposal = realise(view, wants, among=jobs, others=f"{self.name}: others come first")
