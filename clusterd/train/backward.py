@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train import build
+from clusterd.train.operations import storage_of
 from clusterd.train.writes import written
 
 _SUMS = frozenset({"add", "add_", "sub", "sub_"})
@@ -59,7 +60,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
         with self:
             loss.backward(seed)
         gradients = _tensors([p.grad for _, p in build.named_parameters(model)])
-        self.added |= any(_storage(g) not in self._follow and not self._is_nothing(g) for g in gradients)
+        self.added |= any(storage_of(g) not in self._follow and not self._is_nothing(g) for g in gradients)
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         options = options or {}
@@ -68,7 +69,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
             return result
         name = function.__name__.partition(".")[0]
         given, into = _tensors((arguments, options)), list(written(function, arguments, options))
-        following = [t for t in given if _storage(t) in self._follow]
+        following = [t for t in given if storage_of(t) in self._follow]
         if name in _BLANK:
             self._note((result, into), self._nothing)
         elif name in _OF_NO_GRADIENT:
@@ -86,17 +87,17 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
             nothing = sum(map(self._is_nothing, given))
             self.added = self.added or following + nothing < len(given) or any(others)
         product, ratio = name in ("mul", "mul_"), name in ("div", "div_")
-        divided_by = ratio and isinstance(arguments[1], torch.Tensor) and _storage(arguments[1]) in self._follow
+        divided_by = ratio and isinstance(arguments[1], torch.Tensor) and storage_of(arguments[1]) in self._follow
         self.bent = self.bent or name in _BENT or (product and following > 1) or divided_by
 
     def _is_nothing(self, tensor: torch.Tensor) -> bool:
-        return _storage(tensor) in self._nothing
+        return storage_of(tensor) in self._nothing
 
     def _note(self, made: Any, where: set[int]) -> None:
         for tensor in _tensors(made):
             self._kept.append(tensor)
-            self._nothing.discard(_storage(tensor))
-            where.add(_storage(tensor))
+            self._nothing.discard(storage_of(tensor))
+            where.add(storage_of(tensor))
 
 
 def _is_product(name: str) -> bool:
@@ -105,7 +106,3 @@ def _is_product(name: str) -> bool:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_sparse]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -54,3 +54,8 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
 
 def _outline(value: Any) -> Any:
     return (str(value.dtype), tuple(value.shape)) if isinstance(value, torch.Tensor) else value
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The same for a tensor and its views, as long as one of them is kept; another's after that."""
+    return int(tensor.untyped_storage()._cdata)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train import build
+from clusterd.train.operations import storage_of
 from clusterd.train.tensor_styles import COLWISE, GATHERING, SUMMED
 from clusterd.train.writes import written
 
@@ -32,7 +33,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         """`model`: cut already, and with what is done around the modules of `styles`."""
         super().__init__()
         self.unlike = ""
-        self._names = {_storage(p): build.global_name(name) for name, p in model.named_parameters()}
+        self._names = {storage_of(p): build.global_name(name) for name, p in model.named_parameters()}
         self._kept: list[torch.Tensor] = []  # freed storage would be another's
         self._parts: set[int] = set()
         self._inside = 0
@@ -44,7 +45,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def end(self, loss: Any) -> None:
         """After all else; what the loss leaves out may be parts (maps of attention)."""
-        if any(_storage(t) in self._parts for t in _tensors(loss)):
+        if any(storage_of(t) in self._parts for t in _tensors(loss)):
             self.unlike = self.unlike or "the loss is computed of a part of features on each"
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -52,17 +53,17 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if self._inside:
             return result
         given, name = _tensors((arguments, options)), function.__name__
-        whole = [t for t in given if _storage(t) not in self._parts]
+        whole = [t for t in given if storage_of(t) not in self._parts]
         if len(whole) == len(given):
-            if len(given) == 1 and _storage(given[0]) in self._names:  # another view of it, or precision
-                self._keep(result, lambda made: self._names.setdefault(made, self._names[_storage(given[0])]))
+            if len(given) == 1 and storage_of(given[0]) in self._names:  # another view of it, or precision
+                self._keep(result, lambda made: self._names.setdefault(made, self._names[storage_of(given[0])]))
         elif "_like" not in name and not name.startswith("new_"):  # these take the shape alone
             if torch.is_grad_enabled() and (learns := [t for t in whole if t.requires_grad]):
                 what = self._names.get(
-                    _storage(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
+                    storage_of(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
                 )
                 self.unlike = self.unlike or f"{what} is whole and computed with parts of features"
-            for storage in map(_storage, written(function, arguments, options)):
+            for storage in map(storage_of, written(function, arguments, options)):
                 if storage in self._names and storage not in self._parts:
                     said = f"{self._names[storage]} is whole, and parts of features are written into it"
                     self.unlike = self.unlike or said
@@ -72,7 +73,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def _keep(self, result: Any, note: Callable[[int], object]) -> None:
         for tensor in _tensors(result):
             self._kept.append(tensor)
-            note(_storage(tensor))
+            note(storage_of(tensor))
 
     def _enter(self, *_: Any) -> None:
         self._inside += 1
@@ -80,7 +81,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def _leave(self, path: str, word: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._inside -= 1
-            if word == SUMMED and not any(_storage(t) in self._parts for t in _tensors(inputs)):
+            if word == SUMMED and not any(storage_of(t) in self._parts for t in _tensors(inputs)):
                 self.unlike = self.unlike or f"{path} is given whole features, and {word} would add them up"
             elif word == SUMMED or word in COLWISE - GATHERING:
                 self._keep(outputs, self._parts.add)
@@ -90,7 +91,3 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

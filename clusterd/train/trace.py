@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from clusterd.train.operations import storage_of
 from plans.model_shape import LayerShape
 
 
@@ -85,17 +86,13 @@ class _Casts(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
-        if function is torch.ops.aten._to_copy.default and _storage(arguments[0]) in self._parameters:
-            self._made[_storage(result)] = result
+        if function is torch.ops.aten._to_copy.default and storage_of(arguments[0]) in self._parameters:
+            self._made[storage_of(result)] = result
         return result
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of them, or a view of one."""
-        return _storage(tensor) in self._made
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+        return storage_of(tensor) in self._made
 
 
 def layer_shapes(

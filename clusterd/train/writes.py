@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from clusterd.train import build
 from clusterd.train.exits import PlanRefused
+from clusterd.train.operations import storage_of
 from clusterd.train.replicate import local_tensor
 
 _SAME_AGAIN = frozenset({"clamp_", "clamp_min_", "clamp_max_", "embedding_renorm_", "fill_", "zero_"})
@@ -44,12 +45,12 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self.complete = False
         self._model = model
         self._parameters = dict(build.named_parameters(model))
-        self._before = {name: (p, _storage(p), p._version) for name, p in self._parameters.items()}
-        self._names = {_storage(p): name for name, p in self._parameters.items()}
+        self._before = {name: (p, storage_of(p), p._version) for name, p in self._parameters.items()}
+        self._names = {storage_of(p): name for name, p in self._parameters.items()}
         self._done: dict[str, set[str]] = {}  # by parameter, names of the operations that wrote into it
         self._read: dict[str, set[str]] = {}  # and that it was given to
         self._saved: set[str] = set()
-        self._depending = {_storage(tensor) for tensor in given}
+        self._depending = {storage_of(tensor) for tensor in given}
         self._kept: list[torch.Tensor] = list(given)  # freed storage would be another's
         self._hooks: Any = None
 
@@ -61,22 +62,22 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         given, into = _tensors((arguments, options)), list(written(function, arguments, options))
         name = function.__name__.partition(".")[0]
         depends = torch.Tag.nondeterministic_seeded in function.tags or (
-            any(_storage(t) in self._depending for t in given) and "_like" not in name and not name.startswith("new_")
+            any(storage_of(t) in self._depending for t in given) and "_like" not in name and not name.startswith("new_")
         )
         for tensor in given:
-            if parameter := self._names.get(_storage(tensor), ""):
+            if parameter := self._names.get(storage_of(tensor), ""):
                 self._read.setdefault(parameter, set()).add(name)
                 if self._parameters[parameter].requires_grad and _given(function, arguments, options, "sparse"):
                     self.sparse = self.sparse or parameter
         for tensor in into:
-            if parameter := self._names.get(_storage(tensor), ""):
+            if parameter := self._names.get(storage_of(tensor), ""):
                 self._done.setdefault(parameter, set()).add(name)
                 if depends:
                     self.by_samples = self.by_samples or parameter
         if depends:
             for tensor in (*_tensors(result), *into):
                 self._kept.append(tensor)
-                self._depending.add(_storage(tensor))
+                self._depending.add(storage_of(tensor))
         return result
 
     def __enter__(self) -> Writes:
@@ -90,11 +91,11 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._hooks.__exit__(*error)
         now = dict(build.named_parameters(self._model))
         for name, (parameter, storage, version) in self._before.items():
-            if now.get(name) is not parameter or _storage(parameter) != storage:  # put in its place
+            if now.get(name) is not parameter or storage_of(parameter) != storage:  # put in its place
                 self._done.setdefault(name, set()).add("set_")
-                if now.get(name) is not parameter or _storage(parameter) in self._depending:
+                if now.get(name) is not parameter or storage_of(parameter) in self._depending:
                     self.by_samples = self.by_samples or name
-                self._names[_storage(parameter)] = name
+                self._names[storage_of(parameter)] = name
             if name in self._saved and parameter._version != version and name in self._done:
                 self.why_no_pipeline = (
                     f"the forward pass writes into {name}, which the backward pass of another micro-batch still needs"
@@ -111,7 +112,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return not done <= _SAME_AGAIN or (renormed and not self._read[name] <= _LOOK_UP)
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if name := self._names.get(_storage(tensor), ""):
+        if name := self._names.get(storage_of(tensor), ""):
             self._saved.add(name)
         return tensor
 
@@ -213,7 +214,3 @@ def written(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tenso
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
