@@ -31,6 +31,7 @@ _READ_AT_START = (
     "MKL_",
     "OPENBLAS_",
     "MALLOC_",
+    "THP_",
     "GLIBC_",
     "TORCH",  # TORCHINDUCTOR_ and TORCHDYNAMO_ too
     "PYTORCH_",
