@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from clusterd.train import build, checkpoint, data, describe, exits, losses, precision, result
+from clusterd.train import build, checkpoint, checkpoint_files, data, describe, exits, losses, precision, result
 from clusterd.train import context as contexts
 from clusterd.train.apart import apart
 from clusterd.train.arriving import Arriving
@@ -20,7 +20,7 @@ from clusterd.train.attributes import Attributes
 from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
 from clusterd.train.control import Control, sigterm_asks_to_stop
-from clusterd.train.exits import PlanRefused, TrainError
+from clusterd.train.exits import PlanRefused, TrainError, WrongPlan
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
 from clusterd.train.loop import Loop, StepSeen
@@ -64,7 +64,7 @@ class Training:
         self._shape = shape
         model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
         if not blank and not same_everywhere(build.fingerprint(model), device):
-            raise PlanRefused(
+            raise WrongPlan(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
         if plan.pp > 1:
@@ -201,7 +201,7 @@ def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: 
     if context.rank == 0 and job.save is not None:
         result.check(job.save)  # also of a rank in standby: its move fails, and not the job after the switch
     if context.final:
-        checkpoint.check(context.final)
+        checkpoint_files.check(context.final)
     device = device_of(context)
     with process_groups(context, device) as mesh:
         if arriving is not None:
@@ -237,7 +237,7 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
     Returns:
         The shape, if it is known now.
     Raises:
-        PlanRefused: with all the reasons.
+        WrongPlan: with all the reasons.
     """
     plan = context.plan
     # A job of ours may move, for which the shape is needed; later there may be threads and a GPU, which do not fork.
@@ -245,7 +245,7 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         degrees = [plan.tp] if plan.tp > 1 else []
         shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
-        raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+        raise WrongPlan(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     if (
         context.rank == 0
         and shape is not None

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from clusterd.train.checkpoint import Checkpointed, Staged, stage, write
+from clusterd.train.checkpoint import Checkpointed, stage
+from clusterd.train.checkpoint_files import Staged, write
 from clusterd.train.control import Control, Message
 from clusterd.train.exits import CheckpointFailed
 from clusterd.train.scalars import CannotTravel
