@@ -83,6 +83,7 @@ def test_wait_returns_the_jobs_code_when_nobody_reads_what_it_says(local_cluster
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.slow
 def test_who_follows_a_log_is_told_that_its_host_is_away(cluster: RunningCluster, tmp_path: Path) -> None:
     """`logs -f` and `run` stood still, without a word, for as long as the host did not answer."""
     settings = cluster.directory / "clusterd.toml"

@@ -58,6 +58,7 @@ def test_what_is_over_is_told_when_the_time_is(local_cluster: RunningCluster) ->
     assert answer.returncode == 2, "at once, and not when the first is over"
 
 
+@pytest.mark.slow
 def test_a_cancel_that_waits_for_a_silent_host_says_so(cluster: RunningCluster) -> None:
     """It stood there until the host was given up, as `wait` and `run` did, and said nothing."""
     settings = cluster.directory / "clusterd.toml"

@@ -279,6 +279,7 @@ def test_bytes_that_changed_on_the_way_are_not_trained_on(scene: Scene) -> None:
     assert (row["plan"], row["devices"]) == ("dp=2", OLD_PLACES)
 
 
+@pytest.mark.slow
 def test_full_shared_memory_is_made_up_for_by_files_and_a_full_disk_refuses_the_move(scene: Scene) -> None:
     """Seen in prepare, before anybody stops training."""
     limits = scene.cluster.directory / "local/0/agent/store.json"

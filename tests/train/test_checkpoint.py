@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import slow
 from mover import Mover
 from rank_pool import HERE, ROOT, RankPool
 
@@ -157,9 +158,9 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
     [
         ("dp=1", "dp=2,zero=3"),
         ("dp=2,zero=3", "tp=2"),
-        ("dp=2,zero=1", "dp=2,offload=optimizer"),
+        slow("dp=2,zero=1", "dp=2,offload=optimizer"),
         ("tp=2", "dp=1"),
-        ("dp=2,offload=optimizer", "dp=2,zero=1"),
+        slow("dp=2,offload=optimizer", "dp=2,zero=1"),
     ],
 )
 def test_what_an_optimizer_begins_to_keep_after_some_updates_is_in_the_last_checkpoint(

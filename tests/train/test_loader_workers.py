@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import slow
 from rank_pool import ROOT
 from test_alone import ENVIRONMENT
 
@@ -36,9 +37,9 @@ train.run(model=lambda: torch.nn.Linear(2, 2), loss=loss, data=Data(), num_worke
 @pytest.mark.parametrize(
     ("fault", "losses_fail", "said"),
     [
-        ("raise ValueError('sample 37 is broken')", False, "sample 37 is broken"),
+        slow("raise ValueError('sample 37 is broken')", False, "sample 37 is broken"),
         ("os.kill(os.getpid(), signal.SIGKILL)", False, "is killed by signal: Killed"),
-        ("pass", True, "the loss fails"),
+        slow("pass", True, "the loss fails"),
     ],
     ids=["sample", "killed", "loss"],
 )

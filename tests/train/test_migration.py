@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import recorded_state
+from cases import slow
 from mover import Mover
 from scenarios import Filed
 
@@ -108,16 +109,16 @@ def test_a_job_of_mixed_precision_moves_as_any_other(
 @pytest.mark.parametrize(
     "options, walk",
     [
-        (
+        slow(
             {"model": "tables", "optimizer": "two groups", "warmup": True},
             ["dp=2,zero=1", "tp=2", "pp=2,accumulation=2"],
         ),
-        (
+        slow(
             {"model": "frozen", "optimizer": "nesterov"},
             ["pp=2,accumulation=2", "dp=3,zero=3,shares=4:4:8", "tp=2", "dp=2"],
         ),
         ({"optimizer": "adafactor"}, ["pp=2,accumulation=2", "dp=2,zero=1", "dp=1"]),
-        ({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
+        slow({"model": "tied"}, ["dp=2,zero=3", "dp=2", "dp=2,zero=2"]),
         (
             {"model": "masked", "optimizer": "counting", "schedule": "cosine"},
             ["dp=2,zero=1", "pp=2,accumulation=2", "dp=1"],
@@ -143,7 +144,7 @@ def test_every_bit_of_the_state_arrives(
     assert_undisturbed(steps, expected)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 6))])
+@pytest.mark.parametrize("seed", [*map(slow, range(6))])
 def test_a_chain_of_random_moves_over_two_hosts(
     seed: int, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:

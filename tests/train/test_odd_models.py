@@ -145,7 +145,7 @@ def losses_through(mover: Mover, *plans: str) -> list[float]:
     return [step["loss"] for step in mover.stop()]
 
 
-@pytest.mark.parametrize("options", [{"model": "cooling"}, slow({"optimizer": "own count"})], ids=str)
+@pytest.mark.parametrize("options", [slow({"model": "cooling"}), slow({"optimizer": "own count"})], ids=str)
 def test_what_modules_and_optimizers_count_goes_on(
     moving: Callable[..., Mover],
     undisturbed: Callable[..., list[float]],
@@ -166,7 +166,7 @@ def test_what_modules_and_optimizers_count_goes_on(
     assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
 
 
-@pytest.mark.parametrize("model", ["cached", "held"])
+@pytest.mark.parametrize("model", ["cached", slow("held")])
 def test_what_a_model_keeps_for_itself_is_real(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], model: str
 ) -> None:
@@ -179,7 +179,7 @@ def test_what_a_model_keeps_for_itself_is_real(
 @pytest.mark.parametrize(
     "options",
     [
-        {"model": "marked", "optimizer": "by marks"},
+        slow({"model": "marked", "optimizer": "by marks"}),
         slow({"optimizer": "by names"}),
         slow({"model": "hooked"}),
     ],
