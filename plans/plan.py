@@ -69,6 +69,11 @@ class Plan:
         """Processes, and devices, of the plan."""
         return self.dp * self.tp * self.pp
 
+    @property
+    def ways(self) -> frozenset[str]:
+        """What it does that one process with one pass a step does not: fields that differ from their defaults."""
+        return frozenset(n for n in _DEFAULTS if getattr(self, n) != _DEFAULTS[n]) - {"schedule", "shares"}
+
     def coordinates(self, rank: int) -> Coordinates:
         """Stage, replica and shard of `rank`."""
         if not 0 <= rank < self.ranks:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+EXIT_WRONG_PLAN = 92
 EXIT_DEVICE_FAULT = 93
 EXIT_DATA = 94
 EXIT_DEVICE_OOM = 95
@@ -16,6 +17,7 @@ EXIT_NO_TORCH = 97
 EXIT_PORT = 98
 
 _ELASTIC_EXITS = {
+    EXIT_WRONG_PLAN: "wrong-plan",
     EXIT_DEVICE_FAULT: "device-fault",
     EXIT_DATA: "data",
     EXIT_DEVICE_OOM: "device-oom",
@@ -25,14 +27,15 @@ _ELASTIC_EXITS = {
 }
 
 REASONS = (
-    "exit", "signal", "oom", "port", "no-torch", "plan", "device-oom", "device-fault", "data", "lost", "stopped",
+    "exit", "signal", "oom", "port", "no-torch", "plan", "wrong-plan", "device-oom", "device-fault", "data", "lost",
+    "stopped",
 )  # fmt: skip
 
 
 def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> str:
     """One of `REASONS`.
 
-    The codes 93 to 98 mean something only where our own training loop gave them: a command uses them as it likes.
+    The codes 92 to 98 mean something only where our own training loop gave them: a command uses them as it likes.
     """
     if stopped:
         return "stopped"

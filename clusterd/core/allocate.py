@@ -122,7 +122,7 @@ def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossi
     # "cuda" first: placement prefers it too.
     for kind in sorted({d.kind for d in devices}, reverse=True):
         memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
-        choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.at_most_bytes)
+        choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.bounds)
         if isinstance(choice, Choice):
             return choice
     return choice
@@ -139,7 +139,7 @@ def _as_pinned(job: Job, view: View) -> Choice | None:
         if sum(len(here) // plan.tp * plan.tp for here in there) < plan.ranks:
             continue
         shape, memory_bytes = ModelShape.from_dict(job.shape or {}), min(d.memory_bytes for d in devices)
-        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.at_most_bytes)
+        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.bounds)
         if isinstance(choice, Choice):
             return choice
     return None

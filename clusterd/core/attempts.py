@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from clusterd.core import migrations
-from clusterd.core.choose import below
+from clusterd.core.choose import Choice, below, choose
 from clusterd.core.state import Attempt, Fault, Host, Job, Outcome, Rank, State
 from clusterd.core.tenants import beyond_quota
 from clusterd.core.view import Start
 from clusterd.types import HostId, JobId, JobState, RankEnd, RankPlace, RankReport, Reason
 from plans.model_shape import ModelShape
+from plans.plan import Plan
 
 LOST_IN_A_ROW_MAX = 5
 """Times a job is queued again after faults that were not its own, without a step in between."""
@@ -40,6 +42,7 @@ class Verdict:
     exit_code: int | None = None
     is_infrastructure: bool = False
     at_most_bytes: int | None = None  # that the next plan may be thought to need
+    refused: tuple[Plan, str] | None = None  # under which the job cannot train, and why
 
 
 def running(state: State, job: JobId) -> Attempt:
@@ -156,6 +159,7 @@ _CAUSES = (
     Reason.OOM,
     Reason.DEVICE_OOM,
     Reason.NO_TORCH,
+    Reason.WRONG_PLAN,
     Reason.PLAN,
     Reason.SIGNAL,
     Reason.EXIT,
@@ -166,8 +170,8 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     """What becomes of the job now that the attempt is over.
 
     An attempt whose ranks all finished counts as finished even when it was being cancelled at that moment: its results
-    are there. One that ran out of device memory under a plan that its user did not ask for is no failure of the job's:
-    it gets a plan that needs less, as long as there is one.
+    are there. One that ran out of device memory, or cannot train, under a plan that its user did not ask for is no
+    failure of the job's: it gets a plan that needs less, or another, as long as there is one.
 
     Args:
         kind: of the attempt's devices.
@@ -197,15 +201,27 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {said}", is_infrastructure=True)
     chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None
     if end.reason is Reason.DEVICE_OOM and chosen is not None and job.shape is not None:
-        smaller = below(ModelShape.from_dict(job.shape), chosen, kind)
+        smaller = below(ModelShape.from_dict(job.shape), chosen, kind, job.bounds)
         if smaller is not None:
             at_most_bytes, plan = smaller
             said = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {said}; {plan} needs less"
             return Verdict(JobState.QUEUED, said, at_most_bytes=at_most_bytes)
+    if end.reason is Reason.WRONG_PLAN and chosen is not None and _has_another(job, chosen, str(end), kind):
+        said = f"attempt {attempt.number} could not train under {chosen}, {said}; it gets another plan"
+        return Verdict(JobState.QUEUED, said, refused=(chosen, str(end)))
     if job.own_failures < job.spec.retries:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {said}")
     exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)
     return Verdict(JobState.FAILED, said, exit_code=exit_code)
+
+
+def _has_another(job: Job, plan: Plan, why: str, kind: str) -> bool:
+    """Whether some plan is left for the job, on as many devices or on as many as it asked for, whatever they have."""
+    if job.shape is None:
+        return False
+    shape, bounds = ModelShape.from_dict(job.shape), replace(job.bounds, refused=(*job.refused, (plan, why)))
+    counts = {plan.ranks, max(job.spec.resources.devices, 1)}
+    return any(isinstance(choose(shape, n, kind, sys.maxsize, bounds=bounds), Choice) for n in counts)
 
 
 def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:

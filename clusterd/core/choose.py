@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from plans.enumerate import legal_plans
@@ -31,6 +31,26 @@ class Impossible:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What has turned out to be impossible for a job.
+
+    Attributes:
+        at_most_bytes: that a plan may be thought to need, for one that was thought to need more did not fit.
+        refused: plans under which its ranks cannot train, and why.
+    """
+
+    at_most_bytes: int | None = None
+    refused: tuple[tuple[Plan, str], ...] = ()
+
+    def why_not(self, plan: Plan) -> str | None:
+        """Why the job cannot train under `plan`, as far as is known: it does all that a refused one does."""
+        return next((f"under {other}: {why}" for other, why in self.refused if other.ways <= plan.ways), None)
+
+
+NO_BOUNDS = Bounds()
+
+
 @lru_cache(maxsize=4096)
 def choose(
     shape: ModelShape,
@@ -38,21 +58,22 @@ def choose(
     kind: str,
     memory_bytes: int,
     wish: Plan | None = None,
-    at_most_bytes: int | None = None,
+    bounds: Bounds = NO_BOUNDS,
 ) -> Choice | Impossible:
     """A plan for exactly `devices` devices of `kind` with `memory_bytes` each.
 
     Pure and remembered: a queued job is asked about in every pass.
-
-    Args:
-        at_most_bytes: that a plan may be thought to need, for one that was thought to need more did not fit.
     """
-    usable_bytes = min(memory_bytes * USABLE_SHARE, at_most_bytes or memory_bytes)
+    usable_bytes = min(memory_bytes * USABLE_SHARE, bounds.at_most_bytes or memory_bytes)
     if wish is not None:
+        if (why := dict(bounds.refused).get(wish)) is not None:  # what is only like a refused one is theirs to try
+            return Impossible(f"its plan {wish} cannot be: {why}")
         return _wish(shape, kind, memory_bytes, usable_bytes, wish)
-    plans = legal_plans(shape, devices, kind=kind)
+    legal = legal_plans(shape, devices, kind=kind)
+    plans = [plan for plan in legal if bounds.why_not(plan) is None]
     if not plans:
-        return Impossible(_why_none(shape, devices, kind))
+        why = bounds.why_not(legal[0]) if legal else None
+        return Impossible(_why_none(shape, devices, kind) if why is None else f"no plan on {devices} devices: {why}")
     least: tuple[int, Plan] | None = None
     for plan in plans:
         memory = estimate(plan, shape, kind=kind)
@@ -68,14 +89,14 @@ def choose(
     )
 
 
-def below(shape: ModelShape, plan: Plan, kind: str) -> tuple[int, Plan] | None:
+def below(shape: ModelShape, plan: Plan, kind: str, bounds: Bounds = NO_BOUNDS) -> tuple[int, Plan] | None:
     """After `plan` ran out of device memory: what another may be thought to need, and the simplest such on as many.
 
     None: none needs so much less. A tenth, for estimates are off by a twentieth, and each try costs the job a start.
     """
     needed_bytes = estimate(plan, shape, kind=kind).device_bytes
     at_most_bytes = int(needed_bytes * 0.9)
-    answer = choose(shape, plan.ranks, kind, needed_bytes, at_most_bytes=at_most_bytes)
+    answer = choose(shape, plan.ranks, kind, needed_bytes, bounds=replace(bounds, at_most_bytes=at_most_bytes))
     return (at_most_bytes, answer.plan) if isinstance(answer, Choice) else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 from clusterd.core import migrations
 from clusterd.core.blend import in_proportion
@@ -167,7 +168,7 @@ def _move(
     """`hosts`: where the old ranks train until the switch; None: they need not, or do not any more."""
     memory_bytes = min(d.memory_bytes for d in chosen)
     answer: Choice | Impossible = choose(
-        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish, job.at_most_bytes
+        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish, job.bounds
     )
     if isinstance(answer, Impossible):
         return Refusal(job.id, answer.reason)
@@ -204,12 +205,8 @@ def movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
     if job.step < 1 or any(h not in view.hosts or view.hosts[h].state is not HostState.UP for h in attempt.hosts):
         return None
     last = job.migrations[-1] if job.migrations else None
-    if (
-        last is not None
-        and last.failure
-        and last.ended_s is not None
-        and view.now_s - last.ended_s < SETTLE_AFTER_FAILURE_S
-    ):
+    since_s = view.now_s - last.ended_s if last is not None and last.ended_s is not None else inf
+    if since_s < job.calm_s(SETTLE_AFTER_FAILURE_S):
         return None
     if forced:
         return attempt

@@ -354,6 +354,7 @@ class MigrationFailed(Event):
     why: str
     host: HostId | None = None  # that could not start the new ranks
     out_of_memory: bool = False  # a new rank found too little on its device
+    refused: str = ""  # why the job cannot train under the new plan, in a new rank's words
 
 
 EVENTS: dict[str, type[Event]] = {

@@ -72,7 +72,7 @@ class Menus:
         if outlook is None or outlook.measured < min(ENOUGH, len(outlook.estimates)):
             return None
         wanted = job.spec.resources
-        key = (job.model, wanted.plan, wanted.devices, wanted.kind, job.at_most_bytes, choice)
+        key = (job.model, wanted.plan, wanted.devices, wanted.kind, job.bounds, choice)
         known = self._known.get(key)
         if known is None or known[0] is not outlook:
             known = (outlook, _menu(job, outlook, choice))
@@ -102,8 +102,9 @@ def _menu(job: Job, outlook: Outlook, choice: Choice) -> Menu:
 
 
 def may_fit(job: Job, offer: Estimate) -> bool:
-    """Whether nothing that needs so little ran out of memory under the job."""
-    return job.at_most_bytes is None or offer.device_bytes <= job.at_most_bytes
+    """Whether nothing is known of the job that rules it out: not its plan, and nothing that needed so little."""
+    fits = job.at_most_bytes is None or offer.device_bytes <= job.at_most_bytes
+    return fits and job.bounds.why_not(offer.plan) is None
 
 
 def _is_allowed(plan: Plan, wish: Plan | None, choice: Choice) -> bool:

@@ -31,7 +31,7 @@ class Habits:
     settle_s: float = 10.0  # ... and at least so long
     price: float = 1.0  # of a device-second, in seconds of delay for each job that could use it
     thrift: float = 0.3  # likewise, where nobody waits
-    failed_s: float = 30.0  # after a move that failed
+    failed_s: float = 30.0  # after a move that failed; longer after several in a row
 
 
 DEFAULT_HABITS = Habits()
@@ -66,7 +66,7 @@ class Mobility:
             return True
         since_s = self.view.now_s - (last.ended_s if last.ended_s is not None else last.started_s)
         settle_s = max(self.habits.settle * self.move_s(job), self.habits.settle_s)
-        return since_s >= (self.habits.failed_s if last.failure else settle_s)
+        return since_s >= (job.calm_s(self.habits.failed_s) if last.failure else settle_s)
 
     def within_budget(self, p: Prospect, offer: Estimate) -> bool:
         """All its moves, this one included, stay within a share of its life."""

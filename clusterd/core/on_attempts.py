@@ -108,11 +108,13 @@ class OnAttempts(OnTrials):
         self._after_end(attempt)
 
     def _coming_rank_exited(self, attempt: Attempt, event: e.RankExited) -> None:
-        """Whoever leads the move says what becomes of it; what its device is worth is learned here."""
+        """Whoever leads the move says what becomes of it; what its device and its plan are worth is learned here."""
         move = attempt.migration
         if move is not None and move.generation == event.generation:
             for place in (p for p in move.places if p.rank == event.rank):
                 attempts.note_fault(place, event.end, self.state.hosts)
+                if event.end.reason is Reason.WRONG_PLAN:
+                    self.state.jobs[event.job].cannot_train_under(move.plan, str(event.end))
             self._leave_out_faulty(event.host)
 
     def _leave_out_faulty(self, host_id: HostId) -> None:

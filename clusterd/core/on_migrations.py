@@ -176,6 +176,8 @@ class OnMigrations(Stopping):
         if event.out_of_memory and migration is not None:
             beside = {place.device for place in migration.places}.intersection(attempt.devices)
             self.state.jobs[event.job].needs_room |= bool(beside)
+        if event.refused and migration is not None:
+            self.state.jobs[event.job].cannot_train_under(migration.plan, event.refused)
         why = event.why
         if event.host is not None:
             why = f"{event.host} did not start it: {event.why}"

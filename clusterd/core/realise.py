@@ -59,16 +59,16 @@ def is_settled(job: Job) -> bool:
 
 
 def may_change(job: Job, view: View) -> bool:
-    """Settled, with all its ranks there, and its last move did not fail a moment ago: the next would fail like it."""
+    """Settled, with all its ranks there, and its last move did not fail a moment ago."""
     attempt = job.attempt
     if attempt is None or not is_settled(job):
         return False
     if any(h not in view.hosts or view.hosts[h].state is not HostState.UP for h in attempt.hosts):
         return False
     last = job.migrations[-1] if job.migrations else None
-    if last is None or not last.failure or last.ended_s is None:
+    if last is None or last.ended_s is None:
         return True
-    return view.now_s - last.ended_s >= SETTLE_AFTER_FAILURE_S
+    return view.now_s - last.ended_s >= job.calm_s(SETTLE_AFTER_FAILURE_S)
 
 
 def current(job: Job, view: View) -> tuple[str, tuple[int, ...]]:

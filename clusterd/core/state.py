@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any
 
 from clusterd.core import transitions
+from clusterd.core.choose import NO_BOUNDS, Bounds
 from clusterd.core.outlook import Outlook
 from clusterd.types import (
     AttemptState,
@@ -24,6 +26,9 @@ from clusterd.types import (
     Tenant,
 )
 from plans.plan import Plan
+
+CALM_MOST_S = 3600.0
+"""Between a move that failed and the next, however many have failed in a row."""
 
 
 class Outcome(StrEnum):
@@ -278,6 +283,7 @@ class Job:
     not_before_s: float = 0.0
     own_failures: int = 0
     at_most_bytes: int | None = None  # per device, as estimated: a plan that was thought to need more ran out of memory
+    refused: list[tuple[Plan, str]] = field(default_factory=list)  # under which its ranks cannot train, and why
     needs_room: bool = False  # a rank of it ran out of memory beside another generation's, against all estimates
     lost_in_a_row: int = 0
     unfit: dict[HostId, str] = field(default_factory=dict)  # hosts that could not start it, and why
@@ -298,6 +304,25 @@ class Job:
         """Whether its ranks may be placed there."""
         wanted = self.spec.resources.hosts
         return host not in self.unfit and (not wanted or host in wanted)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What is known to be impossible for it."""
+        known = self.refused or self.at_most_bytes is not None
+        return Bounds(self.at_most_bytes, tuple(self.refused)) if known else NO_BOUNDS
+
+    def cannot_train_under(self, plan: Plan, why: str) -> None:
+        """Its ranks have said so; the job may train under another."""
+        if self.bounds.why_not(plan) is None:
+            self.refused.append((plan, why))
+
+    def calm_s(self, first_s: float) -> float:
+        """For how long it is left alone now that its last moves failed: `first_s`, and twice that for each before it.
+
+        The next would fail like them, and costs the job's devices time to make ready.
+        """
+        failed = sum(1 for _ in takewhile(lambda move: move.failure, reversed(self.migrations)))
+        return min(first_s * 2.0 ** min(failed - 1, 30), CALM_MOST_S) if failed else 0.0
 
     @property
     def attempt(self) -> Attempt | None:

@@ -120,6 +120,9 @@ class Stopping(Deciding):
             self._lost_once_more(job, verdict.reason)
         elif verdict.at_most_bytes is not None:
             job.at_most_bytes, job.reason = verdict.at_most_bytes, verdict.reason
+        elif verdict.refused is not None:
+            job.cannot_train_under(*verdict.refused)
+            job.reason = verdict.reason
         else:
             job.own_failures += 1
             job.reason = verdict.reason
@@ -149,7 +152,7 @@ class Stopping(Deciding):
         assert attempt.migration is not None
         generation, old_pin = attempt.migration.generation, attempt.migration.old_pin
         retired = migrations.fail(job, attempt, why, self._now_s)
-        until_s = self._now_s + elastic.SETTLE_AFTER_FAILURE_S
+        until_s = self._now_s + job.calm_s(elastic.SETTLE_AFTER_FAILURE_S)
         self._set_timer(f"settle:{job.id}", until_s, f"a move of {job.spec.name} failed")
         wanted = job.pinned  # None: it was unpinned meanwhile
         job.pinned = old_pin if wanted is not None else None

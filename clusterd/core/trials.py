@@ -38,7 +38,7 @@ def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host
     chosen = together(mine, plan.ranks)
     memory_bytes = min(d.memory_bytes for d in chosen)
     shape = ModelShape.from_dict(job.shape or {})
-    answer = choose(shape, plan.ranks, chosen[0].kind, memory_bytes, plan, job.at_most_bytes)
+    answer = choose(shape, plan.ranks, chosen[0].kind, memory_bytes, plan, job.bounds)
     if not isinstance(answer, Choice):
         return answer.reason
     where = place_on(job, chosen)

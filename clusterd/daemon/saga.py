@@ -67,6 +67,7 @@ class Saga:
         self._news = anyio.Event()
         self._failure: str | None = None
         self._out_of_memory = False
+        self._refused = ""
         self._phase = "prepare"
         self._measured: list[e.MigrationAdvanced] = []
         self._step = -1
@@ -94,6 +95,7 @@ class Saga:
         """A rank said something about this move."""
         if said["what"] == "failed":
             self._out_of_memory |= bool(said.get("out_of_memory"))
+            self._refused = self._refused or str(said.get("refused", ""))
             self.fail(f"rank {rank} of generation {generation}: {said['why']}")
         self._heard.setdefault(said["what"], {})[generation, rank] = said
         self._wake()
@@ -312,6 +314,7 @@ class Saga:
                 why=why,
                 host=host,
                 out_of_memory=self._out_of_memory,
+                refused=self._refused,
             )
         )
 

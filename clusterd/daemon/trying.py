@@ -128,3 +128,4 @@ class Trying:
     def _note_refused(self, job: Job, known: Knowledge) -> None:
         """Plans that cannot run are not tried again; those that something came in between of may be."""
         known.refused.update(trial.plan for trial in job.trials if trial.is_refused)
+        known.refused.update(plan for plan, _ in job.refused)

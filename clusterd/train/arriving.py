@@ -95,8 +95,12 @@ class Arriving:
             training = self._arrive(make)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            full = isinstance(exits.of(error, where=""), exits.DeviceOutOfMemory)
-            self._control.say("failed", id=self.move_id, phase=self._phase, why=why, out_of_memory=full)
+            known = exits.of(error, where="")
+            full = isinstance(known, exits.DeviceOutOfMemory)
+            refused = str(known) if isinstance(known, exits.WrongPlan) else ""
+            self._control.say(
+                "failed", id=self.move_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
+            )
             raise MoveFailed(f"move {self.move_id} failed in phase {self._phase}: {why}") from error
         self._control.on("stop", lambda _: None)  # from now on between two steps
         # A daemon that says it once more did not hear that this rank trains.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import PlanRefused, WrongPlan
 from plans.sample_order import mix
 from plans.stages import split_layers
 
@@ -104,7 +104,7 @@ def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[li
     """Paths of the layers of each stage, cut by parameter bytes as `plans.stages` says.
 
     Raises:
-        PlanRefused: there are fewer layers with parameters than stages.
+        WrongPlan: there are fewer layers with parameters than stages.
     """
     paths = layer_paths(model, layers)
     # A parameter that several layers share counts once, as in the model's description: both must cut alike.
@@ -115,7 +115,7 @@ def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[li
     try:
         return [[paths[i] for i in stage] for stage in split_layers(weights, stages)]
     except ValueError as error:
-        raise PlanRefused(str(error)) from None
+        raise WrongPlan(str(error)) from None
 
 
 def layer_of(name: str, paths: Sequence[str]) -> int:

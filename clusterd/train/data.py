@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from clusterd.train import build
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import PlanRefused, WrongPlan
 from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
@@ -121,14 +121,14 @@ def check_cut(batch: Any, samples: int) -> None:
     """Finds out whether a nested batch can be cut between its samples.
 
     Raises:
-        PlanRefused: a part of it has them along no dimension, or along another than the first.
+        WrongPlan: a part of it has them along no dimension, or along another than the first.
     """
 
     def check(part: Any) -> None:
         size = part.shape[:1] if isinstance(part, torch.Tensor) else (len(part),) if hasattr(part, "__len__") else ()
         if tuple(size) != (samples,):
             what = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
-            raise PlanRefused(
+            raise WrongPlan(
                 f"a batch of {samples} samples has {what}, which cannot be cut into micro-batches: the first dimension "
                 "of each tensor that collate_fn makes must be that of the samples"
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 from clusterd.datasets import DataUnreachable
 
+WRONG_PLAN = 92
 DEVICE_FAULT = 93
 DATA = 94
 DEVICE_OOM = 95
@@ -15,6 +16,7 @@ NO_TORCH = 97
 PORT = 98
 
 REASONS = {
+    WRONG_PLAN: "wrong-plan",
     DEVICE_FAULT: "device-fault",
     DATA: "data",
     DEVICE_OOM: "device-oom",
@@ -64,6 +66,12 @@ class PlanRefused(TrainError):
     exit_code = PLAN
 
 
+class WrongPlan(PlanRefused):
+    """The job cannot train under this plan; under others it may."""
+
+    exit_code = WRONG_PLAN
+
+
 class NoTorch(TrainError):
     """This environment cannot import torch, or its torch cannot use this host's device: other hosts' may."""
 
@@ -94,7 +102,7 @@ class DataAway(TrainError):
     exit_code = DATA
 
 
-class UsedUnlike(TrainError):
+class UsedUnlike(WrongPlan):
     """Replicas, or steps, use different parameters, and the script did not say so."""
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from clusterd.train.buffers import spare_first_pass
 from clusterd.train.clip import clip_gradients
 from clusterd.train.data import check_cut, cut, micro_batch_sizes
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import PlanRefused, WrongPlan
 from clusterd.train.job import LossFunction
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
@@ -79,7 +79,7 @@ class Stepper:
             agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
                 the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
         Raises:
-            PlanRefused: micro-batches cannot be cut from such batches.
+            WrongPlan: micro-batches cannot be cut from such batches.
         """
         if self._checks and self.wants_inputs:
             for part in (inputs, targets):
@@ -192,7 +192,7 @@ class Stepper:
                 scale_grads=False,
             )
         except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
-            raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
+            raise WrongPlan(f"torch {torch.__version__} does not run {plan}: {error}") from error
 
 
 def _scalar(loss: LossFunction) -> LossFunction:
