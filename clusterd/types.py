@@ -75,8 +75,8 @@ class Reason(StrEnum):
     CROWDED = "crowded"  # out of device memory while a move prepared other ranks beside it, as the core finds
     PORT = "port"  # the rendezvous port was taken
     NO_TORCH = "no-torch"
-    PLAN = "plan"  # the plan, or what the script asks for, cannot run here
-    WRONG_PLAN = "wrong-plan"  # the job cannot train under this plan; under others it may
+    PLAN = "plan"  # the job cannot train under this plan; under others it may
+    SCRIPT = "script"  # what it asks for cannot be, whatever the plan
     DATA = "data"  # no host that has its data could be reached
     LOST = "lost"  # vanished without a record: reboot, or a killed fork server
     STOPPED = "stopped"  # by request
@@ -185,7 +185,7 @@ class RankEnd:
             return f"killed by signal {self.signal}"
         if self.reason is Reason.EXIT:
             return f"exit code {self.exit_code}" + (f": {self.message}" if self.message else "")
-        if self.reason in (Reason.PLAN, Reason.WRONG_PLAN, Reason.DEVICE_FAULT, Reason.NO_TORCH) and self.message:
+        if self.reason in (Reason.PLAN, Reason.SCRIPT, Reason.DEVICE_FAULT, Reason.NO_TORCH) and self.message:
             return self.message
         return _ENDS.get(self.reason, self.reason.value)
 
@@ -197,8 +197,8 @@ _ENDS = {
     Reason.CROWDED: "out of device memory, beside ranks that a move prepared there",
     Reason.PORT: "the rendezvous port was taken",
     Reason.NO_TORCH: "its Python environment has no torch that works there",
-    Reason.PLAN: "the plan cannot run there",
-    Reason.WRONG_PLAN: "it cannot train under that plan",
+    Reason.PLAN: "it cannot train under that plan",
+    Reason.SCRIPT: "what it asks for cannot be",
     Reason.DATA: "no host that has its data could be reached",
     Reason.LOST: "vanished without an exit record",
     Reason.STOPPED: "stopped by request",

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-EXIT_WRONG_PLAN = 92
+EXIT_SCRIPT = 92
 EXIT_DEVICE_FAULT = 93
 EXIT_DATA = 94
 EXIT_DEVICE_OOM = 95
@@ -17,7 +17,7 @@ EXIT_NO_TORCH = 97
 EXIT_PORT = 98
 
 _ELASTIC_EXITS = {
-    EXIT_WRONG_PLAN: "wrong-plan",
+    EXIT_SCRIPT: "script",
     EXIT_DEVICE_FAULT: "device-fault",
     EXIT_DATA: "data",
     EXIT_DEVICE_OOM: "device-oom",
@@ -27,7 +27,7 @@ _ELASTIC_EXITS = {
 }
 
 REASONS = (
-    "exit", "signal", "oom", "port", "no-torch", "plan", "wrong-plan", "device-oom", "device-fault", "data", "lost",
+    "exit", "signal", "oom", "port", "no-torch", "plan", "script", "device-oom", "device-fault", "data", "lost",
     "stopped",
 )  # fmt: skip
 

@@ -159,7 +159,7 @@ _CAUSES = (
     Reason.OOM,
     Reason.DEVICE_OOM,
     Reason.NO_TORCH,
-    Reason.WRONG_PLAN,
+    Reason.SCRIPT,
     Reason.PLAN,
     Reason.SIGNAL,
     Reason.EXIT,
@@ -206,7 +206,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
             at_most_bytes, plan = smaller
             said = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {said}; {plan} needs less"
             return Verdict(JobState.QUEUED, said, at_most_bytes=at_most_bytes)
-    if end.reason is Reason.WRONG_PLAN and chosen is not None and _has_another(job, chosen, str(end), kind):
+    if end.reason is Reason.PLAN and chosen is not None and _has_another(job, chosen, str(end), kind):
         said = f"attempt {attempt.number} could not train under {chosen}, {said}; it gets another plan"
         return Verdict(JobState.QUEUED, said, refused=(chosen, str(end)))
     if job.own_failures < job.spec.retries:

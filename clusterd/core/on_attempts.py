@@ -113,7 +113,7 @@ class OnAttempts(OnTrials):
         if move is not None and move.generation == event.generation:
             for place in (p for p in move.places if p.rank == event.rank):
                 attempts.note_fault(place, event.end, self.state.hosts)
-                if event.end.reason is Reason.WRONG_PLAN:
+                if event.end.reason is Reason.PLAN:
                     self.state.jobs[event.job].cannot_train_under(move.plan, str(event.end))
             self._leave_out_faulty(event.host)
 

@@ -98,8 +98,8 @@ def run(
         The last step done, its loss, and who stopped the run, if anyone. Under clusterd a stopped run does not
         return: the process ends with exit code 0.
     Raises:
-        SystemExit: after one line on standard error; 92 the job cannot train under this plan, 93 the GPU failed, 94 no
-            host that has its data can be reached, 95 out of device memory, 96 what the script asks for cannot run, 97
+        SystemExit: after one line on standard error; 92 what the script asks for cannot be, 93 the GPU failed, 94 no
+            host that has its data can be reached, 95 out of device memory, 96 the job cannot train under this plan, 97
             torch cannot be imported or cannot use the device, 98 the rendezvous port is taken.
     """
     try:

@@ -97,7 +97,7 @@ class Arriving:
             why = f"{type(error).__name__}: {error}"
             known = exits.of(error, where="")
             full = isinstance(known, exits.DeviceOutOfMemory)
-            refused = str(known) if isinstance(known, exits.WrongPlan) else ""
+            refused = str(known) if isinstance(known, exits.PlanRefused) else ""
             self._control.say(
                 "failed", id=self.move_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
             )

@@ -12,7 +12,7 @@ from torch import nn
 from clusterd.train import build
 from clusterd.train.apart import apart
 from clusterd.train.buffers import keeping_shared
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 
 
 def build_blank(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -72,7 +72,7 @@ def _is_blank_throughout(factory: Callable[[], nn.Module], seed: int) -> bool:
     """Whether parameters and buffers are all that the factory makes and keeps; to be called where it may keep it."""
     try:
         model = build.build(factory, seed, meta=True)
-    except PlanRefused:
+    except Refused:
         raise
     except Exception:  # whatever the factory raises there, it may work with real tensors
         return False

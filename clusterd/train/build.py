@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clusterd.train.exits import PlanRefused, WrongPlan
+from clusterd.train.exits import PlanRefused, Refused
 from plans.sample_order import mix
 from plans.stages import split_layers
 
@@ -48,7 +48,7 @@ def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) ->
     Args:
         meta: without memory and without values, for descriptions and for layouts.
     Raises:
-        PlanRefused: the factory returns no module, or has made a module before under another plan's hands.
+        Refused: the factory returns no module, or has made a module before under another plan's hands.
     """
     seed_everything(seed)
     if meta:
@@ -57,7 +57,7 @@ def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) ->
     else:
         model = factory()
     if not isinstance(model, nn.Module):
-        raise PlanRefused(f"model() returned {type(model).__name__}; it must return a torch.nn.Module")
+        raise Refused(f"model() returned {type(model).__name__}; it must return a torch.nn.Module")
     if not model.training:  # as `from_pretrained` gives it; parts that are to stay so are so in a model that is not
         model.train()
     return model
@@ -84,7 +84,7 @@ def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
     """Paths of the layers in order; a ModuleList counts as its items.
 
     Raises:
-        PlanRefused: a name is no submodule of the model.
+        Refused: a name is no submodule of the model.
     """
     paths: list[str] = []
     for name in layers:
@@ -92,7 +92,7 @@ def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
             module = model.get_submodule(name)
         except AttributeError:
             have = ", ".join(n for n, _ in model.named_children())
-            raise PlanRefused(f"layers names {name!r}, which is no submodule of the model; it has {have}") from None
+            raise Refused(f"layers names {name!r}, which is no submodule of the model; it has {have}") from None
         if isinstance(module, nn.ModuleList):
             paths += [f"{name}.{i}" for i in range(len(module))]
         else:
@@ -104,7 +104,7 @@ def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[li
     """Paths of the layers of each stage, cut by parameter bytes as `plans.stages` says.
 
     Raises:
-        WrongPlan: there are fewer layers with parameters than stages.
+        PlanRefused: there are fewer layers with parameters than stages.
     """
     paths = layer_paths(model, layers)
     # A parameter that several layers share counts once, as in the model's description: both must cut alike.
@@ -115,7 +115,7 @@ def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[li
     try:
         return [[paths[i] for i in stage] for stage in split_layers(weights, stages)]
     except ValueError as error:
-        raise WrongPlan(str(error)) from None
+        raise PlanRefused(str(error)) from None
 
 
 def layer_of(name: str, paths: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from clusterd.train import late, scalars
 from clusterd.train.boxes import Trained, holdings
 from clusterd.train.checkpoint_files import Key, Saved, Staged
 from clusterd.train.context import Context
-from clusterd.train.exits import PlanRefused, WrongPlan
+from clusterd.train.exits import PlanRefused, Refused
 from plans.layout import Layout
 from plans.model_shape import ModelShape
 
@@ -81,13 +81,13 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
     """Fills a rank whose optimizer has its state, with whatever values, from a checkpoint of any plan.
 
     Raises:
-        PlanRefused: there is none, or it is of another model.
+        Refused: there is none, or it is of another model.
     """
     metadata = files.metadata(directory)
     known = metadata.state_dict_metadata
     ranks = sorted(key for key in known if key.startswith("clusterd.scalars."))
     if not ranks:
-        raise PlanRefused(f"the checkpoint in {directory} was not written by clusterd: it has no clusterd.scalars")
+        raise Refused(f"the checkpoint in {directory} was not written by clusterd: it has no clusterd.scalars")
     values: dict[str, Any] = dict.fromkeys([*ranks, "step"])
     files.read(directory, {}, values)
     told = [values[key] for key in ranks]
@@ -107,12 +107,12 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
         there = known.get(key)
         if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != whole:
             has = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "nothing"
-            raise PlanRefused(f"the checkpoint in {directory} has {has} for {key}, the model needs {whole}")
+            raise Refused(f"the checkpoint in {directory} has {has} for {key}, the model needs {whole}")
     parameters = dict(training.parallel.parameters)
     late_ones = late.room(training.optimizer, scalars.tensor_slots(shape), metadata)
     for (name, slot), tensor in late_ones.items():
         if (place := late.place(parameters[name], tensor.shape)) is None:
-            raise WrongPlan(f"the checkpoint in {directory} has a {slot} for {name} that the plan does not cut")
+            raise PlanRefused(f"the checkpoint in {directory} has a {slot} for {name} that the plan does not cut")
         if tensor.numel():
             wanted[f"optim.state.{name}.{slot}"] = *place, tensor
     files.read(directory, wanted, {})

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 
 from clusterd.train.boxes import Box
 from clusterd.train.copying import narrowed
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 
 Key = tuple[str, ...]
 """Parts of a key, joined by points in the file."""
@@ -73,15 +73,15 @@ def check(directory: str) -> None:
     """Finds out before the first step whether this rank can write a checkpoint there; the disk may still fill up.
 
     Raises:
-        PlanRefused: it cannot.
+        Refused: it cannot.
     """
     folder = os.path.dirname(directory.rstrip("/"))
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise PlanRefused(f"checkpoints are to go to {folder}, which cannot be made: {error.strerror}") from None
+        raise Refused(f"checkpoints are to go to {folder}, which cannot be made: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PlanRefused(f"checkpoints are to go to {folder}, which cannot be written")
+        raise Refused(f"checkpoints are to go to {folder}, which cannot be written")
 
 
 def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> None:
@@ -179,10 +179,10 @@ def metadata(directory: str) -> Metadata:
     """What a checkpoint has.
 
     Raises:
-        PlanRefused: there is none.
+        Refused: there is none.
     """
     if not os.path.isfile(os.path.join(directory, ".metadata")):
-        raise PlanRefused(f"no checkpoint in {directory}: it has no .metadata")
+        raise Refused(f"no checkpoint in {directory}: it has no .metadata")
     return dcp.FileSystemReader(directory).read_metadata()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 from clusterd.train.tensor_styles import GATHERING, ROWWISE, SPLITTING, WHOLE, styles_in
 
 
@@ -19,7 +19,7 @@ def cuts(model: nn.Module, tp_plan: Mapping[str, str]) -> tuple[dict[str, str], 
     try:
         styles = styles_in(tp_plan, model)
         return styles, _tp_dims(model, styles), ""
-    except PlanRefused as error:
+    except Refused as error:
         return {}, {}, str(error)
 
 
@@ -31,7 +31,7 @@ def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
         if word in WHOLE:
             continue
         if not isinstance(module, (nn.Linear, nn.Embedding)):
-            raise PlanRefused(f"tp_plan cuts {name!r}, a {type(module).__name__}; torch cuts Linear and Embedding")
+            raise Refused(f"tp_plan cuts {name!r}, a {type(module).__name__}; torch cuts Linear and Embedding")
         rowwise = word in ROWWISE
         dims[f"{name}.weight"] = int(rowwise) if isinstance(module, nn.Linear) else int(not rowwise)
         if getattr(module, "bias", None) is not None and not rowwise:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from clusterd.train import build
-from clusterd.train.exits import PlanRefused, WrongPlan
+from clusterd.train.exits import PlanRefused, Refused
 from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
@@ -55,15 +55,15 @@ def batches(
     """(input, target) of the replica's share of each step, on `device`.
 
     Raises:
-        PlanRefused: the data set is too small, or has no length.
+        Refused: the data set is too small, or has no length.
     """
     try:
         samples = len(dataset)
         steps_per_epoch(samples, global_batch)
     except TypeError:
-        raise PlanRefused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
+        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)") from None
     except TooFewSamples as error:
-        raise PlanRefused(str(error)) from None
+        raise Refused(str(error)) from None
     loader = DataLoader(
         dataset,
         batch_sampler=ShareSampler(samples, plan.batch_shares(global_batch), seed, replica, first_step, steps),
@@ -93,10 +93,10 @@ def pair(batch: Any) -> tuple[Any, Any]:
     """A batch as (input, target).
 
     Raises:
-        PlanRefused: it is something else; a map would come apart into its keys.
+        Refused: it is something else; a map would come apart into its keys.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise PlanRefused(
+        raise Refused(
             f"data[i] must be (input, target); it is a {type(batch).__name__}"
             + (f" of {len(batch)}" if isinstance(batch, (tuple, list, Mapping)) else "")
         )
@@ -121,14 +121,14 @@ def check_cut(batch: Any, samples: int) -> None:
     """Finds out whether a nested batch can be cut between its samples.
 
     Raises:
-        WrongPlan: a part of it has them along no dimension, or along another than the first.
+        PlanRefused: a part of it has them along no dimension, or along another than the first.
     """
 
     def check(part: Any) -> None:
         size = part.shape[:1] if isinstance(part, torch.Tensor) else (len(part),) if hasattr(part, "__len__") else ()
         if tuple(size) != (samples,):
             what = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
-            raise WrongPlan(
+            raise PlanRefused(
                 f"a batch of {samples} samples has {what}, which cannot be cut into micro-batches: the first dimension "
                 "of each tensor that collate_fn makes must be that of the samples"
             )

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from clusterd.train import build
 from clusterd.train.cuts import cuts
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 from clusterd.train.forward import Forward
 from clusterd.train.job import NAME, Job
 from clusterd.train.slots import OptimizerState, Outline, optimizer_state
@@ -41,10 +41,10 @@ def describe(
         trace: whether to count activations and operations too.
         pipeline: whether to find out if the named layers are all that the model does.
     Raises:
-        PlanRefused: `layers` name what the model does not have, or the data set has no pairs.
+        Refused: `layers` name what the model does not have, or the data set has no pairs.
     """
     if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
-        raise PlanRefused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
+        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
     # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _unsaid():
         return _described(job, Forward(job, fake), tp_degrees, trace, pipeline)
@@ -144,7 +144,7 @@ def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: boo
 def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState | None:
     try:
         return optimizer_state(job.optimizer, parameters, job.scheduler)
-    except PlanRefused:
+    except Refused:
         raise
     except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
         return None

@@ -20,7 +20,7 @@ from clusterd.train.attributes import Attributes
 from clusterd.train.blank import build_blank
 from clusterd.train.context import Context
 from clusterd.train.control import Control, sigterm_asks_to_stop
-from clusterd.train.exits import PlanRefused, TrainError, WrongPlan
+from clusterd.train.exits import PlanRefused, Refused, TrainError
 from clusterd.train.groups import device_of, process_groups, same_everywhere
 from clusterd.train.job import Job, Outcome
 from clusterd.train.loop import Loop, StepSeen
@@ -64,7 +64,7 @@ class Training:
         self._shape = shape
         model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
         if not blank and not same_everywhere(build.fingerprint(model), device):
-            raise WrongPlan(
+            raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
         if plan.pp > 1:
@@ -77,7 +77,7 @@ class Training:
         if plan != Plan():
             self.parallel.watch(self.shape)
         if not any(p.requires_grad for _, p in self.parallel.parameters):
-            raise PlanRefused("the model has no parameter that trains (requires_grad is False of all)")
+            raise Refused("the model has no parameter that trains (requires_grad is False of all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         self.attributes = Attributes(modules, self.optimizer.holder)
@@ -237,7 +237,7 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
     Returns:
         The shape, if it is known now.
     Raises:
-        WrongPlan: with all the reasons.
+        PlanRefused: with all the reasons.
     """
     plan = context.plan
     # A job of ours may move, for which the shape is needed; later there may be threads and a GPU, which do not fork.
@@ -245,7 +245,7 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         degrees = [plan.tp] if plan.tp > 1 else []
         shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
-        raise WrongPlan(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+        raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     if (
         context.rank == 0
         and shape is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterd.datasets import DataUnreachable
 
-WRONG_PLAN = 92
+SCRIPT = 92
 DEVICE_FAULT = 93
 DATA = 94
 DEVICE_OOM = 95
@@ -16,7 +16,7 @@ NO_TORCH = 97
 PORT = 98
 
 REASONS = {
-    WRONG_PLAN: "wrong-plan",
+    SCRIPT: "script",
     DEVICE_FAULT: "device-fault",
     DATA: "data",
     DEVICE_OOM: "device-oom",
@@ -60,16 +60,16 @@ class TrainError(Exception):
         return REASONS.get(self.exit_code, "exit")
 
 
-class PlanRefused(TrainError):
-    """The plan, or what the script asks for, cannot run here."""
+class Refused(TrainError):
+    """What the script asks for cannot be, whatever the plan."""
 
-    exit_code = PLAN
+    exit_code = SCRIPT
 
 
-class WrongPlan(PlanRefused):
+class PlanRefused(Refused):
     """The job cannot train under this plan; under others it may."""
 
-    exit_code = WRONG_PLAN
+    exit_code = PLAN
 
 
 class NoTorch(TrainError):
@@ -102,7 +102,7 @@ class DataAway(TrainError):
     exit_code = DATA
 
 
-class UsedUnlike(WrongPlan):
+class UsedUnlike(PlanRefused):
     """Replicas, or steps, use different parameters, and the script did not say so."""
 
 

@@ -15,7 +15,7 @@ from clusterd.train import build, losses
 from clusterd.train.backward import Following
 from clusterd.train.cuts import cut
 from clusterd.train.data import nested, pair
-from clusterd.train.exits import PlanRefused, first_line
+from clusterd.train.exits import Refused, first_line
 from clusterd.train.job import Job
 from clusterd.train.operations import Operations
 from clusterd.train.precision import under
@@ -49,7 +49,7 @@ class Forward:
             try:
                 with self._fake:
                     model = build.build(self._job.model, self._job.seed)
-            except PlanRefused:
+            except Refused:
                 raise
             except Exception:  # some factories compute with what they initialise; that costs memory for a moment
                 return self._faked_module(build.build(self._job.model, self._job.seed))
@@ -200,7 +200,7 @@ def _copied(model: nn.Module, is_same: bool) -> nn.Module:
     """Other modules around the same tensors: the script's own are not to be cut.
 
     Raises:
-        PlanRefused: they cannot be copied, and are those that the factory has returned before.
+        Refused: they cannot be copied, and are those that the factory has returned before.
     """
     memo: dict[int, Any] = {id(t): t for tensors in (model.parameters(), model.buffers()) for t in tensors}
     try:
@@ -208,7 +208,7 @@ def _copied(model: nn.Module, is_same: bool) -> nn.Module:
     except Exception as error:  # whatever a module does not like about being copied
         if not is_same:
             return model
-        raise PlanRefused(
+        raise Refused(
             f"model() returned a module that was made before, which cannot be copied ({first_line(error)}): have "
             "model() make a new one"
         ) from error

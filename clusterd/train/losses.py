@@ -34,7 +34,7 @@ def kind_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples:
         outputs: of the model for a batch of `samples`, of which types and shapes are wanted.
         target: of that batch.
     Raises:
-        Exception: whatever the loss does not like about being tried; `PlanRefused`: the batch cannot be cut.
+        Exception: whatever the loss does not like about being tried; `Refused`: the batch cannot be cut.
     """
     check_cut(target, samples)
     drawn = tree_map(_drawn, outputs)

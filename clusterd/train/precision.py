@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 
 PRECISIONS = ("fp32", "bf16")
 
@@ -20,10 +20,10 @@ def check(precision: str) -> None:
     """Refuses what is no precision.
 
     Raises:
-        PlanRefused: naming those that there are.
+        Refused: naming those that there are.
     """
     if precision not in PRECISIONS:
-        raise PlanRefused(f"precision is {precision!r}; it can be {' or '.join(PRECISIONS)}")
+        raise Refused(f"precision is {precision!r}; it can be {' or '.join(PRECISIONS)}")
 
 
 def dtype_of(precision: str) -> torch.dtype:

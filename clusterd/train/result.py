@@ -15,7 +15,7 @@ from clusterd.train import build
 from clusterd.train.boxes import Trained, holdings
 from clusterd.train.context import Context
 from clusterd.train.copying import narrowed
-from clusterd.train.exits import PlanRefused, first_line
+from clusterd.train.exits import Refused, first_line
 from plans.layout import layout
 from plans.model_shape import ModelShape
 
@@ -38,15 +38,15 @@ def check(path: str) -> None:
     """Finds out before the first step whether a file can be written to `path`.
 
     Raises:
-        PlanRefused: there is no folder and none can be made, or it takes no files.
+        Refused: there is no folder and none can be made, or it takes no files.
     """
     folder = Path(path).absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PlanRefused(f"save is {path!r}, and there is no folder {folder}: {error.strerror}") from None
+        raise Refused(f"save is {path!r}, and there is no folder {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise PlanRefused(f"save is {path!r}, which cannot be written")
+        raise Refused(f"save is {path!r}, which cannot be written")
 
 
 def save(training: Finished, path: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 from clusterd.train.job import OptimizerFactory, SchedulerFactory
 from plans.model_shape import OddSlot, Slots
 
@@ -111,19 +111,19 @@ def made(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.opt
     """The job's optimizer over `parameters`.
 
     Raises:
-        PlanRefused: a step could not update it, or it has parameters of its own, whose gradients no plan adds up.
+        Refused: a step could not update it, or it has parameters of its own, whose gradients no plan adds up.
     """
     optimizer = factory(list(parameters))
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:
-        raise PlanRefused(
+        raise Refused(
             f"{type(optimizer).__name__} computes the loss several times in a step (its step() needs a closure), which "
             "is not carried"
         ) from None
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-        raise PlanRefused(
+        raise Refused(
             "the optimizer has parameters that are not the model's: make what the loss learns a part of the model"
         )
     return optimizer

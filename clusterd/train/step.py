@@ -12,7 +12,7 @@ from torch import nn
 from clusterd.train.buffers import spare_first_pass
 from clusterd.train.clip import clip_gradients
 from clusterd.train.data import check_cut, cut, micro_batch_sizes
-from clusterd.train.exits import PlanRefused, WrongPlan
+from clusterd.train.exits import PlanRefused, Refused
 from clusterd.train.job import LossFunction
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
@@ -48,7 +48,7 @@ class Stepper:
             try:
                 inspect.signature(scheduler.step).bind()
             except TypeError:
-                raise PlanRefused(
+                raise Refused(
                     f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
                 ) from None
         plan = parallel.plan
@@ -79,7 +79,7 @@ class Stepper:
             agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
                 the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
         Raises:
-            WrongPlan: micro-batches cannot be cut from such batches.
+            PlanRefused: micro-batches cannot be cut from such batches.
         """
         if self._checks and self.wants_inputs:
             for part in (inputs, targets):
@@ -192,19 +192,17 @@ class Stepper:
                 scale_grads=False,
             )
         except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
-            raise WrongPlan(f"torch {torch.__version__} does not run {plan}: {error}") from error
+            raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
 
 
 def _scalar(loss: LossFunction) -> LossFunction:
-    """The loss as a tensor without dimensions; `PlanRefused` is raised of what is no mean over the samples given."""
+    """The loss as a tensor without dimensions; `Refused` is raised of what is no mean over the samples given."""
 
     def computed(outputs: Any, targets: Any) -> torch.Tensor:
         value = loss(outputs, targets)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             is_what = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise PlanRefused(
-                f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar"
-            )
+            raise Refused(f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar")
         return value.reshape(())
 
     return computed

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 from clusterd.train.job import OptimizerFactory, SchedulerFactory
 from clusterd.train.slots import Outline, tried
 
@@ -39,7 +39,7 @@ def temporaries_ratio(
         there = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
         with torch.random.fork_rng(devices=[]), _Made(t for t in there if isinstance(t, torch.Tensor)) as made:
             optimizer.step()
-    except PlanRefused:
+    except Refused:
         raise
     except Exception:  # whatever an optimizer does not like about being tried: it trains, and makes as much as most do
         return UNKNOWN_RATIO

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 
 GATHERING = frozenset({"colwise_rep", "colwise_gather_output"})
 """Cut by output features; every shard gets the whole result."""
@@ -51,18 +51,18 @@ def styles_in(tp_plan: Mapping[str, str], module: nn.Module, *, stage: bool = Fa
     Args:
         stage: whether `module` may lack some of what `tp_plan` names.
     Raises:
-        PlanRefused: a pattern matches no module, or a style is none of `STYLES`.
+        Refused: a pattern matches no module, or a style is none of `STYLES`.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, str] = {}
     for pattern, word in tp_plan.items():
         hits = _hits(pattern, names)
         if not hits and _hits(pattern, [name for name, _ in module.named_parameters()]):
-            raise PlanRefused(f"tp_plan cuts {pattern!r}, a parameter by itself; torch cuts Linear and Embedding")
+            raise Refused(f"tp_plan cuts {pattern!r}, a parameter by itself; torch cuts Linear and Embedding")
         if not hits and not stage:
-            raise PlanRefused(f"tp_plan names {pattern!r}, which is no module of the model")
+            raise Refused(f"tp_plan names {pattern!r}, which is no module of the model")
         if word not in STYLES:
-            raise PlanRefused(f"tp_plan has style {word!r}; it can have {', '.join(STYLES)}")
+            raise Refused(f"tp_plan has style {word!r}; it can have {', '.join(STYLES)}")
         for name in hits:
             found.setdefault(name, word)
     users = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))

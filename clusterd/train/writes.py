@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train import build
-from clusterd.train.exits import WrongPlan
+from clusterd.train.exits import PlanRefused
 from clusterd.train.operations import storage_of
 from clusterd.train.replicate import local_tensor
 
@@ -141,7 +141,7 @@ class Watch:
         for parameter in changed:
             names = (name for name, p in build.named_parameters(self._root) if p is parameter)
             if (name := next(names, "a parameter")) not in self._allowed:
-                raise WrongPlan(
+                raise PlanRefused(
                     f"the forward pass writes into {name}, and only one process, with one pass in a step, trains with "
                     "that; make it a buffer, or write after the step"
                 )

@@ -15,7 +15,7 @@ from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_too_large import MODEL, need, submitted
 
-WRITES = RankEnd(reason=Reason.WRONG_PLAN, exit_code=92, message="the forward pass writes into blocks.0.weight")
+WRITES = RankEnd(reason=Reason.PLAN, exit_code=96, message="the forward pass writes into blocks.0.weight")
 AT = {"attempt": 1}
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from clusterd.train import apart as module
 from clusterd.train.apart import apart
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 
 KEPT: list[int] = []
 
@@ -26,9 +26,9 @@ def test_what_is_kept_there_is_not_kept_here() -> None:
 
 def test_a_refusal_comes_back() -> None:
     def refuse() -> None:
-        raise PlanRefused("no such layer")
+        raise Refused("no such layer")
 
-    with pytest.raises(PlanRefused, match="no such layer"):
+    with pytest.raises(Refused, match="no such layer"):
         apart(refuse)
 
 

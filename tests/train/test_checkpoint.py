@@ -84,7 +84,7 @@ def plainly(directory: Path) -> Any:
 
 def test_what_is_no_checkpoint_of_this_job_is_refused(pools: tuple[RankPool, RankPool], tmp_path: Path) -> None:
     run = pools[0].run_each(tmp_path, "dp=1", [{"steps": 1}], more=lambda _: {"restore": str(tmp_path / "none")})[0]
-    assert run.ranks[0].exit_code == 96
+    assert run.ranks[0].exit_code == 92
     assert "no checkpoint in" in run.ranks[0].output
 
 
@@ -120,7 +120,7 @@ def test_a_last_checkpoint_that_nobody_could_write_is_refused_before_the_first_s
     (tmp_path / "taken").write_text("somebody else's")
     to_leave_one = {"final": str(tmp_path / "taken" / "below" / "final")}
     run = ranks.run_each(tmp_path / "asked", "dp=2", [{}], more=lambda _: to_leave_one)[0]
-    assert [rank.exit_code for rank in run.ranks] == [96, 96]
+    assert [rank.exit_code for rank in run.ranks] == [92, 92]
     assert run.losses == []
     assert (
         f"checkpoints are to go to {tmp_path}/taken/below, which cannot be made: Not a directory" in run.ranks[0].output

@@ -15,7 +15,7 @@ from torch import nn
 
 from clusterd.train import build
 from clusterd.train.describe import describe
-from clusterd.train.exits import PlanRefused
+from clusterd.train.exits import Refused
 from clusterd.train.job import Job
 from clusterd.train.traits import optimizer_traits
 from plans.legality import check
@@ -281,7 +281,7 @@ def test_a_parameter_of_two_modules_whose_features_are_cut_is_no_tensor_parallel
 
 
 def test_layers_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(PlanRefused, match="layers names 'body', which is no submodule of the model; it has 0"):
+    with pytest.raises(Refused, match="layers names 'body', which is no submodule of the model; it has 0"):
         describe(small(lambda: nn.Sequential(nn.Linear(4, 4)), None, layers=("body",)))
 
 
@@ -383,7 +383,7 @@ def test_a_stream_of_samples_is_refused_as_ranks_refuse_it() -> None:
         def __iter__(self) -> Any:
             yield torch.zeros(4), torch.zeros(4)
 
-    with pytest.raises(PlanRefused, match="data has no length; it must be a map-style data set"):
+    with pytest.raises(Refused, match="data has no length; it must be a map-style data set"):
         describe(replace(small(lambda: nn.Linear(4, 4), None), data=Stream()))
 
 
@@ -415,7 +415,7 @@ def test_samples_that_a_pipeline_cannot_send() -> None:
 
     of_maps = replace(small(make, None, layers=("one", "two")), data=[({"x": torch.zeros(4)}, torch.zeros(4))] * 8)
     assert "takes one tensor as input" in describe(of_maps).pipeline_refused
-    with pytest.raises(PlanRefused, match=r"data\[i\] must be \(input, target\); it is a dict of 2"):
+    with pytest.raises(Refused, match=r"data\[i\] must be \(input, target\); it is a dict of 2"):
         describe(replace(of_maps, data=[{"x": torch.zeros(4), "y": torch.zeros(4)}] * 8))
 
 

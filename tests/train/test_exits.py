@@ -39,13 +39,17 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
         ("dp=2", {"unseeded": True}, "different weights on different ranks"),
-        ("dp=1", {"precision": "fp8"}, "precision is 'fp8'; it can be fp32 or bf16"),
     ],
 )
 def test_a_plan_that_cannot_run_ends_every_rank_with_96(
     plan: str, options: dict[str, object], says: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     assert_ends(ranks.run(tmp_path, plan, **options), 96, says)
+
+
+def test_what_no_plan_can_have_ends_with_92(ranks: RankPool, tmp_path: Path) -> None:
+    run = ranks.run(tmp_path, "dp=1", precision="fp8")
+    assert_ends(run, 92, "precision is 'fp8'; it can be fp32 or bf16")
 
 
 def test_a_plan_of_another_size_ends_with_96(ranks: RankPool, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_what_no_plan_can_train_is_refused_in_one_line(
     ranks: RankPool, tmp_path: Path, plan: str, options: dict[str, str], says: str
 ) -> None:
     for rank in ranks.run(tmp_path, plan, steps=STEPS, **options).ranks:
-        assert rank.exit_code == 96
+        assert rank.exit_code == 92
         assert says in rank.output
         assert "Traceback" not in rank.output
 

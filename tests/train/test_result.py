@@ -101,6 +101,6 @@ def test_a_place_where_nothing_can_be_written_is_found_out_before_the_first_step
 ) -> None:
     (tmp_path / "taken").write_text("a file")
     run = ranks.run(tmp_path / "run", "dp=1", depth=2, steps=5, save=str(tmp_path / "taken" / "model.pt"))
-    assert run.ranks[0].exit_code == 96
+    assert run.ranks[0].exit_code == 92
     assert "there is no folder" in run.ranks[0].output
     assert run.steps == []
