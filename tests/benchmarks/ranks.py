@@ -9,6 +9,8 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from clusterd.agent.environment import LARGE_PAGES
+
 
 def started(
     command: Sequence[str], count: int, more: Mapping[str, str], told: int = subprocess.DEVNULL
@@ -16,7 +18,8 @@ def started(
     """All of them; `told` is where rank 0's output goes."""
     port = _free_port()
     common = {**os.environ, **more, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # The pages that ours have: a comparison is not to be one of pages.
+    common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **LARGE_PAGES}
     return [
         subprocess.Popen(
             list(command),
