@@ -98,7 +98,7 @@ class Deciding:
         )
 
     def _grace_s(self, attempt: Attempt) -> float:
-        return self.state.jobs[attempt.job].spec.grace_s
+        return 0.0 if attempt.cut_short else self.state.jobs[attempt.job].spec.grace_s
 
     def _resume(self, attempt: Attempt, reason: str) -> None:
         self._to_ranks(d.ResumeAttempt, attempt, attempt.hosts, reason)

@@ -180,14 +180,14 @@ class Scheduler(OnHosts):
     def _on_job_cancelled(self, event: e.JobCancelled) -> None:
         job = self.state.jobs[event.job]
         reason = f"cancelled{f' by {event.by}' if event.by else ''}{', at once' if event.now else ''}"
+        if event.now and job.attempt is not None:
+            self._cut_short(job.attempt, reason)
         if job.state is JobState.QUEUED:
             self._end_job(job, JobState.CANCELLED, reason, exit_code=None)
         elif job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
             self._stop(job.attempt, Outcome.CANCELLED, reason)
         elif job.attempt is not None and job.attempt.outcome is not Outcome.TIME_LIMIT:  # which ends it as surely
             job.attempt.outcome, job.attempt.why = Outcome.CANCELLED, reason
-        if event.now and job.attempt is not None:
-            self._cut_short(job.attempt, reason)
         self._pass_due = True
 
     def _on_job_reprioritised(self, event: e.JobReprioritised) -> None:

@@ -196,6 +196,7 @@ class Attempt:
     outcome: Outcome | None = None
     why: str = ""  # it is being stopped, or ended
     pending: set[HostId] = field(default_factory=set)  # hosts that have not reported it gone
+    cut_short: bool = False  # its ranks have no time to save, whatever their job asked for
     cores: dict[HostId, int] = field(default_factory=dict)
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
     last_generation: int = 1  # that was given out

@@ -53,7 +53,9 @@ class Stopping(Deciding):
         self.state.timers.pop(f"limit:{job.id}", None)
         self.state.timers.pop(f"recover:{job.id}", None)
         done = outcome is Outcome.TARGET_REACHED
-        grace_s = max(self._grace_s(attempt), _keeping_s(job) if keep else RESULT_S if done else 0.0)
+        grace_s = self._grace_s(attempt)
+        if keep or done:
+            grace_s = max(grace_s, _keeping_s(job) if keep else RESULT_S)
         for host_id in attempt.hosts:
             self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, grace_s, why, keep, done)
         for host_id in attempt.hosts:
@@ -61,7 +63,10 @@ class Stopping(Deciding):
                 self._gone_from(attempt, host_id)
 
     def _cut_short(self, attempt: Attempt, why: str) -> None:
-        """Of an attempt that is being stopped, no rank is waited for any longer."""
+        """Of what is being stopped no rank is waited for any longer, nor of what will be."""
+        if attempt.cut_short:
+            return
+        attempt.cut_short = True
         for host_id in sorted(attempt.pending):
             self._stop_on(host_id, attempt.job, attempt.number, attempt.generation, 0.0, why)
         for generation, retired in attempt.retired.items():

@@ -296,6 +296,29 @@ def test_a_cancel_may_cut_short_what_a_cancel_has_begun(lab: Lab) -> None:
     assert d.StopAttempt.match(lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann", now=True)), job=job) is None
 
 
+def test_a_cancel_at_once_is_one_stop_without_a_grace_period(lab: Lab) -> None:
+    """It was asked to stop within its grace period, and told to be gone, both at the same moment."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(grace_s=86400.0)
+    lab.run(job)
+    decided = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann", now=True))
+    assert [stop.grace_s for stop in decided if isinstance(stop, d.StopAttempt)] == [0.0]
+    decided = lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann", now=True))
+    assert d.StopAttempt.match(decided, job=job) is None, "it is told already"
+
+
+def test_a_cancel_at_once_is_one_where_its_host_was_away_too(lab: Lab) -> None:
+    """It was stopped within its grace period, of a day, when the host came back."""
+    lab.host("a", gpus=1)
+    job, _ = lab.submit(grace_s=86400.0)
+    lab.run(job)
+    lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="cable"))
+    lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann", now=True))
+    there = AttemptReport(job=job, attempt=1, generation=1, ranks=(RankReport(rank=0, end=None),))
+    decided = lab.connect("a", there)
+    assert [stop.grace_s for stop in decided if isinstance(stop, d.StopAttempt)] == [0.0]
+
+
 def test_a_cancel_while_the_time_limit_ends_a_job_does_not_make_it_a_cancelled_one(lab: Lab) -> None:
     lab.host("a", gpus=1)
     job, _ = lab.submit(time_limit_s=60.0)
