@@ -68,6 +68,7 @@ def job_row(job: Job, state: State) -> Row:
         "exit_code": job.exit_code,
         "pinned": job.pinned is not None,
         "unfit": dict(job.unfit),
+        "refused": {str(plan): why for plan, why in job.refused},
         "checkpoint": job.checkpoint,
         "checkpoint_step": job.checkpoint_step,
         "migrating": migration_row(running.migration) if running and running.migration else None,

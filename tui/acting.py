@@ -94,6 +94,7 @@ class Acting:
             made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer.unusable]
         for host, reason in answer.unfit.items():
             made.append(line(("left out   ", "dim"), printable(f"{host}: {reason}")))
+        made += [line(("no plan    ", "dim"), printable(f"{plan}: {said}")) for plan, said in answer.refused.items()]
         made.append(line(""))
         for decision, times in _runs(list(reversed(answer.decisions))):
             at, kind = clock(decision.at_s, now_s), decided(decision.kind)

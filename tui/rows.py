@@ -307,6 +307,7 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     holders_left_s: dict[str, float] = {}
     unusable: tuple[str, ...] = ()
     unfit: dict[str, str] = {}
+    refused: dict[str, str] = {}
     decisions: tuple[Decision, ...] = ()
 
 

@@ -260,6 +260,8 @@ def why(job: str, output: str) -> None:
         tell(f"  {silence}")
     for host, reason in answer.get("unfit", {}).items():  # a daemon that was not restarted since may not say it
         tell(f"  {host} is left out: {reason}")
+    for plan, reason in answer.get("refused", {}).items():
+        tell(f"  it cannot train under {plan}: {reason}")
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
         tell(f"  {len(answer['ahead'])} ahead in the queue: {names}")

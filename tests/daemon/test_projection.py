@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from unittest.mock import Mock
 
+import pytest
+from click.testing import CliRunner
+
+from clusterd.cli.jobs import why
 from clusterd.core import events as e
 from clusterd.projection import job_row
 from clusterd.types import HostId
@@ -80,3 +86,16 @@ def test_a_job_that_outlives_a_lost_host_says_that_it_goes_on() -> None:
         f"b is lost since {clock(lab.now_s)} (the cable): the job goes on without it; "
         "b is lost (the cable); ranks on a are asked what they hold"
     )
+
+
+def test_plans_under_which_a_job_cannot_train_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler left them out, and nobody could see why."""
+    lab, job = lab_with_a_job_that_runs()
+    known = lab.scheduler.state.jobs[job]
+    known.cannot_train_under(Plan(tp=2), "exit code 96: the forward pass writes into blocks.0.weight")
+    row = job_row(known, lab.scheduler.state)
+    assert row["refused"] == {"tp=2": "exit code 96: the forward pass writes into blocks.0.weight"}
+    answer = row | {"ahead": [], "holders": {}, "unusable": [], "decisions": []}
+    monkeypatch.setattr("clusterd.cli.jobs.Client", lambda: contextlib.nullcontext(Mock(call=lambda *_, **__: answer)))
+    said = CliRunner().invoke(why, [job]).output.splitlines()
+    assert said[1] == "  it cannot train under tp=2: exit code 96: the forward pass writes into blocks.0.weight"
