@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,15 @@ def measurements() -> None:
 
 
 @measurements.command("export")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 def export(file: Path) -> None:
-    """Write all of them to FILE, as CSV."""
+    """Write all of them to FILE, as CSV; '-' is standard output."""
     with Client() as cluster:
         answer = cluster.call("measurements_export")
+    if str(file) == "-":
+        sys.stdout.buffer.write(answer["csv"].encode())
+        sys.stdout.buffer.flush()
+        return
     _write(file, answer["csv"])
     note(f"{answer['count']} measurements are in {file}")
 

@@ -45,6 +45,14 @@ def test_they_say_what_the_cluster_does(local_cluster: RunningCluster, tmp_path:
     assert found['clusterd_memory_bytes{host="local0"}'] > 1e8
 
 
+def test_measurements_go_to_standard_output(cluster: RunningCluster) -> None:
+    """There was a file named - afterwards."""
+    cluster.start()
+    told = cluster.run("measurements", "export", "-")
+    assert told.stdout.startswith("signature,")
+    assert not (cluster.directory / "-").exists()
+
+
 def test_names_are_escaped() -> None:
     from clusterd.cli.metrics import _labels
 
