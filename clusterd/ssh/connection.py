@@ -168,10 +168,10 @@ async def _judge_shown_key(route: Route, tunnel: Tunnel | None, keys: HostKeys) 
             asyncssh.get_server_host_key(
                 route.host, route.port, **_way(route, tunnel), config=None, server_host_key_algs="default"
             ),
-            route.connect_timeout_s + AUTHENTICATION_S,
+            route.connect_timeout_s,  # nobody is asked for anything but the key
         )
     except (OSError, asyncssh.Error) as error:
-        raise HostError(f"{_place(route)}: {_why(error, route)}") from error
+        raise HostError(f"{_place(route)}: {_why(error, route, route.connect_timeout_s)}") from error
     if key is None:
         raise HostError(f"{_place(route)}: it showed no host key")
     return keys.judge(route, key)
@@ -304,18 +304,18 @@ async def _explain(
             f"{_place(route)} does not let {route.user} in: tried {tried}{skipped}. "
             f"Make `ssh {route.name}` work without a password, for example with ssh-copy-id"
         )
-    return HostError(f"{_place(route)}: {_why(error, route)}")
+    return HostError(f"{_place(route)}: {_why(error, route, route.connect_timeout_s + AUTHENTICATION_S)}")
 
 
 def _place(route: Route) -> str:
     return f"{route} (through {route.via})" if route.via else str(route)
 
 
-def _why(error: BaseException, route: Route) -> str:
+def _why(error: BaseException, route: Route, waited_s: float) -> str:
     if isinstance(error, socket.gaierror):
         return f"the name {route.host!r} cannot be resolved; correct the address, or HostName in your SSH configuration"
     if isinstance(error, TimeoutError):
-        return f"no answer within {route.connect_timeout_s:.0f} s; is it switched on, and does `ssh {route.name}` work?"
+        return f"no answer within {waited_s:.3g} s; is it switched on, and does `ssh {route.name}` work?"
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens on port {route.port}; is sshd running there?"
     if isinstance(error, asyncssh.ChannelOpenError):

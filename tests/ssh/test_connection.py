@@ -235,7 +235,10 @@ async def test_a_host_that_does_not_answer_is_not_waited_for_forever(
     port = silent.sockets[0].getsockname()[1]
     server = await serve("gpu01")
     message = await refusal(dialer, server.route(port=port, connect_timeout_s=0.2))
-    assert "no answer within 0 s; is it switched on, and does `ssh gpu01` work?" in message
+    assert "no answer within 0.3 s; is it switched on, and does `ssh gpu01` work?" in message, "with the time to log in"
+    monkeypatch.setattr("clusterd.ssh.connection.AUTHENTICATION_S", 1e6)
+    with pytest.raises(HostError, match=r"no answer within 0\.2 s"):  # a look at its key takes no time to log in
+        await dialer.inspect(server.route(port=port, connect_timeout_s=0.2))
     silent.close()
     await silent.wait_closed()
 
