@@ -107,16 +107,19 @@ class Launches:
         return requests
 
     def _snapshot_every(self, job: str, spec: JobSpec, plan: Plan | None) -> int:
-        """Steps between snapshots in memory: as asked, or where two copies of two take little of the hosts' memory."""
+        """Steps between snapshots in memory: as asked, or where they take little of the hosts' memory.
+
+        On one host too: ranks die more often than hosts.
+        """
         if spec.kind is not JobKind.ELASTIC or spec.snapshot_every is not None:
             return spec.snapshot_every or 0
         state = self._engine.scheduler.state
         up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
         told = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
-        if len(up) < 2 or told is None:
+        if not up or told is None:
             return 0
-        shape = ModelShape.from_dict(told)
-        if 4 * shape.state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
+        copies = 2 if len(up) == 1 else 4  # two take turns, and so do those that a second host has
+        if copies * ModelShape.from_dict(told).state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
             return 0
         known = state.jobs[JobId(job)]
         outlook = state.outlooks.get(known.model)

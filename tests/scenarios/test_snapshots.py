@@ -51,6 +51,23 @@ def test_a_host_dies_without_replicas_and_the_snapshot_in_memory_goes_on(local_c
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+def test_a_rank_dies_on_the_only_host_and_its_snapshot_goes_on(cluster: RunningCluster) -> None:
+    """Without being asked: the job started over, for there was no second host to have a copy."""
+    cluster.start(hosts=1, devices=2)
+    text = JOB.format(plan="{ dp = 2, zero = 3 }", more="").replace("snapshots = 5\n", "")
+    job = cluster.submit(text.replace("devices = 4", "devices = 2"), "sharded")
+    cluster.wait_for(job, lambda row: row["step"] >= 150, timeout_s=120.0)
+    os.kill(ranks(cluster, job, 1)[-1], signal.SIGKILL)
+    cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["state"] == "running", timeout_s=120.0)
+    until(lambda: len(lines(cluster, job, 2)) > 3, 60.0, cluster.log)
+    last = max(line["step"] for line in lines(cluster, job, 1) if "step" in line)
+    first = next(line["step"] for line in lines(cluster, job, 2) if "step" in line)
+    assert 0 < first - 1 <= last
+    assert f"goes on from the snapshot of step {first - 1} in memory" in cluster.run("why", "sharded").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_host_dies_and_replicas_on_the_other_go_on(local_cluster: RunningCluster) -> None:
     """Each host has a whole copy: nothing is trained twice, and the attempt is the same."""
     job = local_cluster.submit(JOB.format(plan="{ dp = 2, tp = 2 }", more=""), "replicated")
