@@ -1,4 +1,4 @@
-"""Buffers that several modules share, and forward passes that must leave no trace in any."""
+"""Buffers that several modules share, and forward passes that must leave no trace: not in any, and nowhere else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from clusterd.train.rewinding import Moment
 
 Buffers = list[tuple[nn.Module, str, Any]]
 """Each with the module that has it, and its name there."""
@@ -29,8 +31,9 @@ def untouched(module: nn.Module, values: Sequence[tuple[nn.Module, str, Any]] = 
 class Recomputing:
     """Contexts for the forward passes of a module under activation checkpointing, and for their recomputations.
 
-    These see the buffers as their pass saw them (a mask that is drawn, vectors of a power iteration), and leave them as
-    they are: running statistics have seen the samples. Buffers that no pass has changed yet are not copied for it.
+    These see the buffers as their pass saw them (a mask that is drawn, vectors of a power iteration), what modules
+    count, and the random numbers of Python and NumPy (torch sees to its own), and leave all of them as they are:
+    running statistics have seen the samples. Buffers that no pass has changed yet are not copied for it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,10 +43,17 @@ class Recomputing:
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Of one pass; either may be entered several times, as for a gradient of a gradient."""
         seen: Buffers = []
-        return _Entered(lambda: self._remember(seen)), _Entered(lambda: untouched(self._module, seen))
+        began: list[Moment] = []
+        return _Entered(lambda: self._remember(seen, began)), _Entered(lambda: self._again(seen, began[0]))
 
     @contextmanager
-    def _remember(self, seen: Buffers) -> Iterator[None]:
+    def _again(self, seen: Buffers, began: Moment) -> Iterator[None]:
+        with began.again(), untouched(self._module, seen):
+            yield
+
+    @contextmanager
+    def _remember(self, seen: Buffers, began: list[Moment]) -> Iterator[None]:
+        began[:] = [Moment(self._module)]
         there = [place for place in _buffers(self._module) if place[2] is not None]
         versions = [buffer._version for _, _, buffer in there]
         first = self._changing is None
@@ -82,7 +92,7 @@ def _copied(buffers: Buffers) -> Buffers:
 
 
 def spare_first_pass(module: nn.Module, device: torch.device) -> None:
-    """The next forward pass changes no buffer and draws no random number; all later ones are as ever.
+    """The next forward pass changes no buffer, counts nothing and draws no random number; all later ones are as ever.
 
     For torch's pipelines, which send something through each stage to see its shapes before the first micro-batch, and
     past the first stage that is memory as it comes.
@@ -91,7 +101,8 @@ def spare_first_pass(module: nn.Module, device: torch.device) -> None:
 
     def spared(*args: object, **options: object) -> object:
         module.forward = forward
-        with untouched(module), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with Moment(module).again(), untouched(module), drawn:
             return forward(*args, **options)
 
     module.forward = spared

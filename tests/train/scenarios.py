@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import closed_ways
+import counting_models
 import fsspec
 import gradient_models
 import odd_models
@@ -139,6 +140,7 @@ class Broken(GPT):
 MODELS = {
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **odd_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
+    **counting_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
     **odd_models.OPTIMIZERS,
