@@ -64,6 +64,7 @@ class Snapshots:
             return
         part = self._directory / f"{digest}.part"
         try:
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied up
             size = part.stat().st_size if part.exists() else 0
             if offset > size:
                 raise Refused(

@@ -94,6 +94,12 @@ def test_files_modes_and_links_arrive(store: Snapshots) -> None:
     assert place.stat().st_mode & 0o777 == 0o555
 
 
+def test_a_folder_that_somebody_removed_is_made_again(store: Snapshots, tmp_path: Path) -> None:
+    """No job with files of its own started on that host any more."""
+    (tmp_path / "snapshots").rmdir()
+    assert (put(store, {"a": b"x"}) / "a").read_bytes() == b"x"
+
+
 def test_a_damaged_snapshot_is_refused(store: Snapshots, tmp_path: Path) -> None:
     digest, data = tar_of({"a": b"x"})
     with pytest.raises(Refused, match="arrived damaged"):
