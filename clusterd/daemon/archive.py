@@ -41,10 +41,15 @@ class Archive:
     def __init__(self, directory: Path, journal: Journal) -> None:
         self.directory = directory
         self._journal = journal
-        for name in ("snapshots", "attempts"):
-            (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        for left in (directory / "snapshots").glob("*.partial"):  # of clients of a daemon that was killed
-            left.unlink()
+        try:
+            for name in ("snapshots", "attempts"):
+                (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            for left in (directory / "snapshots").glob("*.partial"):  # of clients of a daemon that was killed
+                left.unlink()
+        except OSError as error:
+            raise ClusterError(
+                f"{error.filename}: {error.strerror}: make it a directory that can be written, or move it away"
+            ) from None
 
     # --- code snapshots -----------------------------------------------------------------------------------------------
 
