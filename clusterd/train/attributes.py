@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-Plain = bool | int | float | str | None
+from clusterd.train.plain import like, plain_value
 
 _NOT_ITS_OWN = frozenset({*vars(nn.Module()), "forward"})
 """Torch's, and what is put around a forward pass."""
@@ -16,45 +20,109 @@ _NOT_ITS_OWN = frozenset({*vars(nn.Module()), "forward"})
 OPTIMIZER = "(optimizer)"
 """In the place of a module's name."""
 
+_CARRIED_OTHERWISE = frozenset({"state", "param_groups"})
+"""By an optimizer."""
+
+VALUES_MAX = 1000
+"""In a list or a map; what is longer is a table, or a history."""
+
 
 class Attributes:
     """Of the modules and the optimizer of a rank, against what they were when they were made.
 
-    Numbers and text alone: they go with the state of training. A module that has put something else in the place of
-    what it was made with (a table that grew, with its length beside it) is left as it is: it would not have the one for
-    the other.
+    Numbers and text, and lists and maps of some: they go with the state of training. A module that has put something
+    else in the place of what it was made with (a table that grew, with its length beside it) is left as it is: it would
+    not have the one for the other. Where that is a tensor it is told of in the log, once.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
         """`modules`: by the names that they have in the model; before the first step, and as it will be taken."""
         self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
-        self._made = {name: _attributes(module) for name, module in self._modules.items()}
+        self._objects = {name: _attributes(module) for name, module in self._modules.items()}
+        self._made = {
+            name: {k: copy.deepcopy(v) for k, v in attributes.items() if _is_plain(v)}
+            for name, attributes in self._objects.items()
+        }
+        self._said: set[tuple[str, str]] = set()
 
-    def changed(self) -> dict[str, dict[str, Plain]]:
+    def changed(self) -> dict[str, dict[str, Any]]:
         """By module, those that are not what they were made as."""
-        found: dict[str, dict[str, Plain]] = {}
-        for name, module in self._modules.items():
-            made, now = self._made[name], _attributes(module)
-            others = [k for k in made.keys() | now.keys() if not (_is_plain(made.get(k)) and _is_plain(now.get(k)))]
-            if any(made.get(k) is not now.get(k) for k in others):
-                continue
-            both = (made.keys() & now.keys()).difference(others)
-            if differ := {k: now[k] for k in both if now[k] != made[k]}:
-                found[name] = differ
+        found: dict[str, dict[str, Any]] = {}
+        for name in self._modules:
+            self._tell_of_tensors(name)
+            if differ := self._differing(name):
+                found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in differ.items()}
         return found
 
-    def restore(self, came: dict[str, dict[str, Plain]]) -> None:
+    def _differing(self, name: str) -> dict[str, Any]:
+        module, objects, made = self._modules[name], self._objects[name], self._made[name]
+        now = _attributes(module)
+        differ: dict[str, Any] = {}
+        for k in objects.keys() | now.keys():
+            value, was = now.get(k), objects.get(k)
+            if value is was and (k not in made or isinstance(value, _SIMPLE)):
+                continue
+            if not (_is_plain(value) and (k in made or was is None)):
+                if value is not was:
+                    return {}
+            elif k in now and value != self._made_as(name, k, value):
+                differ[k] = value
+        return differ
+
+    def _tell_of_tensors(self, name: str) -> None:
+        for k, value in _attributes(self._modules[name]).items():
+            if isinstance(value, _SIMPLE) or value is self._objects[name].get(k) or (name, k) in self._said:
+                continue
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if tensors and not any(tensor.requires_grad for tensor in tensors):  # else made of weights, in every pass
+                self._said.add((name, k))
+                print(
+                    f"clusterd: {name or 'the model'} has put a tensor into its attribute {k}, which goes with no move "
+                    "and into no checkpoint: register it as a buffer, if it is not made anew where it is missing",
+                    flush=True,
+                )
+
+    def _made_as(self, name: str, attribute: str, default: Any) -> Any:
+        """What an attribute was; of one that was its class's, that."""
+        return self._made[name].get(attribute, getattr(type(self._modules[name]), attribute, default))
+
+    def restore(self, came: dict[str, dict[str, Any]]) -> None:
         """Set what came of the modules that are here; what did not come is as it was made, whatever a rehearsal did."""
-        as_made = {name: {k: self._made[name][k] for k in values} for name, values in self.changed().items()}
-        for source in (as_made, came):
-            for name, values in source.items():
-                for attribute, value in values.items() if name in self._modules else ():
-                    setattr(self._modules[name], attribute, value)
+        for name in self._modules:
+            for attribute, value in self._differing(name).items():
+                setattr(self._modules[name], attribute, copy.deepcopy(self._made_as(name, attribute, value)))
+        for name, values in came.items():
+            for attribute, value in values.items() if name in self._modules else ():
+                setattr(self._modules[name], attribute, like(self._made_as(name, attribute, None), value))
+
+
+_SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
 
 
 def _attributes(module: object) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _NOT_ITS_OWN}
+    left_out = _CARRIED_OTHERWISE if isinstance(module, torch.optim.Optimizer) else _NOT_ITS_OWN
+    return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+    return isinstance(value, _SIMPLE) or (isinstance(value, _HOLDING) and _count(value) <= VALUES_MAX)
+
+
+_HOLDING = (list, tuple, deque, dict)
+
+
+def _count(value: Any) -> int:
+    """Of the values within; more than are carried, where some are not plain."""
+    if isinstance(value, _SIMPLE):
+        return 1
+    if not isinstance(value, _HOLDING) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
+        return VALUES_MAX + 1
+    if isinstance(value, dict) and not all(isinstance(key, (int, str)) for key in value):
+        return VALUES_MAX + 1
+    parts: Iterable[Any] = value.values() if isinstance(value, dict) else value
+    total = 0
+    for part in parts:
+        total += _count(part)
+        if total > VALUES_MAX:
+            break
+    return total

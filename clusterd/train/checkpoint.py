@@ -18,6 +18,7 @@ from clusterd.train.boxes import Trained, holdings
 from clusterd.train.checkpoint_files import Key, Saved, Staged
 from clusterd.train.context import Context
 from clusterd.train.exits import PlanRefused, Refused
+from clusterd.train.plain import plain_value
 from plans.layout import Layout
 from plans.model_shape import ModelShape
 
@@ -68,7 +69,7 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
                 whole = tuple((0, n) for n in value.shape)
                 tensors.append(Saved(at, tuple(value.shape), whole, value.detach().to("cpu", copy=True)))
             else:
-                values[at] = scalars.plain_value(value, f"{name}: {slot}")
+                values[at] = plain_value(value, f"{name}: {slot}")
     if rank == 0:
         values["step",] = training.step
         values["optim", "param_groups"] = _groups(told, shape)

@@ -7,23 +7,20 @@ so that it does not matter how old and new ranks share parameters and groups.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from clusterd.train.attributes import Attributes
 from clusterd.train.late import kept as kept_late
 from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.plain import CannotTravel as CannotTravel
+from clusterd.train.plain import like, plain_value
 from plans.model_shape import ModelShape
 
 Scalars = dict[str, Any]
-
-
-class CannotTravel(Exception):
-    """A value that is neither number nor text, nor made of such."""
 
 
 class ScalarsDiffer(Exception):
@@ -211,46 +208,6 @@ def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[in
     if isinstance(first, list):
         return [_by_groups([s[i] for s in states], sources, origins) for i in range(len(first))]
     return first
-
-
-def plain_value(value: Any, where: str) -> Any:
-    """`value` as numbers, text, lists and maps of them.
-
-    Raises:
-        CannotTravel: it holds something else; `where` names it.
-    """
-    if isinstance(
-        value, np.generic
-    ):  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-    if isinstance(value, Mapping):
-        return {plain_value(k, f"a key of {where}"): plain_value(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    raise CannotTravel(
-        f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it"
-    )
-
-
-def like(fresh: Any, plain: Any) -> Any:
-    """What `plain_value` made, as the kind of thing that `fresh` is."""
-    if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
-        if isinstance(fresh, torch.Tensor):
-            return fresh.fill_(plain["tensor"])
-        value = torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
-        return value
-    if isinstance(plain, dict):
-        items = {k: like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
-        return Counter(items) if isinstance(fresh, Counter) else items
-    if isinstance(plain, list):
-        beside = fresh if isinstance(fresh, (list, tuple, deque)) and len(fresh) == len(plain) else [None] * len(plain)
-        values = [like(f, p) for f, p in zip(beside, plain, strict=True)]
-        return type(fresh)(values) if isinstance(fresh, (tuple, deque)) else values
-    return plain
 
 
 def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:

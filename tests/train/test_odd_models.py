@@ -121,12 +121,14 @@ def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) 
         {"schedule": "cosine"},
         {"optimizer": "counting"},
         {"model": "masked"},
+        {"model": "counting"},
         {"schedule": "onecycle", "optimizer": "sgd"},
     ],
     ids=str,
 )
 def test_it_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path, options: dict[str, str]) -> None:
-    """NumPy's numbers in the schedule, a number that belongs to no parameter, one table, momentum by the schedule."""
+    """NumPy's numbers in the schedule, a number that belongs to no parameter, one table, what the model counts, and
+    momentum by the schedule."""
     whole = ranks.run(tmp_path / "whole", ALONE, steps=2 * STEPS, **options).checked()
     left = {"final": str(tmp_path / "checkpoint")}
     ranks.run_each(tmp_path / "first", ALONE, [{"steps": STEPS, **options}], more=lambda _: left)[0].checked()
@@ -145,7 +147,9 @@ def losses_through(mover: Mover, *plans: str) -> list[float]:
     return [step["loss"] for step in mover.stop()]
 
 
-@pytest.mark.parametrize("options", [slow({"model": "cooling"}), slow({"optimizer": "own count"})], ids=str)
+@pytest.mark.parametrize(
+    "options", [slow({"model": "counting"}), slow({"model": "cooling"}), slow({"optimizer": "own count"})], ids=str
+)
 def test_what_modules_and_optimizers_count_goes_on(
     moving: Callable[..., Mover],
     undisturbed: Callable[..., list[float]],

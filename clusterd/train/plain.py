@@ -1,0 +1,62 @@
+"""Values as numbers, text, lists and maps of them: what goes from one process to another without a pickle."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class CannotTravel(Exception):
+    """A value that is neither number nor text, nor made of such."""
+
+
+def plain_value(value: Any, where: str) -> Any:
+    """`value` as numbers, text, lists and maps of them.
+
+    Raises:
+        CannotTravel: it holds something else; `where` names it.
+    """
+    if isinstance(
+        value, np.generic
+    ):  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if isinstance(value, Mapping):
+        return {plain_value(k, f"a key of {where}"): plain_value(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    raise CannotTravel(
+        f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it"
+    )
+
+
+def like(fresh: Any, plain: Any) -> Any:
+    """What `plain_value` made, as the kind of thing that `fresh` is."""
+    if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
+        if isinstance(fresh, torch.Tensor):
+            return fresh.fill_(plain["tensor"])
+        value = torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
+        return value
+    if isinstance(plain, dict):
+        items = {k: like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
+        if not isinstance(fresh, dict) or type(fresh) is dict:
+            return items
+        same = copy.copy(fresh)  # one that counts, or that knows what is missing
+        same.clear()
+        same.update(items)
+        return same
+    if isinstance(plain, list):
+        beside = fresh if isinstance(fresh, (list, tuple, deque)) and len(fresh) == len(plain) else [None] * len(plain)
+        values = [like(f, p) for f, p in zip(beside, plain, strict=True)]
+        if isinstance(fresh, deque):
+            return type(fresh)(values, fresh.maxlen)
+        return type(fresh)(values) if isinstance(fresh, tuple) else values
+    return plain
