@@ -114,12 +114,11 @@ def listen(home: Home) -> socket.socket:
     return listener
 
 
-def forget_socket(path: Path) -> None:
-    """Removes a socket, and with the last one the directory, where that was made below /tmp for its short path."""
-    path.unlink(missing_ok=True)
-    if path.parent.parent == Path("/tmp"):
+def forget_directory(sockets: Path) -> None:
+    """Removes the directory of sockets after the last of them, where it was made below /tmp for its short path."""
+    if sockets.parent == Path("/tmp"):
         with contextlib.suppress(OSError):  # others are there still
-            path.parent.rmdir()
+            sockets.rmdir()
 
 
 def default_home() -> Home:

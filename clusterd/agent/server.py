@@ -19,7 +19,7 @@ from clusterd.agent.chores import Chores
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
 from clusterd.agent.hardware import Hardware
-from clusterd.agent.home import Home, default_home, forget_socket, listen, write_json
+from clusterd.agent.home import Home, default_home, forget_directory, listen, write_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
@@ -106,7 +106,8 @@ class Agent:
         self._terminals.close_all()
         self._ports.close()
         self._moves.close()
-        forget_socket(self._home.socket)
+        self._home.socket.unlink(missing_ok=True)
+        forget_directory(self._home.sockets)
 
     def _chore_ended(self, chore: asyncio.Task[None]) -> None:
         if not chore.cancelled() and (error := chore.exception()):

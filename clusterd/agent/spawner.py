@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent import child, endings, processes
-from clusterd.agent.home import forget_socket, read_json, write_json
+from clusterd.agent.home import forget_directory, read_json, write_json
 from clusterd.agent.saying import say
 from clusterd.agent.unwritten import Unwritten
 
@@ -97,6 +97,11 @@ class Spawner:
             if self._children:
                 self._oom.look()
         self._listener.close()
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent is there that stays: it will want other fork servers in the same place."""
+        return bool(self._peers) and not self._leaving
 
     def _finished(self) -> bool:
         now = time.monotonic()
@@ -256,11 +261,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--socket", required=True, type=Path)
     parser.add_argument("--preload", default="")
     options = parser.parse_args(arguments)
-    lock = os.open(options.socket.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    if not _alone(lock):
+    lock = options.socket.with_suffix(".lock")
+    if not _is_alone(lock):
         return 3
     _adopt_orphans()
     listener = _listen(options.socket)
+    is_last = False
     try:
         failure = _preload(options.preload)
         if failure:
@@ -270,23 +276,32 @@ def main(arguments: list[str]) -> int:
         gc.freeze()  # what is loaded now stays shared with every child
         if threading.active_count() > 1:
             say("spawner: the preloaded modules started threads; forks may hang")
-        Spawner(listener).run()
+        server = Spawner(listener)
+        server.run()
+        is_last = not server.has_agent
     finally:
-        forget_socket(options.socket)
+        for ours in (options.socket, lock):
+            ours.unlink(missing_ok=True)
+        if is_last:
+            forget_directory(options.socket.parent)
     return 0
 
 
-def _alone(lock: int) -> bool:
-    """Whether this process got the lock; one that just ends may hold it for another moment."""
+def _is_alone(lock: Path) -> bool:
+    """Whether this process got the lock, for the rest of its life; one that just ends may hold it for a moment.
+
+    Who ends removes the file, so a lock counts on the one that is there: others would take theirs on a new one.
+    """
     deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
+    while time.monotonic() < deadline:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                return True
+        os.close(descriptor)
+        time.sleep(0.05)
+    return False
 
 
 def _listen(path: Path) -> socket.socket:

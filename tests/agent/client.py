@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,9 @@ def end_all(root: Path) -> None:
         return not left
 
     wait_until(none_left, f"the processes of {root} to end")
+    for identity in [root / "identity.json", *root.glob("*/identity.json")]:
+        if (sockets := Home(identity.parent).sockets).parent == Path("/tmp"):  # who was killed removed nothing
+            shutil.rmtree(sockets, ignore_errors=True)
 
 
 class AgentClient:

@@ -14,7 +14,7 @@ import pytest
 
 from clusterd.agent.home import Home
 from clusterd.agent.ports import Ports
-from tests.agent.client import AgentClient, launch, processes_of, rank, wait_until
+from tests.agent.client import AgentClient, end_all, launch, processes_of, rank, wait_until
 from tests.agent.test_snapshots import tar_of
 
 Connect = Callable[..., AgentClient]
@@ -48,6 +48,25 @@ def test_the_agent_and_its_directory_are_the_users_alone(agent: AgentClient) -> 
     home = Home(agent.root)
     assert stat.S_IMODE(home.root.stat().st_mode) == 0o700
     assert stat.S_IMODE(home.socket.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("length", [150, 80], ids=["of all sockets", "of those of fork servers alone"])
+def test_a_short_place_for_sockets_goes_with_the_agent(tmp_path: Path, length: int) -> None:
+    """The lock of a fork server stayed, and the directory below /tmp with it, for each agent there ever was."""
+    root = tmp_path / ("x" * max(length - len(str(tmp_path)) - 1, 1))
+    sockets = Home(root).sockets
+    assert sockets.parent == Path("/tmp")
+    agent = AgentClient(root)
+    try:
+        agent.hello()
+        agent.launch(["true"])
+        agent.event("rank_exited")
+        assert list(sockets.glob("*.lock"))
+        agent.ok("shutdown", force=False)
+        wait_until(lambda: not sockets.exists(), "the directory of its sockets to be gone")
+    finally:
+        end_all(root)
+        agent.close()
 
 
 def test_a_long_path_gets_a_short_socket(connect: Connect, tmp_path: Path) -> None:
