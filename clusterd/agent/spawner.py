@@ -64,8 +64,9 @@ class Spawner:
     Events: ``exited`` with the record and its path; it is on disk by then, unless that is full.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, lock: int) -> None:
         self._listener = listener
+        self._lock = lock
         self._children: dict[int, _Child] = {}
         self._peers: dict[socket.socket, _Peer] = {}
         self._selector = selectors.DefaultSelector()
@@ -207,6 +208,7 @@ class Spawner:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        os.close(self._lock)  # or no other server could take it while a rank of a killed one lives
         self._listener.close()
         for peer in self._peers.values():
             peer.connection.close()
@@ -262,7 +264,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--preload", default="")
     options = parser.parse_args(arguments)
     lock = options.socket.with_suffix(".lock")
-    if not _is_alone(lock):
+    held = _held(lock)
+    if held is None:
         return 3
     _adopt_orphans()
     listener = _listen(options.socket)
@@ -276,7 +279,7 @@ def main(arguments: list[str]) -> int:
         gc.freeze()  # what is loaded now stays shared with every child
         if threading.active_count() > 1:
             say("spawner: the preloaded modules started threads; forks may hang")
-        server = Spawner(listener)
+        server = Spawner(listener, held)
         server.run()
         is_last = not server.has_agent
     finally:
@@ -287,8 +290,8 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _is_alone(lock: Path) -> bool:
-    """Whether this process got the lock, for the rest of its life; one that just ends may hold it for a moment.
+def _held(lock: Path) -> int | None:
+    """The lock, for the rest of this process' life; None where another has it. One that just ends may for a moment.
 
     Who ends removes the file, so a lock counts on the one that is there: others would take theirs on a new one.
     """
@@ -298,10 +301,10 @@ def _is_alone(lock: Path) -> bool:
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
-                return True
+                return descriptor
         os.close(descriptor)
         time.sleep(0.05)
-    return False
+    return None
 
 
 def _listen(path: Path) -> socket.socket:

@@ -282,6 +282,17 @@ def test_a_second_fork_server_on_the_same_socket_gives_up(tmp_path: Path) -> Non
         first.terminate()
 
 
+def test_a_killed_fork_server_is_replaced_while_its_ranks_live(standin_agent: AgentClient, tmp_path: Path) -> None:
+    """Its rank held its lock: nothing of that environment started on the host before the rank's end."""
+    (first,) = start(standin_agent, tmp_path, "import time\ntime.sleep(100)\n")
+    server = processes.stat(first["pid"])
+    assert server is not None
+    os.kill(server.parent, signal.SIGKILL)
+    (second,) = start(standin_agent, tmp_path, "import time\ntime.sleep(100)\n", job="other")
+    assert processes.lives(first["pid"], first["start_time"])
+    assert processes.lives(second["pid"], second["start_time"])
+
+
 def test_fork_servers_end_with_their_last_rank_after_a_shutdown(standin_agent: AgentClient, tmp_path: Path) -> None:
     """The agent is told to go while ranks run: they stay, and so does whoever will record their end."""
     [started] = start(standin_agent, tmp_path, "import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)")
