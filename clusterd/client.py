@@ -33,6 +33,10 @@ STILL_THERE_S = 2.0
 """In which a daemon that is neither stopped nor very busy has said that it is."""
 
 
+AT_ONCE = 256
+"""Calls without an answer; of more than twice as many the daemon reads no further before their answers are taken."""
+
+
 class Client:
     """One connection; requests one after another, or pipelined with `call_many`."""
 
@@ -89,16 +93,23 @@ class Client:
             logging.getLogger(__name__).warning("clusterd: %s", said)
 
     def call_many(self, verb: str, calls: Iterable[dict[str, Any]]) -> list[Any]:
-        """Ask all at once, and wait for all answers, in the order of the calls.
+        """Ask all at once, or nearly, and wait for all answers, in the order of the calls.
 
         Raises:
             ClusterError: of the first that was refused, after all were answered.
         """
-        numbers = [self._send(verb, args) for args in calls]
+        numbers: list[int] = []
         messages: dict[int, dict[str, Any]] = {}
-        while len(messages) < len(numbers):
-            message = self._receive()
-            messages[message["id"]] = message
+
+        def answered(most: int) -> None:
+            while len(numbers) - len(messages) > most:
+                message = self._receive()
+                messages[message["id"]] = message
+
+        for args in calls:
+            answered(AT_ONCE - 1)
+            numbers.append(self._send(verb, args))
+        answered(0)
         return [_answer(messages[number]) for number in numbers]
 
     def stream(self, verb: str, **args: Any) -> Iterator[Any]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from clusterd.client import Client
 from tests.conftest import RunningCluster, until
+
+
+def test_thousands_of_calls_at_once_are_answered(cluster: RunningCluster) -> None:
+    """Client and daemon waited for each other, for ever: neither read before the other did."""
+    cluster.start()
+    with Client(cluster.socket, timeout_s=10.0) as client:
+        assert len(client.call_many("hello", [{}] * 5000)) == 5000
 
 
 def test_hosts_that_are_drained_together_pass_no_job_on(local_cluster: RunningCluster) -> None:
