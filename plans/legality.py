@@ -119,9 +119,10 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
     except ValueError:
         yield f"pp={plan.pp} needs {plan.pp} layers with parameters; the model has {sum(w > 0 for w in weights)}"
         return
-    trainable = {p.layer for p in shape.parameters if p.trainable}
+    trained = {i for group in shape.parameter_groups for i in group}
+    layers = {p.layer for i, p in enumerate(shape.parameters) if p.trainable and (i in trained or not trained)}
     for index, stage in enumerate(stages):
-        if trainable.isdisjoint(stage):
+        if layers.isdisjoint(stage):
             yield f"stage {index} of pp={plan.pp} would have nothing to train"
     for names in shape.tied:
         homes = {next(i for i, s in enumerate(stages) if _layer_of(name, shape) in s) for name in names}
@@ -163,6 +164,16 @@ def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield (
             f"{plan} cuts the batch, and the backward pass clips, or bends, gradients of the part that it has: have "
             "clusterd.train.run clip them (clip_norm)"
+        )
+    if shape.by_frequency and (plan.dp > 1 or plan.accumulation > 1):
+        yield (
+            f"{plan} cuts the batch, and the gradient of {shape.by_frequency} is divided by how often each row comes "
+            "up in it (scale_grad_by_freq)"
+        )
+    if shape.loss_learns and (plan.pp > 1 or plan.tp > 1 or plan.zero >= 2):
+        yield (
+            f"{plan} cuts the model, and the loss computes with its parameters: have the model compute that, and "
+            "return it with its output, or the optimizer (weight_decay)"
         )
     # Each replica's counts as much as it should where the mean over equal shares is taken, and nowhere else.
     unequal = len(set(plan.shares)) > 1

@@ -49,6 +49,10 @@ _OUT_OF_MEMORY = (
 )
 
 
+_CUT = "got mixed torch.Tensor and DTensor"
+"""torch's words for a parameter of which a plan has a part where the script wants it whole."""
+
+
 class TrainError(Exception):
     """A rank cannot go on for a reason that has an exit code; the message is complete and needs no traceback."""
 
@@ -124,6 +128,11 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
         if isinstance(cause, DataUnreachable):
             said = text.strip().rpartition("DataUnreachable: ")[2]  # a loader's worker puts its traceback before it
             return DataAway(f"{where}: {said}")
+        if _CUT in text:
+            return PlanRefused(
+                "the plan cuts parameters, and the script computes with one outside the forward pass of its module, "
+                f"where it is in parts, {where}: {first_line(text)}"
+            )
         if any(sign in text for sign in _FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):

@@ -156,6 +156,15 @@ class Forward:
                         return losses.kind_of(job.loss, outputs, target, count)
         return losses.MEAN
 
+    def loss_learns(self) -> bool:
+        """Whether the loss computes with parameters of the model, too; not, where fake tensors cannot tell."""
+        with suppress(Exception):
+            model = self.model()
+            with torch.no_grad():
+                outputs = self._computing(model)(self._inputs)
+            return losses.reaches(self._computing(self._job.loss)(outputs, self._target), model.parameters())
+        return False
+
     def _operations(self, module: nn.Module) -> Operations:
         """Of a forward pass; what is drawn in it is drawn alike each time."""
         done = Operations()

@@ -6,7 +6,7 @@ would say so. Which outputs it is given does not matter for that: they are drawn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,6 +50,19 @@ def kind_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples:
     if _alike(whole, (FIRST * first + (samples - FIRST) * others) / samples):
         return MEAN
     return SUM if _alike(whole, first + others) else OTHER
+
+
+def reaches(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward pass of `loss` comes to any of `parameters`."""
+    sought = {id(parameter) for parameter in parameters}
+    nodes, seen = [loss.grad_fn], {None}
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in sought:
+                return True
+            nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 def fit(outputs: Any) -> bool:

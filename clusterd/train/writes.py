@@ -34,6 +34,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         by_samples: global name of a parameter into which something was written that depends on them; empty: none.
         anew: name of one in which a second pass would not find what it would write.
         sparse: name of one that is looked up so that its gradient has only the rows that were.
+        by_frequency: name of one whose gradient is divided by how often each row was.
         why_no_pipeline: one may not change before the backward pass; a reason.
         complete: whether all passes came to their end.
     """
@@ -41,7 +42,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module, *given: torch.Tensor) -> None:
         """`given`: the samples."""
         super().__init__()
-        self.by_samples = self.anew = self.sparse = self.why_no_pipeline = ""
+        self.by_samples = self.anew = self.sparse = self.by_frequency = self.why_no_pipeline = ""
         self.complete = False
         self._model = model
         self._parameters = dict(build.named_parameters(model))
@@ -67,8 +68,11 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         for tensor in given:
             if parameter := self._names.get(storage_of(tensor), ""):
                 self._read.setdefault(parameter, set()).add(name)
-                if self._parameters[parameter].requires_grad and _given(function, arguments, options, "sparse"):
-                    self.sparse = self.sparse or parameter
+                if self._parameters[parameter].requires_grad:
+                    if _given(function, arguments, options, "sparse"):
+                        self.sparse = self.sparse or parameter
+                    if _given(function, arguments, options, "scale_grad_by_freq"):
+                        self.by_frequency = self.by_frequency or parameter
         for tensor in into:
             if parameter := self._names.get(storage_of(tensor), ""):
                 self._done.setdefault(parameter, set()).add(name)

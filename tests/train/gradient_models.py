@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from model import GPT
+from torch import nn
 
 
 class _Added(torch.autograd.Function):
@@ -37,4 +38,12 @@ class Bent(GPT):
         self.embed.token.weight.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
 
 
-MODELS = {"balanced": Balanced, "bent": Bent}
+class Frequent(GPT):
+    """The gradient of each row of the embedding is divided by how often it was looked up."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.token = nn.Embedding(sizes["vocabulary"], sizes["width"], scale_grad_by_freq=True)
+
+
+MODELS = {"balanced": Balanced, "bent": Bent, "frequent": Frequent}

@@ -252,6 +252,17 @@ class Compiled(GPT):
         self.blocks = nn.ModuleList(torch.compile(block, backend="eager") for block in self.blocks)
 
 
+class Borrowing(GPT):
+    """Its embedding is moved by a matrix of the first block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = x + x @ self.blocks[0].attn.proj.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class NormedAttention(Attention):
     """One norm for the queries and keys of all heads."""
 
@@ -446,6 +457,11 @@ def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
     return torch.optim.SGD([{"params": first, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
 
 
+def of_the_head(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Nothing else learns."""
+    return torch.optim.SGD([p for name, p in named_parameters if name.startswith("head.")], lr=0.1)
+
+
 def rows_by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """The blocks' matrices as a whole, all else element by element."""
     rows = [p for name, p in named_parameters if name.startswith("blocks.") and p.dim() == 2]
@@ -465,7 +481,7 @@ MODELS = {
     "cached": Cached, "held": Held, "marked": Marked, "hooked": Hooked, "cooling": Cooling, "evaluated": Evaluated,
     "fainting": Fainting, "turned": Turned, "reentrant": Reentrant, "hollow": Hollow,
     "sparse": Sparse, "transposed": Transposed, "compiled": Compiled, "still": Still,
-    "head normed": HeadNormed,
+    "head normed": HeadNormed, "borrowing": Borrowing,
 }  # fmt: skip
 OPTIMIZERS = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
@@ -474,6 +490,7 @@ OPTIMIZERS = {
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
     "by names": of_parameters(by_names),
+    "of the head": of_parameters(of_the_head),
     "rows by names": of_parameters(rows_by_names),
     "rows by marks": rows_by_marks,
     "rows and others": InParts,

@@ -32,6 +32,7 @@ ALL = (
         ("gpt", ALL),
         ("balanced", ("dp=1", "checkpointing", "tp=2", "dp=2", "dp=2,zero=1", "dp=2,zero=3", "dp=2,tp=2,zero=3")),
         ("bent", ("dp=1", "checkpointing")),
+        ("frequent", ("dp=1", "checkpointing", "tp=2")),
     ],
 )
 def test_plans_are_ruled_out_that_would_weight_them_otherwise(model: str, trains: tuple[str, ...]) -> None:

@@ -343,6 +343,13 @@ def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
     assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
 
 
+def test_a_stage_of_which_the_optimizer_takes_nothing_is_no_stage() -> None:
+    """Its optimizer, an empty one, ended it with a traceback."""
+    shape = described(optimizer="of the head")
+    assert "stage 0 of pp=2 would have nothing to train" in check(Plan.parse("pp=2,accumulation=2"), shape)
+    assert check(Plan.parse("dp=2,zero=3"), shape) == []
+
+
 def test_a_table_with_sparse_gradients_is_not_cut() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(8, 4, sparse=True))

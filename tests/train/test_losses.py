@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from model import GPT
 from rank_pool import RankPool
 from scenarios import LOSSES, Recorded, cross_entropy, job
 from torch.nn import functional as F
 
 from clusterd.train import losses
 from clusterd.train.describe import describe
+from plans.legality import check
+from plans.plan import Plan
 
 STEPS = 3
 
@@ -34,6 +37,28 @@ STEPS = 3
 )
 def test_losses_are_told_apart_by_what_they_make_of_parts(loss: Callable[..., Any], kind: str) -> None:
     assert describe(replace(job(Recorded(64), depth=1), loss=loss), trace=False).loss == kind
+
+
+def test_a_loss_that_computes_with_parameters_of_the_model_leaves_it_whole() -> None:
+    """A pipeline's last stage trained its own copies of all others, and nothing said so."""
+    made: list[GPT] = []
+
+    def model() -> GPT:
+        made[:] = [GPT(depth=2, width=32, vocabulary=64)]
+        return made[0]
+
+    def decayed(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, target) + 0.01 * torch.stack([p.norm() for p in made[0].parameters()]).sum()
+
+    own = torch.ones(64, requires_grad=True)  # of nothing else
+
+    def weighed(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits * own, target)
+
+    plans = ["dp=2", "accumulation=2", "dp=2,zero=1", "dp=2,zero=2", "tp=2", "pp=2,accumulation=2"]
+    for loss, fit in ((decayed, plans[:3]), (weighed, plans)):
+        shape = describe(replace(job(Recorded(64)), model=model, loss=loss), tp_degrees=[2], trace=False)
+        assert [plan for plan in plans if not check(Plan.parse(plan), shape)] == fit
 
 
 def test_outputs_that_are_too_large_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

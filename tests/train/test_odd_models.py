@@ -288,6 +288,13 @@ def test_a_sparse_gradient_is_scaled_once_for_each_row() -> None:
     torch.testing.assert_close(clipped[1], clipped[0])
 
 
+def test_a_parameter_that_is_wanted_whole_where_it_is_in_parts_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
+    """A traceback of torch's."""
+    for rank in ranks.run(tmp_path, "dp=2,zero=3", model="borrowing", steps=STEPS).ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
+        assert "the script computes with one outside the forward pass of its module" in rank.output
+
+
 def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path: Path) -> None:
     """It trained without dropout, and without a word."""
     losses = [
