@@ -45,11 +45,19 @@ def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
             path = Path(folder, name)
             try:
                 known = path.lstat()
+                at_s = known.st_mtime
+                if stat.S_ISLNK(known.st_mode) and _leads_within(path, work):  # as `last.pt` to the newest of many
+                    known = path.stat()
+                    at_s = max(at_s, known.st_mtime)
             except OSError:
-                continue  # gone meanwhile
-            if not stat.S_ISREG(known.st_mode) or known.st_mtime < since_s:
+                continue  # gone meanwhile, or leads nowhere
+            if not stat.S_ISREG(known.st_mode) or at_s < since_s:
                 continue
-            yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": known.st_mtime}
+            yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": at_s}
+
+
+def _leads_within(link: Path, work: Path) -> bool:
+    return Path(os.path.realpath(link)).is_relative_to(os.path.realpath(work))
 
 
 def read(attempt: Attempt, path: str, offset: int, limit: int) -> dict[str, Any]:

@@ -24,6 +24,15 @@ def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
     assert {piece["size"] for piece in pieces} == {5}
 
 
+def test_a_link_to_a_file_of_the_job_is_that_file(agent: AgentClient) -> None:
+    """It could be read, and was not listed: `clusterd get` said that the job had not written it."""
+    agent.launch(["sh", "-c", "echo mine > s1.pt; ln -s s1.pt last.pt; ln -s none gone; ln -s loop loop; ln -s . here"])
+    assert agent.event("rank_exited")["exit_code"] == 0
+    listed = agent.ok("files", job="j", attempt=1)["files"]
+    assert [(f["path"], f["bytes"]) for f in listed] == [("last.pt", 5), ("s1.pt", 5)]
+    assert agent.ok("file", job="j", attempt=1, path="last.pt", offset=0, limit=99)["data"] == b"mine\n"
+
+
 @pytest.mark.parametrize(("path", "make"), [("pipe", "mkfifo pipe"), ("socket", LISTENS)])
 def test_what_is_no_regular_file_is_neither_listed_nor_read(agent: AgentClient, path: str, make: str) -> None:
     """Nor waited for: the agent answers whatever else is asked."""
