@@ -185,5 +185,7 @@ def status(system: bool, output: str) -> None:
     print(f"  state    {answer['state_dir']} ({answer['events']} events)")
     print(f"  socket   {answer['socket']}")
     print(f"  settings {answer['config'] or 'the defaults: no file was found or given'}")
+    if trouble := answer.get("trouble"):  # a daemon that was not restarted since does not say it
+        print(f"  trouble  what happens on hosts waits to be told: {trouble}")
     if answer["recovering"]:
         print(f"  waits to hear from {', '.join(answer['recovering'])} before it places anything")

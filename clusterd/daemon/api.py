@@ -146,6 +146,7 @@ class Api:
             "events": self._feed.number,
             "scheduling_s": self._engine.scheduling_s,
             "recovering": sorted(state.recovering),
+            "trouble": self._engine.trouble,
         }
 
     async def stop(self, peer: Peer) -> dict[str, Any]:

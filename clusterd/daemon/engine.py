@@ -82,6 +82,8 @@ class Engine:
         self._unwritten: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start: the numerator of its cost."""
+        self.trouble = ""
+        """Why what has happened is not written down, and not acted upon, before that is over; empty: nothing waits."""
 
     def restore(self) -> int:
         """Bring the scheduler to where the journal ends, and return how many events were replayed."""
@@ -151,6 +153,7 @@ class Engine:
         """Refuse what can be refused of all that waits; the rest stays, before whatever happens next."""
         waiting = [*batch, *self._posted]
         self._posted = [posted for posted in waiting if posted.has_happened]
+        self.trouble = str(error) if self._posted else ""
         for posted in waiting:
             if not posted.has_happened:
                 posted.error = error
@@ -165,6 +168,7 @@ class Engine:
             log.error("%s", error)
             self._put_off(batch, error)
             return False
+        self.trouble = ""
         self._last_id = events[-1].id
         self._unwritten.clear()
         started_s = time.process_time()

@@ -46,6 +46,7 @@ def test_what_happened_is_told_when_there_is_room_again(tmp_path: Path, monkeypa
             async with anyio.create_task_group() as facts:
                 facts.start_soon(engine.report, e.HostDisconnected(at_s=2.0, host=host, why="pulled"))
                 await refused.wait()
+                assert engine.trouble == "the journal cannot be written: disk full", "as clusterd status says"
                 with pytest.raises(ClusterError, match="disk full"):
                     await engine.post(e.HostDrained(at_s=3.0, host=host))
                 group.start_soon(Timers(engine).run)
@@ -60,6 +61,7 @@ def test_what_happened_is_told_when_there_is_room_again(tmp_path: Path, monkeypa
     anyio.run(run)
     journal.close()
     assert sorted(handled) == ["HostAdded", "HostDisconnected", "TimerFired"]
+    assert engine.trouble == ""
 
 
 def test_a_number_of_another_journal_gets_a_snapshot() -> None:
