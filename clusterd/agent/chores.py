@@ -58,13 +58,21 @@ class Chores:
                 await self._attempts.spawners.shutdown()
                 self._idle()
             if ticks % 10 == 0:
-                files = [attempt.log(rank) for attempt in self._attempts if attempt.running for rank in attempt.ranks]
-                await loop.run_in_executor(None, _trim, files)
+                await self.shorten_logs()
             if ticks % 3600 == 0:
                 used = {str(attempt.launch.get("snapshot")) for attempt in self._attempts}
                 await loop.run_in_executor(None, self._snapshots.clean, used)
             ticks += 1
             await asyncio.sleep(1.0)
+
+    async def shorten_logs(self) -> None:
+        """Of what runs, and once more of what has ended: a rank writes gigabytes in the seconds between two looks."""
+        due = [attempt for attempt in self._attempts if attempt.running or not attempt.is_shortened]
+        over = [attempt for attempt in due if not attempt.running]
+        files = [attempt.log(rank) for attempt in due for rank in attempt.ranks]
+        await asyncio.get_running_loop().run_in_executor(None, _trim, files)
+        for attempt in over:
+            attempt.is_shortened = True
 
     def _port_is_over(self, name: str, generation: int, age_s: float) -> bool:
         for attempt in self._attempts:

@@ -95,6 +95,7 @@ class Attempt:
     stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # a launch under way heeds it
     unmarked_stop_s: float | None = None  # wall time of a stop whose marker the disk did not take
     step: dict[str, Any] | None = None  # the newest line of steps.jsonl
+    is_shortened: bool = False  # its logs were looked at since it is over
 
     @property
     def job(self) -> str:

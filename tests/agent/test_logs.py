@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
-from clusterd.agent import logs
+from clusterd.agent import chores, logs
+from clusterd.agent.records import Attempt, Rank
 
 MIB = 1 << 20
 
@@ -42,3 +46,17 @@ def test_who_reads_what_was_dropped_is_told_and_goes_on_behind_it(long_log: Path
     assert rest == b"%015d\n%015d\n" % (14 * MIB // 16, 14 * MIB // 16 + 1)
     assert first["offset"] == 14 * MIB + 32
     assert logs.pull(long_log, first["offset"], 16, False)["data"] == b"%015d\n" % (14 * MIB // 16 + 2)
+
+
+def test_a_log_is_shortened_once_more_when_its_rank_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a job wrote since the last look, gigabytes in a few seconds, stayed on the disk."""
+    looked: list[Path] = []
+    monkeypatch.setattr(chores.logs, "trim", lambda file: looked.append(file) or 0)
+    attempt = Attempt(tmp_path, {}, ranks={0: Rank(0, state="running")})
+    some: Any = Mock()
+    work = chores.Chores(cast(Any, [attempt]), some, some, some, some, some)
+    asyncio.run(work.shorten_logs())
+    attempt.ranks[0].state = "exited"
+    for _ in range(3):
+        asyncio.run(work.shorten_logs())
+    assert looked == [attempt.log(0)] * 2
