@@ -114,7 +114,9 @@ def execute(argv: list[str], env: dict[str, str]) -> NoReturn:
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
-        say(f"clusterd: {argv[0]}: not found in PATH={env.get('PATH', '')}")
+        named = "/" in argv[0]
+        where = ", or the interpreter that its first line names" if named else f" in PATH={env.get('PATH', '')}"
+        say(f"clusterd: {argv[0]}: not found{where}")
         os._exit(EXIT_NOT_FOUND)
     except OSError as error:
         say(f"clusterd: {argv[0]}: {error.strerror}")
