@@ -114,6 +114,14 @@ def listen(home: Home) -> socket.socket:
     return listener
 
 
+def inode(path: Path) -> int | None:
+    """Which file is there; None where none is."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
 def forget_directory(sockets: Path) -> None:
     """Removes the directory of sockets after the last of them, where it was made below /tmp for its short path."""
     if sockets.parent == Path("/tmp"):

@@ -19,7 +19,7 @@ from clusterd.agent.chores import Chores
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
 from clusterd.agent.hardware import Hardware
-from clusterd.agent.home import Home, default_home, forget_directory, listen, write_json
+from clusterd.agent.home import Home, default_home, forget_directory, inode, listen, write_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
@@ -32,6 +32,10 @@ from clusterd.agent.verbs import Verbs
 
 PRELOAD = "clusterd.train.preload"
 """What the fork server of an elastic job imports before it forks."""
+
+
+LOOK_EVERY_S = 1.0
+"""Between two looks whether the socket is still there."""
 
 
 class Agent:
@@ -87,10 +91,10 @@ class Agent:
                 "socket": str(self._home.socket),
             },
         )
-        server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
         chores = [
             asyncio.create_task(work)
             for work in (
+                self._listen(),
                 self._progress.follow(self._attempts),
                 self._chores.every_second(),
                 self._hardware.watch(self._callers),
@@ -99,7 +103,6 @@ class Agent:
         for chore in chores:
             chore.add_done_callback(self._chore_ended)
         await self._done.wait()
-        server.close()
         for task in chores:
             task.cancel()
         await self._callers.close()
@@ -116,6 +119,19 @@ class Agent:
             self._done.set()
 
     # ---- connections ---------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        """Serve for ever; where the socket is removed, as by whoever tidies up in /tmp, at another one there."""
+        while True:
+            self._home.make()
+            server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
+            made = inode(self._home.socket)
+            try:
+                while inode(self._home.socket) == made:  # noqa: ASYNC110 - the file system rings no bell
+                    await asyncio.sleep(LOOK_EVERY_S)
+            finally:
+                server.close()
+            say(f"agent: the socket {self._home.socket} was removed: listening there again")
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = Connection(reader, writer)

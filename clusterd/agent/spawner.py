@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent import child, endings, processes
-from clusterd.agent.home import forget_directory, read_json, write_json
+from clusterd.agent.home import forget_directory, inode, read_json, write_json
 from clusterd.agent.saying import say
 from clusterd.agent.unwritten import Unwritten
 
@@ -64,7 +64,9 @@ class Spawner:
     Events: ``exited`` with the record and its path; it is on disk by then, unless that is full.
     """
 
-    def __init__(self, listener: socket.socket, lock: int) -> None:
+    def __init__(self, path: Path, listener: socket.socket, lock: int) -> None:
+        self._path = path
+        self._made = inode(path)
         self._listener = listener
         self._lock = lock
         self._children: dict[int, _Child] = {}
@@ -95,6 +97,7 @@ class Spawner:
                     self._serve(self._peers[key.fileobj], mask)  # type: ignore[index]
             self._reap()
             self._unwritten.try_again()
+            self._listen_again()
             if self._children:
                 self._oom.look()
         self._listener.close()
@@ -113,6 +116,19 @@ class Spawner:
         if self._children or self._unwritten:
             return False
         return self._leaving or now - self._quiet_since > IDLE_S or now - self._used_at > UNUSED_S
+
+    def _listen_again(self) -> None:
+        """Where somebody removed the socket: the next agent would start another server, which finds the lock taken."""
+        if inode(self._path) == self._made:
+            return
+        try:
+            listener = _listen(self._path)
+        except OSError:
+            return  # its directory is gone too: the agent makes it
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener, self._made = listener, inode(self._path)
+        self._selector.register(listener, selectors.EVENT_READ)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -266,6 +282,7 @@ def main(arguments: list[str]) -> int:
     lock = options.socket.with_suffix(".lock")
     held = _held(lock)
     if held is None:
+        say(f"spawner: another process holds {lock}")
         return 3
     _adopt_orphans()
     listener = _listen(options.socket)
@@ -279,7 +296,7 @@ def main(arguments: list[str]) -> int:
         gc.freeze()  # what is loaded now stays shared with every child
         if threading.active_count() > 1:
             say("spawner: the preloaded modules started threads; forks may hang")
-        server = Spawner(listener, held)
+        server = Spawner(options.socket, listener, held)
         server.run()
         is_last = not server.has_agent
     finally:

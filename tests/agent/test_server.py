@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -67,6 +69,21 @@ def test_a_short_place_for_sockets_goes_with_the_agent(tmp_path: Path, length: i
     finally:
         end_all(root)
         agent.close()
+
+
+def test_sockets_that_somebody_removed_are_made_again(connect: Connect, tmp_path: Path) -> None:
+    """When a connection broke nobody reached the agent any more; the next agent did not find its fork servers."""
+    agent = connect()
+    agent.launch(["sleep", "100"])
+    home = Home(agent.root)
+    shutil.rmtree(home.sockets)
+    home.socket.unlink(missing_ok=True)
+    again = connect(epoch=2)
+    assert again.agent_pid == agent.agent_pid
+    wait_until(lambda: list(home.sockets.glob("*.sock")), "the fork server to listen again")
+    os.kill(again.agent_pid, signal.SIGKILL)
+    last = connect(epoch=3)
+    last.launch(["sleep", "100"], job="other")
 
 
 def test_a_long_path_gets_a_short_socket(connect: Connect, tmp_path: Path) -> None:
