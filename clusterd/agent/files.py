@@ -24,7 +24,10 @@ def written(attempt: Attempt) -> dict[str, Any]:
     The copy of what was submitted keeps its times, so what the job did not touch is older.
     """
     work = environment.work_of(attempt)
-    since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
+    try:
+        since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
+    except FileNotFoundError:  # somebody made room by hand
+        return {"files": [], "more": 0}
     found = list(_newer(work, since_s))
     named = sorted((file for file in found if _is_text(file["path"])), key=lambda file: str(file["path"]))[:FILES_MAX]
     return {"files": named, "more": len(found) - len(named)}

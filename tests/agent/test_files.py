@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.agent.client import AgentClient
@@ -22,6 +24,14 @@ def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
     pieces = [agent.ok("file", job="j", attempt=1, path="own", offset=at, limit=3) for at in (0, 3, 5, 99)]
     assert [piece["data"] for piece in pieces] == [b"min", b"e\n", b"", b""]
     assert {piece["size"] for piece in pieces} == {5}
+
+
+def test_where_somebody_made_room_by_hand_there_are_no_files(agent: AgentClient) -> None:
+    """The host could not say what it had, for ever."""
+    agent.launch(["true"])
+    agent.event("rank_exited")
+    shutil.rmtree(agent.root / "attempts" / "j.1")
+    assert agent.ok("files", job="j", attempt=1) == {"files": [], "more": 0}
 
 
 def test_a_link_to_a_file_of_the_job_is_that_file(agent: AgentClient) -> None:
