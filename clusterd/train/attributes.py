@@ -1,4 +1,4 @@
-"""What modules, and the optimizer, count in plain attributes: a temperature that falls, the number of steps so far."""
+"""What modules, the optimizer and the loss count in plain attributes: the number of steps, a temperature that falls."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ _NOT_ITS_OWN = frozenset({*vars(nn.Module()), "forward"})
 OPTIMIZER = "(optimizer)"
 """In the place of a module's name."""
 
+LOSS = "(loss)"
+"""Before the names of modules that are the loss's."""
+
 _CARRIED_OTHERWISE = frozenset({"state", "param_groups"})
 """By an optimizer."""
 
@@ -28,16 +31,24 @@ VALUES_MAX = 1000
 
 
 class Attributes:
-    """Of the modules and the optimizer of a rank, against what they were when they were made.
+    """Of the modules, the optimizer and the loss of a rank, against what they were when they were made.
 
     Numbers and text, and lists and maps of some: they go with the state of training. A module that has put something
     else in the place of what it was made with (a table that grew, with its length beside it) is left as it is: it would
     not have the one for the other. Where that is a tensor it is told of in the log, once.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -> None:
-        """`modules`: by the names that they have in the model; before the first step, and as it will be taken."""
+    def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, loss: object = None) -> None:
+        """Before the first step, and as it will be taken.
+
+        Args:
+            modules: by the names that they have in the model.
+            loss: counts too, if it is a module.
+        """
         self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
+        self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
+        self._modules |= {f"{LOSS}.{name}": module for name, module in self._loss.named_modules()}
+        self._loss_buffers = {name: (id(b), b._version) for name, b in self._loss.named_buffers()}
         self._objects = {name: _attributes(module) for name, module in self._modules.items()}
         self._made = {
             name: {k: copy.deepcopy(v) for k, v in attributes.items() if _is_plain(v)}
@@ -52,6 +63,14 @@ class Attributes:
             self._tell_of_tensors(name)
             if differ := self._differing(name):
                 found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in differ.items()}
+        for name, buffer in self._loss.named_buffers():
+            if self._loss_buffers.get(name) != (id(buffer), buffer._version) and (LOSS, name) not in self._said:
+                self._said.add((LOSS, name))
+                print(
+                    f"clusterd: the loss has changed its buffer {name}, which goes with no move and into no "
+                    "checkpoint: have the model keep it",
+                    flush=True,
+                )
         return found
 
     def _differing(self, name: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Training:
             raise Refused("the model has no parameter that trains (requires_grad is False of all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
-        self.attributes = Attributes(modules, self.optimizer.holder)
+        self.attributes = Attributes(modules, self.optimizer.holder, job.loss)
         self.stepper = Stepper(
             self.parallel,
             self.optimizer,

@@ -364,6 +364,32 @@ class Lookahead(torch.optim.SGD):
                     p.data.copy_(slow.lerp_(p.data, 0.5))
 
 
+class SlowWeights(torch.optim.SGD):
+    """Every second update goes half the way back to weights that it keeps in a list."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.kept = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p, slow in zip((p for group in self.param_groups for p in group["params"]), self.kept, strict=True):
+            p.data.copy_(slow.lerp_(p.data, 0.5))
+
+
+class Anchored(torch.optim.SGD):
+    """Draws each parameter to what it was, which it keeps in a map."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.kept = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for p, first in self.kept.items():
+            p.data.lerp_(first, 0.1)
+
+
 class LateAverage(torch.optim.SGD):
     """After the third update it keeps an average of what each parameter is, and from the fifth on is drawn to it."""
 
@@ -497,6 +523,8 @@ OPTIMIZERS = {
     "clipping": lambda p: Clipping(p, lr=0.1),
     "large factored": lambda p: LargeFactored(p, lr=0.1),
     "late ratio": lambda p: LateRatio(p, lr=0.1),
+    "slow weights": lambda p: SlowWeights(p, lr=0.1),
+    "anchored": lambda p: Anchored(p, lr=0.1),
     "late average": lambda p: LateAverage(p, lr=0.1, momentum=0.9),
     "late function": lambda p: LateFunction(p, lr=0.1),
     "lookahead": lambda p: Lookahead(p, lr=0.1),

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import changing_models
 import closed_ways
 import counting_models
 import fsspec
@@ -140,7 +141,7 @@ class Broken(GPT):
 MODELS = {
     "huge": Huge, "broken": Broken, "gpt": GPT, "tied": Tied, "stray": Stray, "tables": Tables, "frozen": Frozen,
     **odd_models.MODELS, **writing_models.MODELS, **gradient_models.MODELS,
-    **counting_models.MODELS,
+    **counting_models.MODELS, **changing_models.MODELS,
 }  # fmt: skip
 OPTIMIZERS = {
     **odd_models.OPTIMIZERS,
@@ -162,12 +163,27 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, **options: Any) ->
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
 
 
+class Counted(nn.Module):
+    """A loss that counts how often it was asked, and keeps a mean of what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(()))
+        self.times = 0
+
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        self.centre.lerp_(logits.detach().mean(), 0.1)
+        return cross_entropy(logits, target) * (1 + 1 / self.times)
+
+
 LOSSES = {
     "mean": cross_entropy,
     "sum": lambda logits, target: cross_entropy(logits, target, reduction="sum") / 256,
     "of each sample": lambda logits, target: (
         cross_entropy(logits, target, reduction="none").view(len(target), -1).mean(1)
     ),
+    "counted": Counted(),
     "in a list": lambda logits, target: cross_entropy(logits, target)[None],
     "some words": lambda logits, target: cross_entropy(logits, target.where(target > 20, -100)),
 }

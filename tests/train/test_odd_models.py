@@ -122,13 +122,14 @@ def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) 
         {"optimizer": "counting"},
         {"model": "masked"},
         {"model": "counting"},
+        {"loss": "counted"},
         {"schedule": "onecycle", "optimizer": "sgd"},
     ],
     ids=str,
 )
 def test_it_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path, options: dict[str, str]) -> None:
-    """NumPy's numbers in the schedule, a number that belongs to no parameter, one table, what the model counts, and
-    momentum by the schedule."""
+    """NumPy's numbers in the schedule, a number that belongs to no parameter, one table, what the model counts, or
+    the loss, and momentum by the schedule."""
     whole = ranks.run(tmp_path / "whole", ALONE, steps=2 * STEPS, **options).checked()
     left = {"final": str(tmp_path / "checkpoint")}
     ranks.run_each(tmp_path / "first", ALONE, [{"steps": STEPS, **options}], more=lambda _: left)[0].checked()

@@ -1,0 +1,98 @@
+"""Models of which something becomes another thing as they train, and such as torch makes in ways of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from model import GPT
+from torch import nn
+
+
+class Thawing(GPT):
+    """A block that trains from the third step on."""
+
+    TRAINS = False
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.steps = 0
+        self.blocks[0].requires_grad_(self.TRAINS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == 3:
+            self.blocks[0].requires_grad_(not self.TRAINS)
+        return super().forward(tokens)
+
+
+class Freezing(Thawing):
+    """A block that trains until then."""
+
+    TRAINS = True
+
+
+class Remembering(GPT):
+    """Adds to each text what it made of the one before it, which there is from the first pass on."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.register_buffer("before", None)
+        self.embed.register_forward_hook(self._add)
+
+    @staticmethod
+    def _add(embed: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        before, embed.before = embed.before, output.detach()
+        return output if before is None else output + before
+
+
+class Growing(Remembering):
+    """It begins with a row of zeros."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.embed.before = torch.zeros(1, 1, sizes["width"])
+
+
+class Lazy(GPT):
+    """A layer finds out its size by itself."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.head.out = nn.LazyLinear(sizes["vocabulary"], bias=False)
+
+
+class Named(GPT):
+    """Gives a map."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.head.register_forward_hook(lambda head, _, output: {"logits": output})
+
+
+class Derived(GPT):
+    """Adds to what it computes a gradient of it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = start = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        (gradient,) = torch.autograd.grad(logits.square().mean(), start, create_graph=True)
+        return logits + gradient.mean(-1, keepdim=True)
+
+
+def scripted(**_: int) -> Any:
+    """TorchScript."""
+    return torch.jit.script(nn.Embedding(64, 64))
+
+
+def compiled_whole(**sizes: int) -> Any:
+    """Not block by block."""
+    return torch.compile(GPT(**sizes), backend="eager")
+
+
+MODELS = {
+    "thawing": Thawing, "freezing": Freezing, "remembering": Remembering, "growing": Growing, "lazy": Lazy,
+    "named": Named, "derived": Derived, "scripted": scripted, "compiled whole": compiled_whole,
+}  # fmt: skip
