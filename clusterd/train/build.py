@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from clusterd.train.exits import PlanRefused, Refused
 from plans.sample_order import mix
@@ -58,6 +59,12 @@ def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) ->
         model = factory()
     if not isinstance(model, nn.Module):
         raise Refused(f"model() returned {type(model).__name__}; it must return a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Refused(
+            "model() returned a module of TorchScript, which cannot be taken apart; give the one it is made of"
+        )
+    if lazy := next((name for name, p in model.named_parameters() if is_lazy(p)), ""):
+        raise Refused(f"{lazy} has no shape yet: have model() call its lazy modules once, or give them their sizes")
     if not model.training:  # as `from_pretrained` gives it; parts that are to stay so are so in a model that is not
         model.train()
     return model

@@ -41,6 +41,7 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
     """
     rank = training.context.rank
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
+    told = scalars.collect(training, shape, late_apart=True)  # first: it says what there is no room for
     live = holdings(training, shape)
     mine = layout.shared_out().boxes_of(rank)
     sizes = {(t.name, t.kind): t.shape for t in layout.tensors}
@@ -58,7 +59,6 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
         if tensor.numel():  # holders of one part all have it; torch writes it once
             at = ("optim", "state", name, slot)
             tensors.append(Saved(at, *place, tensor.detach().to("cpu", copy=True).contiguous()))
-    told = scalars.collect(training, shape, late_apart=True)
     values: dict[Key, Any] = {("clusterd", "scalars", str(rank)): told}
     for name, slots in training.optimizer.state_by_name().items():
         for slot, value in slots.items():

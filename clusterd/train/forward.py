@@ -109,11 +109,17 @@ class Forward:
             whole = self._operations(model)
         except Exception:  # the chain would not tell either
             return ""
-        stage = build.Stage(model, paths)
+        stage, odd = build.Stage(model, paths), []
+        for path in paths:
+            stage.get_submodule(path).register_forward_hook(
+                lambda _m, _i, out, path=path: odd.append(path) if not _is_sent(out) else None
+            )
         try:
             chain = self._operations(stage)
         except Exception as error:
             return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
+        if odd:
+            return f"stages send tensors, and tuples of some, and {odd[0]} returns something else"
         if whole.recomputes:
             return (
                 "the model recomputes by reentrant checkpoints, and torch's pipelines do not: give use_reentrant=False "
@@ -129,9 +135,13 @@ class Forward:
         Where fake tensors cannot run the model, until they could not.
         """
         model, given = self.model(), []
-        nested(
-            (self._inputs, self._target), lambda part: given.append(part) if isinstance(part, torch.Tensor) else None
-        )
+
+        def note(part: Any) -> Any:
+            if isinstance(part, torch.Tensor):
+                given.append(part)
+            return part  # some batches (a PackedSequence) take nothing else
+
+        nested((self._inputs, self._target), note)
         writes, following = Writes(model, *given), Following()
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some is written once, and some from the second pass on
@@ -203,6 +213,11 @@ class Forward:
 
     def _faked(self, value: Any) -> Any:
         return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+
+
+def _is_sent(outputs: Any) -> bool:
+    parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    return all(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _copied(model: nn.Module, is_same: bool) -> nn.Module:

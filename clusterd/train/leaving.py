@@ -222,8 +222,8 @@ class Leaving:
         try:
             digest = move.moves.digest
             outbox = move.packing.outbox(rank)
-            seen = whereabouts(check_boxes(self._training, move.shape, move.old_layout, rank)), self._training.step
             scalars.collect(self._training, move.shape)
+            seen = whereabouts(check_boxes(self._training, move.shape, move.old_layout, rank)), self._training.step
             segment = None
             if outbox.size_bytes:
                 answer = self._control.ask("segment", name=move.outbox_name(rank), bytes=outbox.size_bytes)

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from clusterd.train.exits import PlanRefused
 from clusterd.train.job import OptimizerFactory
 from clusterd.train.parallel import Parallel
 from clusterd.train.replicate import local_gradient, local_tensor
@@ -131,6 +133,16 @@ class RankOptimizer:
         return plain
 
 
+def holding_tensors(optimizer: torch.optim.Optimizer) -> str:
+    """The attribute in which an optimizer keeps tensors that are neither parameters nor in its `state`; empty: none."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.numel() > 1)
+        if name not in ("state", "param_groups", "defaults") and any(id(t) not in known for t in tensors):
+            return str(name)
+    return ""
+
+
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
     """Host memory for `tensor`; pinned where a GPU copies from it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
@@ -142,6 +154,11 @@ def _sharded(
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     whole = made(factory, parameters)
+    if own := holding_tensors(whole):
+        raise PlanRefused(
+            f"zero=1 gives each replica some of the parameters, and {type(whole).__name__} keeps tensors for all of "
+            f"them in its attribute {own}: have it keep them in `state`"
+        )
 
     def over(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the

@@ -16,7 +16,7 @@ The optimizer's part (ZeRO-1, offload=optimizer) is in `clusterd.train.optimizer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import nn
 from clusterd.train import build
 from clusterd.train.blank import allocate
 from clusterd.train.buffers import Recomputing, keeping_shared
-from clusterd.train.exits import UsedUnlike
+from clusterd.train.exits import PlanRefused, Refused, UsedUnlike
 from clusterd.train.job import NAME
 from clusterd.train.replicate import GradientSum, mean_gradients, sum_gradients
 from clusterd.train.tensor_styles import SUMMED, style_of, styles_in
@@ -93,6 +93,8 @@ class Parallel:
                 self._replicate()
         # While a step runs, FSDP2 puts whole parameters in the place of the shards.
         self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
+        self._trained = [(name, p) for name, p in self.parameters if p.requires_grad]
+        self._still = [(name, p) for name, p in self.parameters if not p.requires_grad]
         for name, parameter in self.parameters:
             vars(parameter).update(self.marks[name])
 
@@ -132,8 +134,14 @@ class Parallel:
         """After the last backward pass of a step: gradients are complete when this returns.
 
         Raises:
+            Refused: a parameter trains that did not when the model was made.
             UsedUnlike: the step left out parameters that steps before it used.
         """
+        if name := next((name for name, p in self._still if p.requires_grad), ""):
+            raise Refused(
+                f"{name} trains since this step (requires_grad), and which parameters do is settled when the model is "
+                "made: have it train from the first, in a group of the optimizer whose rate a scheduler keeps at zero"
+            )
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
         if self._summed:
@@ -165,7 +173,25 @@ class Parallel:
 
     def without_gradient(self) -> list[str]:
         """Global names of the parameters that train and got no gradient in this step."""
-        return [name for name, p in self.parameters if p.requires_grad and p.grad is None]
+        return [name for name, p in self._trained if p.grad is None]
+
+    def frozen_since(self) -> list[str]:
+        """Global names of the parameters that trained when the model was made, and do no more."""
+        return [name for name, p in self._trained if not p.requires_grad]
+
+    def freeze(self, names: Set[str]) -> None:
+        """Those of them that are here train no more.
+
+        Raises:
+            PlanRefused: they would all the same.
+        """
+        frozen = [(name, parameter) for name, parameter in self._trained if name in names]
+        if frozen and self.plan.zero >= 2:
+            raise PlanRefused(f"{frozen[0][0]} trains no more (requires_grad), and FSDP2 would train it again")
+        for _, parameter in frozen:
+            parameter.requires_grad_(False)
+        if frozen and self._reduces_by_torch:  # it would wait for their gradients
+            self.runner, self._all_trained = self.module, None
 
     def check_alike(self, lacking: list[str]) -> None:
         """Every rank calls it: ZeRO-2 and ZeRO-3 add up what replicas have, whatever that is the gradient of.
@@ -201,6 +227,11 @@ class Parallel:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
         for path in build.block_paths(self.module):
+            if "_orig_mod." in path:
+                raise PlanRefused(
+                    "checkpointing recomputes blocks, and torch.compile of the whole model has none left: compile each "
+                    "of them"
+                )
             parent, _, name = path.rpartition(".")
             block = self.module.get_submodule(path)
             wrapped = checkpoint_wrapper(block, context_fn=Recomputing(block).contexts)

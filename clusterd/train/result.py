@@ -68,17 +68,18 @@ def save(training: Finished, path: str) -> None:
     }
     module = training.parallel.module
     # Of every rank: the types of what it holds, what of it is not to be saved, and what has no elements to be held.
-    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(module), _hollow(module))]
+    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(module), _hollow(module, shape))]
     if group is not None:
         own, told = told[0], [None] * dist.get_world_size(group)
         dist.all_gather_object(told, own, group=group)
     unsaved = {name for _, names, _ in told for name in names}
     sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
-    whole = {name: tensor for *_, hollow in told for name, tensor in hollow.items() if name not in unsaved}
+    whole = {name: t for *_, hollow in reversed(told) for name, t in hollow.items() if name not in unsaved}
+    apart = set(whole)
     for holder in range(shared.ranks):
         for key, box in shared.boxes_of(holder).items():
             name, kind = key
-            if kind not in ("parameter", "buffer") or name in unsaved:
+            if kind not in ("parameter", "buffer") or name in unsaved or name in apart:
                 continue
             part = mine[key].to("cpu").contiguous() if holder == rank else None
             if holder and rank == holder:
@@ -121,10 +122,16 @@ def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
             time.sleep(min(RETRY_S, left_s))
 
 
-def _hollow(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors without elements, which no layout has and a state dict does."""
-    named = (*module.named_parameters(), *module.named_buffers(remove_duplicate=False))
-    return {build.global_name(name): t.detach().to("cpu") for name, t in named if not t.numel()}
+def _hollow(module: torch.nn.Module, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Tensors that no layout has and a state dict does: without elements, and buffers that the model was made without,
+    or with others."""
+    made = {buffer.name: buffer.shape for buffer in shape.buffers}
+    found = {build.global_name(name): t for name, t in module.named_parameters() if not t.numel()}
+    for path, buffer in module.named_buffers(remove_duplicate=False):
+        name = build.global_name(path)
+        if not buffer.numel() or made.get(name) != tuple(buffer.shape):
+            found[name] = buffer
+    return {name: tensor.detach().to("cpu") for name, tensor in found.items()}
 
 
 def _unsaved(module: torch.nn.Module) -> list[str]:

@@ -12,10 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
+from clusterd.train import build
 from clusterd.train.attributes import Attributes
 from clusterd.train.late import kept as kept_late
-from clusterd.train.optimizers import RankOptimizer
+from clusterd.train.optimizers import RankOptimizer, holding_tensors
+from clusterd.train.parallel import Parallel
 from clusterd.train.plain import CannotTravel as CannotTravel
 from clusterd.train.plain import like, plain_value
 from plans.model_shape import ModelShape
@@ -30,6 +33,7 @@ class ScalarsDiffer(Exception):
 class Trained(Protocol):
     """The part of `clusterd.train.entry.Training` that has such state."""
 
+    parallel: Parallel
     optimizer: RankOptimizer
     scheduler: Any
     attributes: Attributes
@@ -43,11 +47,12 @@ def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -
     Returns:
         attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters
         that have them]; absent: parameters that have no state yet; groups: names and values of each; common: what the
-        optimizer keeps for no parameter; scheduler: its ``state_dict``, or None.
+        optimizer keeps for no parameter; frozen: parameters that train no more; scheduler: its ``state_dict``, or None.
     Raises:
         CannotTravel: naming the value.
     """
     optimizer, scheduler = training.optimizer, training.scheduler
+    _check_buffers(training.parallel.module, shape)
     _check_own(optimizer.holder)
     tensors = tensor_slots(shape)
     alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
@@ -79,6 +84,7 @@ def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -
         "attributes": training.attributes.changed(),
         "counters": [[values, having] for values, having in alike.values() if values],
         "absent": absent,
+        "frozen": training.parallel.frozen_since(),
         "common": {k: plain_value(v, f"optimizer state: {k}") for k, v in state.items() if isinstance(k, str)},
         "groups": [
             {
@@ -97,8 +103,26 @@ def _state_dict(scheduler: Any) -> Any:
     return scheduler.state_dict()
 
 
+def _check_buffers(module: nn.Module, shape: ModelShape) -> None:
+    """Raises CannotTravel where one is not as the model was made with it: nothing here has room for that."""
+    sizes = {buffer.name: buffer.shape for buffer in shape.buffers}
+    for path, buffer in module.named_buffers(remove_duplicate=False):
+        name = build.global_name(path)
+        if (made := sizes.get(name)) != tuple(buffer.shape):
+            was = f"of shape {made}" if made is not None else "none"
+            raise CannotTravel(
+                f"the buffer {name} is of shape {tuple(buffer.shape)}, and was {was} when the model was made, which is "
+                "not carried: register it with the shape that it will have"
+            )
+
+
 def _check_own(optimizer: torch.optim.Optimizer) -> None:
-    """Raises CannotTravel where another optimizer within this one keeps the state: nothing here would look there."""
+    """Raises CannotTravel where state is not in `state`: in another optimizer within, or beside it."""
+    if own := holding_tensors(optimizer):
+        raise CannotTravel(
+            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {own}, which are not carried: have "
+            "it keep them in `state`"
+        )
     for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         for other in () if name == "state" else held:
@@ -141,6 +165,7 @@ def restore(training: Trained, shape: ModelShape, came: Iterable[Scalars]) -> No
     state = optimizer.holder.state
     for key, value in sources[0].get("common", {}).items():  # snapshots and checkpoints of before have none
         state[key] = like(state.get(key), value)
+    training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
     origins = _restore_groups(optimizer, sources)
     if scheduler is not None:
         states = [source["scheduler"] for source in sources]

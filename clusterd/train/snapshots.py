@@ -131,6 +131,7 @@ class Snapshots:
     def _state(self) -> tuple[list[Piece], dict[str, Any]]:
         """Where this rank's share of the state lies now, and what goes with it."""
         training = self._training
+        told = scalars.collect(training, training.shape)  # first: it says what there is no room for
         live = holdings(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
@@ -142,7 +143,7 @@ class Snapshots:
         meta = {
             "step": training.step,
             "plan": training.context.plan.to_dict(),
-            "scalars": scalars.collect(training, training.shape),
+            "scalars": told,
         }
         return pieces, meta
 

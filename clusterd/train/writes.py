@@ -144,7 +144,12 @@ class Watch:
     def _check(self, changed: list[nn.Parameter]) -> None:
         for parameter in changed:
             names = (name for name, p in build.named_parameters(self._root) if p is parameter)
-            if (name := next(names, "a parameter")) not in self._allowed:
+            if not (name := next(names, "")):
+                raise PlanRefused(
+                    "parameters were put away before the forward pass ended: where it computes gradients itself "
+                    "(torch.autograd.grad), FSDP2 has only parts of them left; zero=1 leaves them whole"
+                )
+            if name not in self._allowed:
                 raise PlanRefused(
                     f"the forward pass writes into {name}, and only one process, with one pass in a step, trains with "
                     "that; make it a buffer, or write after the step"

@@ -1,0 +1,91 @@
+"""What becomes another thing while a model trains goes on, or is told of in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rank_pool import RankPool
+from scenarios import Recorded, job
+
+from clusterd.train.describe import describe
+from plans.legality import check
+from plans.plan import Plan
+
+STEPS = 5
+ALONE = "dp=1"
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "code", "says"),
+    [
+        ("thawing", ALONE, 92, "blocks.0.norm1.weight trains since this step (requires_grad)"),
+        ("thawing", "dp=2", 92, "blocks.0.norm1.weight trains since this step (requires_grad)"),
+        ("freezing", "dp=2", 96, "this step gave blocks.0.norm1.weight no gradient, and one before it did"),
+        ("lazy", ALONE, 92, "head.out.weight has no shape yet"),
+        ("scripted", ALONE, 92, "model() returned a module of TorchScript"),
+        ("derived", "dp=2,zero=2", 96, "where it computes gradients itself (torch.autograd.grad)"),
+        ("compiled whole", "dp=1,checkpointing", 96, "compile each of them"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    ranks: RankPool, tmp_path: Path, model: str, plan: str, code: int, says: str
+) -> None:
+    """Tracebacks of torch's, another reason than the real one; and what began to train late never did."""
+    for rank in ranks.run(tmp_path, plan, model=model, steps=STEPS, layers=False, tp_plan=False).ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (code, False), rank.output
+        assert says in rank.output
+
+
+def test_stages_do_not_send_maps() -> None:
+    shape = describe(job(Recorded(64), model="named"), trace=False)
+    assert any("head returns something else" in why for why in check(Plan.parse("pp=2,accumulation=2"), shape))
+
+
+@pytest.mark.parametrize("plan", [ALONE, "dp=2"])
+def test_what_trains_no_more_does_not_after_a_restart(ranks: RankPool, tmp_path: Path, plan: str) -> None:
+    """It trained again."""
+    options = {"model": "freezing", "optimizer": "momentum"}
+    whole = ranks.run(tmp_path / "whole", ALONE, **options, steps=2 * STEPS).checked()
+    left = {"final": str(tmp_path / "checkpoint")}
+    first = [{**options, "steps": STEPS}]
+    ranks.run_each(tmp_path / "first", ALONE, first, more=lambda _: left)[0].checked()
+    rest = [{**options, "steps": 2 * STEPS}]
+    run = ranks.run_each(tmp_path / "then", plan, rest, more=lambda _: {"restore": left["final"]})[0]
+    assert run.checked().losses == pytest.approx(whole.losses[STEPS:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("model", "was"), [("remembering", "none"), ("growing", "of shape (1, 1, 32)")])
+def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
+    ranks: RankPool, tmp_path: Path, model: str, was: str
+) -> None:
+    """A checkpoint was without it, or never ended, and nothing said so."""
+    file = tmp_path / "saved.pt"
+    left = {"final": str(tmp_path / "checkpoint")}
+    options = {"model": model, "steps": STEPS, "save": str(file), "layers": False}
+    run = ranks.run_each(tmp_path / "run", ALONE, [options], more=lambda _: left)[0]
+    assert f"the buffer embed.before is of shape (16, 16, 32), and was {was} when the model was made" in (
+        run.ranks[0].output
+    )
+    assert "Traceback" not in run.ranks[0].output
+    assert torch.load(file, weights_only=True)["embed.before"].shape == (16, 16, 32)
+
+
+def test_what_a_loss_keeps_in_buffers_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
+    left = {"final": str(tmp_path / "checkpoint")}
+    run = ranks.run_each(tmp_path / "run", ALONE, [{"loss": "counted", "steps": STEPS}], more=lambda _: left)[0]
+    assert run.checked().ranks[0].output.count("the loss has changed its buffer centre") == 1
+
+
+@pytest.mark.parametrize("optimizer", ["slow weights", "anchored"])
+def test_an_optimizers_own_tensors_are_not_lost(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    """They began as zeros after every move, and under zero=1 they were of other parameters."""
+    left = {"final": str(tmp_path / "checkpoint")}
+    options = [{"optimizer": optimizer, "steps": STEPS}]
+    alone = ranks.run_each(tmp_path / "left", ALONE, options, more=lambda _: left)[0].ranks[0]
+    assert "keeps tensors of its own in its attribute kept" in alone.output
+    assert "Traceback" not in alone.output
+    for rank in ranks.run(tmp_path / "plan", "dp=2,zero=1", **options[0]).ranks:
+        assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
+        assert "keeps tensors for all of them in its attribute kept" in rank.output
