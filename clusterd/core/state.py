@@ -314,7 +314,7 @@ class Job:
 
     def cannot_train_under(self, plan: Plan, why: str) -> None:
         """Its ranks have said so; the job may train under another."""
-        if self.bounds.why_not(plan) is None:
+        if plan not in dict(self.refused):
             self.refused.append((plan, why))
 
     def calm_s(self, first_s: float) -> float:

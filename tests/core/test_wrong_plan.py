@@ -105,6 +105,20 @@ def test_where_new_ranks_cannot_train_the_job_is_not_asked_to_move_again(lab: La
         assert d.StartMigration.match(wanted(lab, row(Plan(tp=2), 1.0)), job=job) is not None
 
 
+def test_a_pin_to_such_plans_is_over_when_it_has_been_tried(lab: Lab) -> None:
+    """One that is like a refused plan is its user's to try, once."""
+    job = running_on_one(lab)
+    state = lab.scheduler.state.jobs[job]
+    state.cannot_train_under(Plan(dp=2), "it writes")
+    state.pinned = Plan(dp=4)
+    lab.exit(job, rank=0, end=RankEnd(reason=Reason.LOST))
+    lab.stopped(job)
+    assert lab.attempt(job).plan == Plan(dp=4)
+    lab.run(job)
+    refuses(lab, job)
+    assert lab.attempt(job).plan == Plan()
+
+
 def test_moves_that_fail_again_and_again_are_tried_ever_more_rarely(lab: Lab) -> None:
     job = running_on_one(lab)
     tried_s: list[float] = []
