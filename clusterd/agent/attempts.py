@@ -63,6 +63,11 @@ class Attempts:
             raise Refused("unknown", f"attempt {attempt} of {job} was never here, or is forgotten")
         return found
 
+    def any_of(self, job: str, attempt: int) -> list[Attempt]:
+        """As `generations`; raises `Refused` (``unknown``) where this host has none."""
+        self.get(job, attempt)
+        return self.generations(job, attempt)
+
     def are_over(self, job: str, attempt: int) -> bool:
         """Whether no generation of the attempt runs here, or is about to."""
         return not any(known.running or known.lock.locked() for known in self.generations(job, attempt))

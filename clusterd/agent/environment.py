@@ -191,12 +191,17 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
 
 
 def work_of(attempt: Attempt) -> Path:
-    """Where the ranks are, or will be."""
+    """Where the ranks are, or will be: with the first generation of their attempt that was on this host."""
     given = attempt.launch.get("workdir")
     if given and not attempt.launch.get("snapshot"):
         return Path(given).expanduser().absolute()
-    first = attempt.directory.with_name(f"{attempt.job}.{attempt.attempt}") / "work"
-    return first if attempt.generation > 1 and first.is_dir() else attempt.directory / "work"
+    own = attempt.directory / "work"
+    if own.is_dir():
+        return own
+    first = f"{attempt.job}.{attempt.attempt}"
+    names = (first if number == 1 else f"{first}.{number}" for number in range(1, attempt.generation))
+    works = (attempt.directory.with_name(name) / "work" for name in names)
+    return next((work for work in works if work.is_dir()), own)
 
 
 def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:

@@ -18,19 +18,34 @@ FILES_MAX = 10_000
 _NOISE = {"__pycache__", ".git"}
 
 
-def written(attempt: Attempt) -> dict[str, Any]:
+def written(generations: list[Attempt]) -> dict[str, Any]:
     """Files that are newer than the launch: those with a name to send, with path, bytes and time, and how many more.
 
     The copy of what was submitted keeps its times, so what the job did not touch is older.
+
+    Args:
+        generations: of one attempt, the oldest first.
     """
-    work = environment.work_of(attempt)
-    try:
-        since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
-    except FileNotFoundError:  # somebody made room by hand
-        return {"files": [], "more": 0}
-    found = list(_newer(work, since_s))
-    named = sorted((file for file in found if _is_text(file["path"])), key=lambda file: str(file["path"]))[:FILES_MAX]
-    return {"files": named, "more": len(found) - len(named)}
+    newest: dict[str, dict[str, Any]] = {}
+    for work, since_s in _works(generations).items():
+        for file in _newer(work, since_s):
+            before = newest.get(file["path"])
+            if before is None or before["at_s"] <= file["at_s"]:
+                newest[file["path"]] = file
+    named = [newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX]]
+    return {"files": named, "more": len(newest) - len(named)}
+
+
+def _works(generations: list[Attempt]) -> dict[Path, float]:
+    """Working directories, each with when the first generation was launched that worked there."""
+    works: dict[Path, float] = {}
+    for attempt in generations:
+        try:
+            since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
+        except FileNotFoundError:  # somebody made room by hand
+            continue
+        works.setdefault(environment.work_of(attempt), since_s)
+    return works
 
 
 def _is_text(name: str) -> bool:
@@ -63,16 +78,17 @@ def _leads_within(link: Path, work: Path) -> bool:
     return Path(os.path.realpath(link)).is_relative_to(os.path.realpath(work))
 
 
-def read(attempt: Attempt, path: str, offset: int, limit: int) -> dict[str, Any]:
-    """Bytes of a file below the working directory, and its size now.
+def read(generations: list[Attempt], path: str, offset: int, limit: int) -> dict[str, Any]:
+    """Bytes of a file below the working directory, and its size now; of several the one that was written last.
 
     Raises:
         Refused: (``path``) it is not there, is no regular file, or leads out of the working directory.
     """
-    work = environment.work_of(attempt).resolve()
+    works = _works(generations) or [environment.work_of(generations[-1])]
+    work = max(works, key=lambda work: _written_s(work / path)).resolve()
     target = (work / path).resolve()
     if not target.is_relative_to(work):
-        raise Refused("path", f"{path} is outside the working directory of {attempt.name}")
+        raise Refused("path", f"{path} is outside the working directory of {generations[-1].name}")
     try:
         with open(target, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -82,6 +98,13 @@ def read(attempt: Attempt, path: str, offset: int, limit: int) -> dict[str, Any]
             return {"data": file.read(max(0, min(limit, CHUNK_BYTES_MAX))), "size": size}
     except OSError as error:
         raise Refused("path", f"{path}: {error.strerror}") from None
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -123,13 +123,13 @@ class Verbs:
         return logs.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
 
     async def _files(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
-        return await asyncio.get_running_loop().run_in_executor(None, files.written, attempt)
+        found = self._attempts.any_of(message["job"], message["attempt"])
+        return await asyncio.get_running_loop().run_in_executor(None, files.written, found)
 
     async def _file(self, message: Message) -> Message:
-        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+        found = self._attempts.any_of(message["job"], message["attempt"])
         asked = str(message["path"]), int(message["offset"]), int(message["limit"])
-        return await asyncio.get_running_loop().run_in_executor(None, files.read, attempt, *asked)
+        return await asyncio.get_running_loop().run_in_executor(None, files.read, found, *asked)
 
     async def _model(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))

@@ -34,6 +34,17 @@ def test_where_somebody_made_room_by_hand_there_are_no_files(agent: AgentClient)
     assert agent.ok("files", job="j", attempt=1) == {"files": [], "more": 0}
 
 
+def test_what_earlier_generations_wrote_is_listed_and_read(agent: AgentClient) -> None:
+    """A job that was moved since, or was to be moved and was not, seemed to have written nothing."""
+    agent.launch(["sh", "-c", "echo 2 > own"], generation=2)  # the first one was on another host
+    agent.event("rank_exited")
+    agent.launch(["sh", "-c", "cat own > later"], generation=3)
+    agent.event("rank_exited", generation=3)
+    listed = agent.ok("files", job="j", attempt=1)["files"]
+    assert [(f["path"], f["bytes"]) for f in listed] == [("later", 2), ("own", 2)]
+    assert agent.ok("file", job="j", attempt=1, path="own", offset=0, limit=99)["data"] == b"2\n"
+
+
 def test_a_link_to_a_file_of_the_job_is_that_file(agent: AgentClient) -> None:
     """It could be read, and was not listed: `clusterd get` said that the job had not written it."""
     agent.launch(["sh", "-c", "echo mine > s1.pt; ln -s s1.pt last.pt; ln -s none gone; ln -s loop loop; ln -s . here"])
