@@ -127,7 +127,7 @@ class Agent:
             server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
             made = inode(self._home.socket)
             try:
-                while inode(self._home.socket) == made:  # noqa: ASYNC110 - the file system rings no bell
+                while made is not None and inode(self._home.socket) == made:  # noqa: ASYNC110 - the file system rings no bell
                     await asyncio.sleep(LOOK_EVERY_S)
             finally:
                 server.close()

@@ -119,7 +119,7 @@ class Spawner:
 
     def _listen_again(self) -> None:
         """Where somebody removed the socket: the next agent would start another server, which finds the lock taken."""
-        if inode(self._path) == self._made:
+        if self._made is not None and inode(self._path) == self._made:
             return
         try:
             listener = _listen(self._path)
