@@ -72,8 +72,8 @@ _NOT_SIGNED = ("steps", "samples", "optimizer_temporaries_ratio")
 
 _SIGNED_SINCE = (
     "precision", "pipeline_refused", "optimizer_by_tensor", "find_unused_parameters", "noncontiguous", "repeated_block",
-    "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "written",
-    "written_by_samples", "written_anew", "written_known",
+    "hooked", "loss", "loss_learns", "gradients_added", "gradients_bent", "sparse", "by_frequency", "counted",
+    "written", "written_by_samples", "written_anew", "written_known",
 )  # fmt: skip
 """Fields that came later: with their defaults, models are signed as they were before."""
 
@@ -113,6 +113,7 @@ class ModelShape:
     gradients_bent: bool = False  # whether it makes something of gradients that is not in proportion to the loss
     sparse: str = ""  # a parameter whose gradient has only the rows that were looked up
     by_frequency: str = ""  # one whose gradient depends on how often rows were looked up in a batch
+    counted: str = ""  # an attribute of a module that is a number, and another one after each forward pass
     written: tuple[str, ...] = ()  # parameters that the forward pass writes into
     written_by_samples: str = ""  # one of them, where what is written depends on the samples, or is drawn
     written_anew: str = ""  # one of them, where a second pass would write something else

@@ -18,7 +18,8 @@ What holds under every plan, and across changes of plan:
 - **Names** of parameters and their optimizer state are global (``blocks.17.attn.qkv.weight``) on every rank.
 - **Buffers** (running statistics) count as replica 0 has them. Where losses depend on them, or on other samples of the
   batch (batch normalisation), they depend on how the plan cuts the batch. Numbers, and lists and maps of some, that a
-  module or the optimizer keeps in plain attributes are carried too; tensors there are not: register them.
+  module, the optimizer or the loss keeps in plain attributes are carried too; tensors there are not: register them.
+  Where each forward pass counts, micro-batches count as well, which the log tells.
 - **What hangs on parameters** goes where they go: attributes (``p.no_decay = True``), by which the optimizer's groups
   may be made, and hooks, which see the gradient of one replica and one micro-batch, as everywhere in torch. One that
   does more than scale it rules out plans that cut the batch.

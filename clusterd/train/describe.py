@@ -66,7 +66,7 @@ def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: boo
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
     styles, tp_dims, uncut = cuts(model, job.tp_plan or {})
-    writes, following = forward.passes()
+    writes, following, counted = forward.passes()
     if torn := next((name for name in writes.names if name in tp_dims), ""):
         styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {torn}, and may want it whole"
     if writes.sparse in tp_dims:
@@ -125,6 +125,7 @@ def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: boo
         gradients_bent=following.bent,
         sparse=writes.sparse,
         by_frequency=writes.by_frequency,
+        counted=counted,
         written=writes.names,
         written_known=writes.complete,
         written_by_samples=writes.by_samples,

@@ -246,6 +246,12 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+    if context.rank == 0 and shape is not None and shape.counted and plan.accumulation > 1:
+        print(
+            f"clusterd: each forward pass changes {shape.counted}, and there are {plan.accumulation} of them in a step "
+            f"under {plan}: where losses depend on it, they are others than in one process",
+            flush=True,
+        )
     if (
         context.rank == 0
         and shape is not None

@@ -129,8 +129,8 @@ class Forward:
             return f"the model does more than to apply `layers` one after another ({differs})"
         return ""
 
-    def passes(self) -> tuple[Writes, Following]:
-        """What two passes write into parameters, and what the way back makes of the gradient of the loss.
+    def passes(self) -> tuple[Writes, Following, str]:
+        """What two passes write into parameters, what the way back makes of the gradient of the loss, what is counted.
 
         Where fake tensors cannot run the model, until they could not.
         """
@@ -142,7 +142,7 @@ class Forward:
             return part  # some batches (a PackedSequence) take nothing else
 
         nested((self._inputs, self._target), note)
-        writes, following = Writes(model, *given), Following()
+        writes, following, before = Writes(model, *given), Following(), _numbers(model)
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some is written once, and some from the second pass on
                 build.seed_everything(self._job.seed)
@@ -150,7 +150,8 @@ class Forward:
                     loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
             writes.complete = True
             following.run(model, loss)
-        return writes, following
+        now = _numbers(model)
+        return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 
     def kind_of_loss(self) -> str:
         """As `losses` has it; the mean, as it should be, where that cannot be told."""
@@ -213,6 +214,16 @@ class Forward:
 
     def _faked(self, value: Any) -> Any:
         return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """Attributes of its modules that are some."""
+    return {
+        build.global_name(f"{path}.{name}" if path else name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def _is_sent(outputs: Any) -> bool:

@@ -72,6 +72,16 @@ def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
     assert torch.load(file, weights_only=True)["embed.before"].shape == (16, 16, 32)
 
 
+@pytest.mark.parametrize(("plan", "said"), [("dp=1,accumulation=2", 1), ("dp=2", 0)])
+def test_what_each_pass_counts_is_told_of_where_a_step_has_several(
+    ranks: RankPool, tmp_path: Path, plan: str, said: int
+) -> None:
+    run = ranks.run(tmp_path, plan, model="cooling", steps=2).checked()
+    assert (
+        sum(rank.output.count("each forward pass changes temperature, and there are 2") for rank in run.ranks) == said
+    )
+
+
 def test_what_a_loss_keeps_in_buffers_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
     left = {"final": str(tmp_path / "checkpoint")}
     run = ranks.run_each(tmp_path / "run", ALONE, [{"loss": "counted", "steps": STEPS}], more=lambda _: left)[0]
