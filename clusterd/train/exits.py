@@ -131,7 +131,7 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
         if _CUT in text:
             return PlanRefused(
                 "the plan cuts parameters, and the script computes with one outside the forward pass of its module, "
-                f"where it is in parts, {where}: {first_line(text)}"
+                f"where it is in parts{', ' * bool(where)}{where}: {first_line(text)}"
             )
         if any(sign in text for sign in _FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
