@@ -25,7 +25,8 @@ What holds under every plan, and across changes of plan:
   does more than scale it rules out plans that cut the batch.
 - **What would not hold** under a plan rules that plan out, with its reason: a forward pass that writes into parameters
   (``max_norm``, moving averages kept as parameters), gradients that are added or clipped on the way back, a loss that
-  is a sum. A loss that is a mean over what counts in the samples (words that are not padding) is told of in the log.
+  is a sum, or computes with parameters. A loss that is a mean over what counts in the samples (words that are not
+  padding) is told of in the log. Which parameters train is settled when the model is made: none can begin to later.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
 
 Importing this package imports neither torch nor CUDA; `clusterd.train.preload` is what a fork server imports.
