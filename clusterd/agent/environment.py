@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent import CODE_ROOT, processes, programs
-from clusterd.agent.home import write_json
+from clusterd.agent.home import attempt_name, write_json
 from clusterd.agent.records import Attempt, Refused
 
 _PYTHONS = ("python", "python3")
@@ -28,7 +28,7 @@ SURVIVES_PEERS = {
 """torch would end a process whose NCCL peer is gone; a rank of ours is told, and hands over what it holds."""
 
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""torch asks for pages of 2 MiB for large tensors in host memory: steps on CPUs and copies of a move are faster."""
+"""torch asks for pages of 2 MiB for large tensors in host memory: steps on CPUs are faster."""
 
 
 def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
@@ -198,8 +198,7 @@ def work_of(attempt: Attempt) -> Path:
     own = attempt.directory / "work"
     if own.is_dir():
         return own
-    first = f"{attempt.job}.{attempt.attempt}"
-    names = (first if number == 1 else f"{first}.{number}" for number in range(1, attempt.generation))
+    names = (attempt_name(attempt.job, attempt.attempt, number) for number in range(1, attempt.generation))
     works = (attempt.directory.with_name(name) / "work" for name in names)
     return next((work for work in works if work.is_dir()), own)
 

@@ -78,7 +78,7 @@ class Home:
         """
         if not _NAME.fullmatch(job):
             raise ValueError(f"{job!r} is no job id: letters, digits, '.', '_' and '-' only")
-        return self.attempts / (f"{job}.{attempt:d}" if generation <= 1 else f"{job}.{attempt:d}.{generation:d}")
+        return self.attempts / attempt_name(job, attempt, generation)
 
     def identity(self) -> str:
         """Of the agent of this home, made once and kept."""
@@ -114,12 +114,22 @@ def listen(home: Home) -> socket.socket:
     return listener
 
 
+def attempt_name(job: str, attempt: int, generation: int) -> str:
+    """``<job>.<attempt>``, and of later generations ``<job>.<attempt>.<generation>``."""
+    return f"{job}.{attempt:d}" if generation <= 1 else f"{job}.{attempt:d}.{generation:d}"
+
+
 def inode(path: Path) -> int | None:
     """Which file is there; None where none is."""
     try:
         return path.stat().st_ino
     except OSError:
         return None
+
+
+def is_still(path: Path, made: int | None) -> bool:
+    """Whether the file that was made there, and had this inode, has not been removed since, or at once."""
+    return made is not None and inode(path) == made
 
 
 def forget_directory(sockets: Path) -> None:

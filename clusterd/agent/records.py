@@ -114,7 +114,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """``<job>.<attempt>``, and of later generations ``<job>.<attempt>.<generation>``."""
+        """As `home.attempt_name` has it."""
         return self.directory.name
 
     @property

@@ -19,7 +19,7 @@ from clusterd.agent.chores import Chores
 from clusterd.agent.connection import Connection, Message
 from clusterd.agent.datasets import Datasets
 from clusterd.agent.hardware import Hardware
-from clusterd.agent.home import Home, default_home, forget_directory, inode, listen, write_json
+from clusterd.agent.home import Home, default_home, forget_directory, inode, is_still, listen, write_json
 from clusterd.agent.moves import Moves
 from clusterd.agent.ports import Ports
 from clusterd.agent.progress import Progress
@@ -127,7 +127,7 @@ class Agent:
             server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
             made = inode(self._home.socket)
             try:
-                while made is not None and inode(self._home.socket) == made:  # noqa: ASYNC110 - the file system rings no bell
+                while is_still(self._home.socket, made):  # noqa: ASYNC110 - the file system rings no bell
                     await asyncio.sleep(LOOK_EVERY_S)
             finally:
                 server.close()

@@ -25,7 +25,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent import child, endings, processes
-from clusterd.agent.home import forget_directory, inode, read_json, write_json
+from clusterd.agent.home import forget_directory, inode, is_still, read_json, write_json
 from clusterd.agent.saying import say
 from clusterd.agent.unwritten import Unwritten
 
@@ -119,7 +119,7 @@ class Spawner:
 
     def _listen_again(self) -> None:
         """Where somebody removed the socket: the next agent would start another server, which finds the lock taken."""
-        if self._made is not None and inode(self._path) == self._made:
+        if is_still(self._path, self._made):
             return
         try:
             listener = _listen(self._path)

@@ -28,6 +28,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd import __version__, protocol
+from clusterd.agent.home import inode, is_still
 from clusterd.errors import ClusterError, UsageError
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Server:
             self._make_directory(group)
             _remove_dead(self._path)
             listener = await anyio.create_unix_listener(self._path, mode=0o660 if group is not None else 0o600)
-            self._made = self._inode()
+            self._made = inode(self._path)
             if group is not None:
                 os.chown(self._path, -1, group)
         except OSError as error:
@@ -125,7 +126,7 @@ class Server:
             while True:
                 async with anyio.create_task_group() as accepting:
                     accepting.start_soon(self._accept, listener, connections)
-                    while self._made is not None and self._inode() == self._made:  # noqa: ASYNC110 - the file system rings no bell
+                    while is_still(self._path, self._made):  # noqa: ASYNC110 - the file system rings no bell
                         await anyio.sleep(LOOK_EVERY_S)
                     accepting.cancel_scope.cancel()
                 log.warning("the socket %s was removed: listening there again", self._path)
@@ -153,14 +154,8 @@ class Server:
 
     def withdraw(self) -> None:
         """Removes the socket, if it is still ours."""
-        if self._made is not None and self._inode() == self._made:
+        if is_still(self._path, self._made):
             self._path.unlink(missing_ok=True)
-
-    def _inode(self) -> int | None:
-        try:
-            return self._path.stat().st_ino
-        except OSError:
-            return None
 
     async def _connection(self, stream: anyio.abc.SocketStream) -> None:
         peer = self._peer(stream)
