@@ -47,6 +47,11 @@ class Bounds:
         """Why the job cannot train under `plan`, as far as is known: it does all that a refused one does."""
         return next((f"under {other}: {why}" for other, why in self.refused if other.ways <= plan.ways), None)
 
+    def admits(self, plan: Plan, device_bytes: int) -> bool:
+        """Whether nothing rules out a plan that is thought to need so much."""
+        fits = self.at_most_bytes is None or device_bytes <= self.at_most_bytes
+        return fits and self.why_not(plan) is None
+
 
 NO_BOUNDS = Bounds()
 

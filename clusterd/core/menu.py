@@ -103,8 +103,7 @@ def _menu(job: Job, outlook: Outlook, choice: Choice) -> Menu:
 
 def may_fit(job: Job, offer: Estimate) -> bool:
     """Whether nothing is known of the job that rules it out: not its plan, and nothing that needed so little."""
-    fits = job.at_most_bytes is None or offer.device_bytes <= job.at_most_bytes
-    return fits and job.bounds.why_not(offer.plan) is None
+    return job.bounds.admits(offer.plan, offer.device_bytes)
 
 
 def _is_allowed(plan: Plan, wish: Plan | None, choice: Choice) -> bool:
