@@ -59,9 +59,10 @@ class Attributes:
     def changed(self) -> dict[str, dict[str, Any]]:
         """By module, those that are not what they were made as."""
         found: dict[str, dict[str, Any]] = {}
-        for name in self._modules:
-            self._tell_of_tensors(name)
-            if differ := self._differing(name):
+        for name, module in self._modules.items():
+            now = _attributes(module)
+            self._tell_of_tensors(name, now)
+            if differ := self._differing(name, now):
                 found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in differ.items()}
         for name, buffer in self._loss.named_buffers():
             if self._loss_buffers.get(name) != (id(buffer), buffer._version) and (LOSS, name) not in self._said:
@@ -73,9 +74,8 @@ class Attributes:
                 )
         return found
 
-    def _differing(self, name: str) -> dict[str, Any]:
-        module, objects, made = self._modules[name], self._objects[name], self._made[name]
-        now = _attributes(module)
+    def _differing(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
+        objects, made = self._objects[name], self._made[name]
         differ: dict[str, Any] = {}
         for k in objects.keys() | now.keys():
             value, was = now.get(k), objects.get(k)
@@ -88,8 +88,8 @@ class Attributes:
                 differ[k] = value
         return differ
 
-    def _tell_of_tensors(self, name: str) -> None:
-        for k, value in _attributes(self._modules[name]).items():
+    def _tell_of_tensors(self, name: str, now: dict[str, Any]) -> None:
+        for k, value in now.items():
             if isinstance(value, _SIMPLE) or value is self._objects[name].get(k) or (name, k) in self._said:
                 continue
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -107,9 +107,9 @@ class Attributes:
 
     def restore(self, came: dict[str, dict[str, Any]]) -> None:
         """Set what came of the modules that are here; what did not come is as it was made, whatever a rehearsal did."""
-        for name in self._modules:
-            for attribute, value in self._differing(name).items():
-                setattr(self._modules[name], attribute, copy.deepcopy(self._made_as(name, attribute, value)))
+        for name, module in self._modules.items():
+            for attribute, value in self._differing(name, _attributes(module)).items():
+                setattr(module, attribute, copy.deepcopy(self._made_as(name, attribute, value)))
         for name, values in came.items():
             for attribute, value in values.items() if name in self._modules else ():
                 setattr(self._modules[name], attribute, like(self._made_as(name, attribute, None), value))

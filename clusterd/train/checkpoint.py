@@ -18,7 +18,7 @@ from clusterd.train.boxes import Trained, holdings
 from clusterd.train.checkpoint_files import Key, Saved, Staged
 from clusterd.train.context import Context
 from clusterd.train.exits import PlanRefused, Refused
-from clusterd.train.plain import plain_value
+from clusterd.train.plain import CannotTravel, plain_value
 from plans.layout import Layout
 from plans.model_shape import ModelShape
 
@@ -55,7 +55,7 @@ def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
     late_ones = late.kept(training.optimizer, tensor_slots)
     for (name, slot), tensor in late_ones.items():
         if (place := late.place(parameters[name], tensor.shape)) is None:
-            raise scalars.CannotTravel(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a part of the parameter")
+            raise CannotTravel(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a part of the parameter")
         if tensor.numel():  # holders of one part all have it; torch writes it once
             at = ("optim", "state", name, slot)
             tensors.append(Saved(at, *place, tensor.detach().to("cpu", copy=True).contiguous()))

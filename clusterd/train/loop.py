@@ -22,6 +22,7 @@ from clusterd.train.leaving import Leaving
 from clusterd.train.optimizers import RankOptimizer
 from clusterd.train.parallel import Parallel
 from clusterd.train.phases import peak_bytes
+from clusterd.train.plain import CannotTravel
 from clusterd.train.saving import Checkpoints
 from clusterd.train.snapshots import Snapshots
 from clusterd.train.step import Stepper
@@ -109,7 +110,7 @@ class Loop:
             # What cannot be in a checkpoint is better known now than after the last step.
             try:
                 scalars.collect(training, training.shape, late_apart=True)
-            except scalars.CannotTravel as error:
+            except CannotTravel as error:
                 raise exits.CheckpointFailed(f"the job is to leave a checkpoint, and cannot: {error}") from error
         try:
             stopped = self._steps()

@@ -21,10 +21,8 @@ def plain_value(value: Any, where: str) -> Any:
     Raises:
         CannotTravel: it holds something else; `where` names it.
     """
-    if isinstance(
-        value, np.generic
-    ):  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
-        value = value.item()
+    if isinstance(value, np.generic):
+        value = value.item()  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -43,8 +41,7 @@ def like(fresh: Any, plain: Any) -> Any:
     if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
         if isinstance(fresh, torch.Tensor):
             return fresh.fill_(plain["tensor"])
-        value = torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
-        return value
+        return torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
     if isinstance(plain, dict):
         items = {k: like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
         if not isinstance(fresh, dict) or type(fresh) is dict:

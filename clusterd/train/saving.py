@@ -14,7 +14,7 @@ from clusterd.train.checkpoint import Checkpointed, stage
 from clusterd.train.checkpoint_files import Staged, write
 from clusterd.train.control import Control, Message
 from clusterd.train.exits import CheckpointFailed
-from clusterd.train.scalars import CannotTravel
+from clusterd.train.plain import CannotTravel
 from plans.layout import layout
 from plans.model_shape import ModelShape
 

@@ -19,8 +19,7 @@ from clusterd.train.attributes import Attributes
 from clusterd.train.late import kept as kept_late
 from clusterd.train.optimizers import RankOptimizer, holding_tensors
 from clusterd.train.parallel import Parallel
-from clusterd.train.plain import CannotTravel as CannotTravel
-from clusterd.train.plain import like, plain_value
+from clusterd.train.plain import CannotTravel, like, plain_value
 from plans.model_shape import ModelShape
 
 Scalars = dict[str, Any]

@@ -26,6 +26,7 @@ from clusterd.train.copying import Piece, fills
 from clusterd.train.job import Job
 from clusterd.train.moving import sums_to_bytes
 from clusterd.train.pieces import piece_of
+from clusterd.train.plain import CannotTravel
 from clusterd.train.segments import Segment
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
@@ -79,7 +80,7 @@ class Snapshots:
         which = 1 - self._newest
         try:
             pieces, meta = self._state()
-        except scalars.CannotTravel as error:
+        except CannotTravel as error:
             print(f"clusterd: no snapshots: {error}", flush=True)
             self._every = 0
             return
@@ -121,7 +122,7 @@ class Snapshots:
         which = 1 - self._newest
         try:
             pieces, meta = self._state()
-        except scalars.CannotTravel as error:
+        except CannotTravel as error:
             print(f"clusterd: no snapshot of step {training.step}: {error}", flush=True)
             return
         meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run())
