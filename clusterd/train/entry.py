@@ -246,24 +246,25 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
         shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
-    if context.rank == 0 and shape is not None and shape.counted and plan.accumulation > 1:
+    if context.rank == 0 and shape is not None:
+        _tell_what_differs(plan, shape)
+    return shape
+
+
+def _tell_what_differs(plan: Plan, shape: ModelShape) -> None:
+    """Where a legal plan does not train as one process does."""
+    if shape.counted and plan.accumulation > 1:
         print(
             f"clusterd: each forward pass changes {shape.counted}, and there are {plan.accumulation} of them in a step "
             f"under {plan}: where losses depend on it, they are others than in one process",
             flush=True,
         )
-    if (
-        context.rank == 0
-        and shape is not None
-        and shape.loss == losses.OTHER
-        and (plan.dp > 1 or plan.accumulation > 1)
-    ):
+    if shape.loss == losses.OTHER and (plan.dp > 1 or plan.accumulation > 1):
         print(
             "clusterd: the loss of a batch is not the mean over its samples (does it divide by what counts in them, or "
             f"compare them?): losses and gradients are others under {plan} than in one process",
             flush=True,
         )
-    return shape
 
 
 def write_description(job: Job, directory: Path) -> None:
