@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.core.state import Attempt, Description, Host, Job, Lease, Rank, State
 from clusterd.core.view import Policy, View
 from clusterd.errors import UsageError

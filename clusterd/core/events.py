@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
-from clusterd.core.outlook import Outlook
+from clusterd.core.performance_table import Outlook
 from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport, Tenant
 from plans.plan import Plan
 

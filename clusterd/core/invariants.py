@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core.migrations import held_on
+from clusterd.core.lifecycle.migrations import held_on
 from clusterd.core.state import State
 from clusterd.types import AttemptState, HostState, JobState
 

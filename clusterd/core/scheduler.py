@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.dependencies import in_vain, waits_for
-from clusterd.core.on_hosts import HOST_LOST_AFTER_S, OnHosts
+from clusterd.core.lifecycle.host_events import HOST_LOST_AFTER_S, OnHosts
 from clusterd.core.policies import POLICIES
+from clusterd.core.queueing.dependencies import in_vain, waits_for
 from clusterd.core.state import Description, Job, Outcome
 from clusterd.core.view import Policy, Proposal, Refusal, View
 from clusterd.types import AttemptState, JobKind, JobState

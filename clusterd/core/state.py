@@ -9,8 +9,8 @@ from itertools import takewhile
 from typing import Any
 
 from clusterd.core import transitions
-from clusterd.core.choose import NO_BOUNDS, Bounds
-from clusterd.core.outlook import Outlook
+from clusterd.core.allocation.first_fit import NO_BOUNDS, Bounds
+from clusterd.core.performance_table import Outlook
 from clusterd.types import (
     AttemptState,
     Device,

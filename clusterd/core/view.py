@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from clusterd.core.dependencies import waits_for
-from clusterd.core.outlook import Outlook
+from clusterd.core.fair_share import Quotas
+from clusterd.core.performance_table import Outlook
+from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Attempt, Host, Job, State
-from clusterd.core.tenants import Quotas
 from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
 from plans.plan import Plan
 

@@ -14,11 +14,11 @@ import msgspec
 
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
-from clusterd.core import admission
 from clusterd.core import events as e
-from clusterd.core.allocate import LEARNING, allocate
-from clusterd.core.dependencies import waits_for
-from clusterd.core.place import Placement
+from clusterd.core.allocation.unmodelled import LEARNING, allocate
+from clusterd.core.placement.place import Placement
+from clusterd.core.queueing import admission
+from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, View
 from clusterd.daemon import cancelling, codec

@@ -9,10 +9,12 @@ from typing import Any
 import anyio
 
 from clusterd import projection
-from clusterd.core import admission, elastic, migrations
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.allocate import objection_to_size
+from clusterd.core.allocation import resize_unmodelled
+from clusterd.core.allocation.unmodelled import objection_to_size
+from clusterd.core.lifecycle import migrations
+from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.engine import Engine
@@ -77,7 +79,7 @@ class ByHand:
     ) -> dict[str, Any]:
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
-        answer = elastic.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
+        answer = resize_unmodelled.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)

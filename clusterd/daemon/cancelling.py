@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 
 from clusterd import projection
-from clusterd.core import admission
 from clusterd.core import events as e
+from clusterd.core.queueing import admission
 from clusterd.core.state import Job
 from clusterd.daemon.bugs import first_of
 from clusterd.daemon.engine import Engine

@@ -9,7 +9,7 @@ from typing import Any
 
 import anyio
 
-from clusterd.core import admission
+from clusterd.core.queueing import admission
 from clusterd.core.state import Host
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts

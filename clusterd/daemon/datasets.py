@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from clusterd.core.data import places_of
+from clusterd.core.data_locality import places_of
 from clusterd.core.state import State
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from clusterd.core import admission
+from clusterd.core.queueing import admission
 from clusterd.core.state import Job
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.forgetting import hosts_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from clusterd.core import admission
+from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine

@@ -15,7 +15,7 @@ import msgspec
 from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.reconcile import is_news
+from clusterd.core.lifecycle.reconcile import is_news
 from clusterd.daemon import facts
 from clusterd.daemon.agents import Agents, identity
 from clusterd.daemon.bugs import guarded

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 
 from clusterd import projection
-from clusterd.core import admission
+from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job
 from clusterd.daemon.archive import Archive, Tail
 from clusterd.daemon.engine import Engine

@@ -18,8 +18,8 @@ from typing import Any
 import anyio.to_thread
 
 from clusterd.core import events as e
-from clusterd.core import trials
-from clusterd.core.outlook import Estimate, Outlook, evenly
+from clusterd.core.lifecycle import trials
+from clusterd.core.performance_table import Estimate, Outlook, evenly
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.engine import Engine
 from plans.model_shape import ModelShape

@@ -9,8 +9,8 @@ import anyio
 
 from clusterd import projection
 from clusterd.config import host_options
-from clusterd.core import admission
 from clusterd.core import events as e
+from clusterd.core.queueing import admission
 from clusterd.daemon.bugs import first_of
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.hosts import Hosts

@@ -15,9 +15,9 @@ import anyio.abc
 import anyio.to_thread
 
 from clusterd.core import events as e
-from clusterd.core import trials
-from clusterd.core.cores import cores_each
-from clusterd.core.room import of_ranks, shape_of
+from clusterd.core.ledger import of_ranks, shape_of
+from clusterd.core.lifecycle import trials
+from clusterd.core.placement.cpu_cores import cores_each
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.endings import Ending, at_submission
 from clusterd.daemon.engine import Engine

@@ -10,8 +10,9 @@ from typing import Any
 
 import anyio.to_thread
 
-from clusterd.core import admission, trials
-from clusterd.core.room import of_ranks, shape_of
+from clusterd.core.ledger import of_ranks, shape_of
+from clusterd.core.lifecycle import trials
+from clusterd.core.queueing import admission
 from clusterd.core.state import Job, State
 from clusterd.daemon.engine import Engine
 from clusterd.daemon.learned import Learned

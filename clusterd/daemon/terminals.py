@@ -10,9 +10,9 @@ from typing import Any
 
 import anyio
 
-from clusterd.core import admission
 from clusterd.core import events as e
-from clusterd.core.attempts import TIMED_OUT
+from clusterd.core.lifecycle.attempts import TIMED_OUT
+from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.daemon.archive import Archive
 from clusterd.daemon.engine import Engine

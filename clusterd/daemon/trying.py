@@ -10,9 +10,9 @@ from statistics import median
 import anyio.to_thread
 
 from clusterd.core import events as e
-from clusterd.core import migrations, trials
-from clusterd.core.mobility import RESTART_S
-from clusterd.core.room import shape_of
+from clusterd.core.allocation.migration_cost import RESTART_S
+from clusterd.core.ledger import shape_of
+from clusterd.core.lifecycle import migrations, trials
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.engine import Engine
 from clusterd.types import JobKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from clusterd.core import admission
+from clusterd.core.queueing import admission
 from clusterd.errors import UsageError
 from clusterd.jobfile import checked_name
 from clusterd.types import JobSpec

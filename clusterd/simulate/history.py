@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from clusterd.core import events as e
-from clusterd.core.classify import steps_in_all
+from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.policies import POLICIES
-from clusterd.core.room import of_ranks, shape_of
+from clusterd.core.queueing.predictability import steps_in_all
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, InvalidTransition

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from clusterd.core.menu import Choice, Menus
-from clusterd.core.outlook import Estimate
-from clusterd.core.realise import Want, realise
+from clusterd.core.estimates.candidate_plans import Choice, Menus
+from clusterd.core.performance_table import Estimate
+from clusterd.core.placement.apply_targets import Want, realise
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, View
 from clusterd.types import JobId

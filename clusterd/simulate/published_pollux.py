@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Baseline
+from clusterd.core.ledger import of_ranks, seat, shape_of
+from clusterd.core.performance_table import Estimate
+from clusterd.core.placement.apply_targets import Want
+from clusterd.core.policies.base import Baseline
 from clusterd.core.policies.optimus import Optimus
 from clusterd.core.policies.tiresias import Tiresias
-from clusterd.core.realise import Want
-from clusterd.core.room import of_ranks, seat, shape_of
 from clusterd.core.state import Job
 from clusterd.core.view import Preempt, Proposal, Refusal, Start, View
 from clusterd.types import Device, JobId

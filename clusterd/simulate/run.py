@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterd.core.outlook import Outlook
+from clusterd.core.performance_table import Outlook
 from clusterd.core.policies import POLICIES
 from clusterd.errors import UsageError
 from clusterd.simulate.cluster import Cluster

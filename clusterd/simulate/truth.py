@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.core.performance_table import Estimate, Outlook, Shape
 from clusterd.simulate.errors import InputError
 from plans.plan import Plan
 from profiling.coefficients import Prior

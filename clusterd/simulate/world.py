@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Outlook
+from clusterd.core.performance_table import Outlook
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.core.view import Policy, Proposal, View

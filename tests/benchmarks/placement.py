@@ -28,7 +28,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_matrix
 
-from clusterd.core.matching import match, total_s
+from clusterd.core.placement.matching import match, total_s
 from tests.benchmarks.report import Report, arguments
 
 TYPES = 3

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.core.scheduler import Scheduler
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.types import JobId, JobKind, JobSpec, Resources

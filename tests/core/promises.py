@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from clusterd.core import decisions as d
 from clusterd.core.events import Event
-from clusterd.core.outlook import evenly
+from clusterd.core.performance_table import evenly
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import Policy

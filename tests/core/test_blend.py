@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterd.core.blend import blend, pace, proportional
-from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.core.estimates.heterogeneous_speed import blend, pace, proportional
+from clusterd.core.performance_table import Estimate, Outlook, Shape
 from plans.plan import Plan
 
 BATCH = 24

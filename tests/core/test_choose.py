@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core.choose import Choice, Impossible, choose
+from clusterd.core.allocation.first_fit import Choice, Impossible, choose
 from plans.plan import Plan
 from tests.plans.shapes import gpt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clusterd.core.matching import match, total_s
+from clusterd.core.placement.matching import match, total_s
 from tests.benchmarks.placement import instance, optimum
 
 

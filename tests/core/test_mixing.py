@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.blend import believed as believed_of
-from clusterd.core.mixing import Mixtures
-from clusterd.core.outlook import Estimate, Outlook, Shape
+from clusterd.core.estimates.heterogeneous_speed import believed as believed_of
+from clusterd.core.estimates.job_forecast import Census
+from clusterd.core.ledger import of_ranks
+from clusterd.core.performance_table import Estimate, Outlook, Shape
+from clusterd.core.placement.heterogeneous_search import Mixtures
 from clusterd.core.policies import POLICIES
-from clusterd.core.prospects import Census
-from clusterd.core.room import of_ranks
 from clusterd.core.state import Job
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
 from plans.memory import estimate as memory_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clusterd.core.admission import find_job, find_own_job
+from clusterd.core.queueing.admission import find_job, find_own_job
 from clusterd.errors import ClusterError, UsageError
 from tests.core.conftest import Lab
 

@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab

@@ -9,7 +9,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.reconcile import reconcile
+from clusterd.core.lifecycle.reconcile import reconcile
 from clusterd.core.state import Attempt, Rank
 from clusterd.types import AttemptReport, AttemptState, DeviceId, HostId, RankPlace, RankReport
 from tests.core.conftest import OK, Lab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.types import JobId, JobKind, Tenant
 from plans.plan import Plan
 from tests.core.conftest import Lab

@@ -10,7 +10,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.types import JobId, JobKind, JobSpec, RankEnd, Reason, Resources
 from plans.memory import estimate
 from plans.plan import Plan

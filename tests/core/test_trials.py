@@ -6,7 +6,7 @@ from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.types import HostId, JobId, JobKind
 from plans.memory import estimate
 from plans.plan import Plan

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from clusterd.core.outlook import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, Outlook
 from clusterd.types import HostFacts, HostId, JobKind, JobSpec, Resources, Tenant
 from plans.memory import estimate
 from plans.plan import Plan

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clusterd.core.menu import Choice, Menu
-from clusterd.core.order import QUEUES_DEVICE_S, ranks
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Capacity, asked_size
+from clusterd.core.estimates.attained_service import attained_s, likely_steps_left, steps_left
+from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.performance_table import Estimate
+from clusterd.core.policies.base import Capacity, asked_size
 from clusterd.core.policies.optimus import Rounds, now_on
-from clusterd.core.service import attained_s, likely_steps_left, steps_left
+from clusterd.core.queueing.order import QUEUES_DEVICE_S, ranks
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import JobId

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from clusterd.core import elastic, making_room, restarting
-from clusterd.core.allocate import Grant, allocate
-from clusterd.core.cores import Cores
-from clusterd.core.exchange import Exchange
-from clusterd.core.mixing import Mixing, Mixtures
-from clusterd.core.mobility import DEFAULT_HABITS, Habits
-from clusterd.core.order import order
-from clusterd.core.prospects import Curves, Prospect, census, prospect
-from clusterd.core.realise import is_settled
-from clusterd.core.room import Room
-from clusterd.core.sizing import by_work, shares
+from clusterd.core.allocation import evacuate_by_restart, preempt_for, resize_unmodelled
+from clusterd.core.allocation.migration_cost import DEFAULT_HABITS, Habits
+from clusterd.core.allocation.rebalance import Exchange
+from clusterd.core.allocation.target_sizes import by_work, shares
+from clusterd.core.allocation.unmodelled import Grant, allocate
+from clusterd.core.estimates.job_forecast import Curves, Prospect, census, prospect
+from clusterd.core.ledger import Room
+from clusterd.core.placement.apply_targets import is_settled
+from clusterd.core.placement.cpu_cores import Cores
+from clusterd.core.placement.heterogeneous_search import Mixing, Mixtures
+from clusterd.core.queueing.order import order
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
 from clusterd.types import JobId, JobKind, Resources
@@ -51,7 +51,7 @@ class Default:
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
         cores = Cores(view, running)
-        proposal = Proposal(moves=restarting.evacuations(view, skip=known))
+        proposal = Proposal(moves=evacuate_by_restart.evacuations(view, skip=known))
         room = Room(view.free)
         total = room.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
@@ -66,7 +66,7 @@ class Default:
             habits=self.habits,
             total=max(total, 1),
             behind={p.job.id: rank for rank, p in enumerate(ordered)},
-            leaving=sum(len(making_room.leaving(job)) for job in view.running),
+            leaving=sum(len(preempt_for.leaving(job)) for job in view.running),
             mixing=mixing if mixing.groups else None,
             spare=total - sum(sizes.values()),
         )
@@ -83,7 +83,7 @@ class Default:
         if not any(black):
             steering.grow()
             steering.exchange()
-        proposal.moves += elastic.growth(view, black, skip={*known, *(move.job for move in proposal.moves)})
+        proposal.moves += resize_unmodelled.growth(view, black, skip={*known, *(move.job for move in proposal.moves)})
         cores.share_out(proposal)
         return proposal
 
@@ -104,7 +104,7 @@ class Default:
             if alike is not None:
                 refused[alike] = answer
             if answer.devices and not proposal.moves:
-                proposal.moves += making_room.room_for(job, view, answer.devices)
+                proposal.moves += preempt_for.room_for(job, view, answer.devices)
             proposal.refusals.append(answer)
             return [answer.devices]
         assert isinstance(answer, Grant)

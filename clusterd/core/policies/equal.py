@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clusterd.core.menu import Choice, Menu
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Capacity
+from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.performance_table import Estimate
+from clusterd.core.policies.base import Capacity
 from clusterd.core.policies.optimus import Rounds
 from clusterd.core.state import Job
 from clusterd.core.view import View

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 import scipy
 
-from clusterd.core.menu import Choice, Menu
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Capacity, asked_size
+from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.ledger import of_ranks
+from clusterd.core.performance_table import Estimate
+from clusterd.core.policies.base import Capacity, asked_size
 from clusterd.core.policies.optimus import Rounds
-from clusterd.core.room import of_ranks
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import JobId

@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from clusterd.core.menu import Choice, Menu
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Baseline, Capacity
-from clusterd.core.realise import Want, current
-from clusterd.core.service import likely_steps_left
+from clusterd.core.estimates.attained_service import likely_steps_left
+from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.performance_table import Estimate
+from clusterd.core.placement.apply_targets import Want, current
+from clusterd.core.policies.base import Baseline, Capacity
 from clusterd.core.state import Job
 from clusterd.core.view import View
 

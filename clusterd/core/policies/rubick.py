@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from clusterd.core.menu import Choice, Menu
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Baseline, Capacity, asked_size
+from clusterd.core.estimates.attained_service import executed_s
+from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.performance_table import Estimate
+from clusterd.core.placement.apply_targets import Want
+from clusterd.core.policies.base import Baseline, Capacity, asked_size
 from clusterd.core.policies.optimus import now_on
-from clusterd.core.realise import Want
-from clusterd.core.service import executed_s
 from clusterd.core.state import Job
 from clusterd.core.view import View
 

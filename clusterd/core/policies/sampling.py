@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from clusterd.core.assign import MOST_DEVICES
-from clusterd.core.blend import believed
-from clusterd.core.matching import match
-from clusterd.core.menu import Choice, is_alike
-from clusterd.core.mixing import Mixing, Mixtures
-from clusterd.core.outlook import Estimate
+from clusterd.core.estimates.attained_service import likely_steps_left
+from clusterd.core.estimates.candidate_plans import Choice, is_alike
+from clusterd.core.estimates.heterogeneous_speed import believed
+from clusterd.core.estimates.job_forecast import census
+from clusterd.core.ledger import Room, of_ranks
+from clusterd.core.performance_table import Estimate
+from clusterd.core.placement.assign import MOST_DEVICES
+from clusterd.core.placement.heterogeneous_search import Mixing, Mixtures
+from clusterd.core.placement.matching import match
+from clusterd.core.policies.base import Capacity
 from clusterd.core.policies.equal import largest_within
-from clusterd.core.policies.fill import Capacity
 from clusterd.core.policies.optimus import Rounds
-from clusterd.core.prospects import census
-from clusterd.core.room import Room, of_ranks
-from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from plans.plan import Plan

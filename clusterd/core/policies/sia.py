@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import scipy
 
-from clusterd.core.menu import Choice
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Capacity
+from clusterd.core.estimates.attained_service import executed_s
+from clusterd.core.estimates.candidate_plans import Choice
+from clusterd.core.performance_table import Estimate
+from clusterd.core.policies.base import Capacity
 from clusterd.core.policies.optimus import Rounds, now_on
-from clusterd.core.service import executed_s
 from clusterd.core.state import Job
 from clusterd.core.view import View
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from clusterd.core.menu import Menu
-from clusterd.core.outlook import Estimate
-from clusterd.core.policies.fill import Baseline, Capacity, asked_size, step_s
+from clusterd.core.estimates.attained_service import likely_steps_left
+from clusterd.core.estimates.candidate_plans import Menu
+from clusterd.core.performance_table import Estimate
+from clusterd.core.policies.base import Baseline, Capacity, asked_size, step_s
 from clusterd.core.policies.optimus import staying
-from clusterd.core.service import likely_steps_left
 from clusterd.core.state import Job
 from clusterd.core.view import View
 

@@ -7,8 +7,8 @@ runs, the others are preempted. Thresholds as in the authors' simulator; promoti
 
 from __future__ import annotations
 
+from clusterd.core.estimates.attained_service import attained_s, executed_s
 from clusterd.core.policies.simple import Stationary
-from clusterd.core.service import attained_s, executed_s
 from clusterd.core.state import Job
 from clusterd.core.view import View
 

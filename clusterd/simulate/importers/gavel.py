@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from clusterd.core.outlook import Shape
+from clusterd.core.performance_table import Shape
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows, table_of
 from clusterd.simulate.truth import Key, ModelTruth, Truth

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.interpolate import LinearNDInterpolator
 from scipy.spatial import QhullError
 
-from clusterd.core.outlook import Shape
+from clusterd.core.performance_table import Shape
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.errors import InputError
 from clusterd.simulate.importers.lines import rows

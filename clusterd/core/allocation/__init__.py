@@ -1,0 +1,1 @@
+"""How many devices each job gets, which running jobs move, and who is preempted for whom."""

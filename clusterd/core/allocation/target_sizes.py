@@ -1,0 +1,66 @@
+"""Third stage, first half: how much each job should have, moves being free.
+
+A device goes where it does most for the sum of completion times. Speed counts in work done per second, in the device
+seconds that the work would take where it takes fewest, times how many jobs will still be there after this one: whoever
+is quicker through takes precedence by as many as wait behind it. For jobs alike but in size this is the optimum for
+speed-up curves n^p as p nears 1 (Berg, Vesilo and Harchol-Balter, heSRPT, 2020), and it depends on the order of sizes
+alone, which predictions get right more often than sizes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.types import JobId
+
+
+def by_work(prospects: Sequence[Prospect]) -> list[Prospect]:
+    """Most work first."""
+    return sorted(prospects, key=lambda p: (-p.work_s, p.job.submitted_s, p.job.id))
+
+
+def shares(ordered: Sequence[Prospect], devices: int) -> dict[JobId, int]:
+    """Devices for each job, at most so many in all; none for those that should wait.
+
+    Args:
+        ordered: by work, most first.
+    """
+    weight = {p.job.id: float(rank) for rank, p in enumerate(ordered, 1)}
+    # Beyond this many nobody can get any: the others need not be looked at.
+    contenders = ordered[-max(2 * devices, 64) :]
+    by_id = {p.job.id: p for p in contenders}
+    size = dict.fromkeys((p.job.id for p in ordered), 0)
+    left = devices
+    heap: list[tuple[float, JobId, int]] = []
+
+    def push(job: JobId) -> None:
+        step = _best_step(by_id[job], size[job], left)
+        if step is not None:
+            heapq.heappush(heap, (-step[0] * weight[job], job, step[1]))
+
+    for job in by_id:
+        push(job)
+    while heap and left > 0:
+        _, job, to = heapq.heappop(heap)
+        if to - size[job] > left:
+            push(job)  # a smaller step may still fit
+            continue
+        left -= to - size[job]
+        size[job] = to
+        push(job)
+    return size
+
+
+def _best_step(p: Prospect, size: int, left: int) -> tuple[float, int] | None:
+    """The next size with the most progress per further device, and that progress; none that is not faster."""
+    points: Mapping[int, object] = p.curve.points
+    speed = p.curve.effort_s / p.curve.points[size].step_time_s if size else 0.0
+    best: tuple[float, int] | None = None
+    for count in points:
+        if size < count <= size + left:
+            gain = (p.curve.effort_s / p.curve.points[count].step_time_s - speed) / (count - size)
+            if gain > 0 and (best is None or gain > best[0]):
+                best = (gain, count)
+    return best

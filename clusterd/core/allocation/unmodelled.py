@@ -1,0 +1,255 @@
+"""Third stage: how many devices, and under which plan.
+
+A job gets what it asked for, or nothing yet. Its plan is its wish where that is legal and fits; else the first legal
+plan, simplest first, that fits the memory of the devices it would get.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from clusterd.core.allocation.first_fit import Choice, Impossible, choose
+from clusterd.core.placement.place import Placement, candidates, fitting, kinds_for, per_device, place
+from clusterd.core.state import Description, Job
+from clusterd.core.view import Free, HostFree, Refusal, View
+from clusterd.types import Device, JobKind, Resources
+from clusterd.units import size
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a job gets."""
+
+    plan: Plan | None
+    placement: Placement
+    reason: str
+
+
+LEARNING = "its model is being learned, without devices"
+
+
+def allocate(job: Job, view: View) -> Grant | Refusal:
+    """Devices and plan for one queued job out of what is free, or why not."""
+    wanted = job.spec.resources
+    if job.not_before_s > view.now_s:
+        return Refusal(job.id, job.reason)
+    known = [d for h in view.hosts.values() for d in h.devices if job.admits(h.id)]
+    impossible = _never(job, view, known)
+    if impossible:
+        return impossible
+    beyond = view.quotas.why_not(job.spec.tenant, _least(job))
+    if beyond is not None:
+        return Refusal(job.id, beyond)
+    if job.spec.kind is JobKind.CHECKPOINTABLE:
+        some = at_some_size(job, view.free, view.quotas.left(job.spec.tenant))
+        return some or _waits(job, view, _least(job))
+    if job.spec.kind is not JobKind.ELASTIC:
+        placement = place(job, view.free, wanted.devices, group=1, single_host=True)
+        if placement is None:
+            return _waits(job, view, wanted.devices)
+        return Grant(None, placement, _started(job, placement, None))
+    if job.description is not Description.DONE or job.shape is None:
+        return Refusal(job.id, LEARNING)
+    outlook = view.outlooks.get(job.model)
+    if outlook is not None and outlook.is_whole:
+        return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
+    usable = [d for d in known if wanted.kind is None or d.kind == wanted.kind]
+    choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), usable)
+    if isinstance(choice, Impossible):
+        return Refusal(job.id, choice.reason, forever=True)
+    beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
+    if beyond is not None:
+        return Refusal(job.id, beyond)
+    placement = place(job, view.free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
+    if placement is None:
+        return _waits(job, view, choice.plan.ranks)
+    return Grant(choice.plan, placement, _started(job, placement, choice))
+
+
+def _least(job: Job) -> int:
+    """Devices that it does not start without."""
+    if job.spec.kind is JobKind.CHECKPOINTABLE:
+        return min(plan.ranks for plan in sizes(job))
+    return max(job.spec.resources.devices, int(job.spec.kind is JobKind.ELASTIC))
+
+
+def sizes(job: Job) -> tuple[Plan, ...]:
+    """Plans that a checkpointable job may be started under, the best first."""
+    wanted = job.spec.resources
+    if job.pinned is not None:
+        return (job.pinned,)
+    return wanted.plans or (wanted.plan or Plan(dp=max(wanted.devices, 1)),)
+
+
+def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
+    """Why a checkpointable job that runs could not go on at this size whatever else ends; None: it could."""
+    said = Plan(**{name: getattr(plan, name) for name in ("dp", *_told_by(job.spec.command))})
+    if plan != said and plan not in sizes(replace(job, pinned=None)):
+        return f"its command has no place for all of {plan}: it would be told of {said} alone"
+    here = len(job.attempt.devices) if job.attempt is not None else 0
+    beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
+    if beyond is not None:
+        return beyond
+    at_size = replace(job, pinned=plan)
+    known = [d for h in view.hosts.values() if h.unusable is None and job.admits(h.id) for d in h.devices]
+    impossible = _never(at_size, view, known)
+    return impossible.reason if impossible else _beyond_every_host(at_size, view)
+
+
+def _told_by(command: Iterable[str]) -> list[str]:
+    """Sizes that a templated command is given; dp goes with the number of its processes."""
+    words = " ".join(command)
+    return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in words]
+
+
+def at_some_size(job: Job, free: Free, most: int) -> Grant | None:
+    """The best of a checkpointable job's plans that there is room for, on `most` devices."""
+    for plan in sizes(job):
+        placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None
+        if placement is not None:
+            hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
+            return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
+    return None
+
+
+def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
+    """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
+    shape = ModelShape.from_dict(job.shape or {})
+    # "cuda" first: placement prefers it too.
+    for kind in sorted({d.kind for d in devices}, reverse=True):
+        memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
+        choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.bounds)
+        if isinstance(choice, Choice):
+            return choice
+    return choice
+
+
+def _as_pinned(job: Job, view: View) -> Choice | None:
+    """The plan that the job is pinned to, on as many devices; None: it could not be had now whatever else ended."""
+    plan = job.pinned
+    if plan is None or plan.ranks > view.quotas.most(job.spec.tenant):
+        return None
+    for kind in kinds_for(job):
+        there = [fitting(job, host, kind) for host in _empty(job, view) if host.host.unusable is None]
+        devices = [d for here in there for d in here]
+        if sum(len(here) // plan.tp * plan.tp for here in there) < plan.ranks:
+            continue
+        shape, memory_bytes = ModelShape.from_dict(job.shape or {}), min(d.memory_bytes for d in devices)
+        choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.bounds)
+        if isinstance(choice, Choice):
+            return choice
+    return None
+
+
+def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
+    """A refusal that waits for hosts, not for other jobs."""
+    wanted = job.spec.resources
+    if not any(h.facts for h in view.hosts.values()):
+        return Refusal(job.id, "no host is connected")
+    missing = [h for h in wanted.hosts if h not in view.hosts]
+    if missing:
+        return Refusal(
+            job.id, f"asks for host {missing[0]}, which is not in the cluster: clusterd host add {missing[0]}"
+        )
+    there = Counter(d.kind for d in known)
+    count = max(there[kind] for kind in kinds_for(job))
+    least = _least(job)
+    if least > count:
+        what = _KINDS[wanted.kind]
+        has = " and ".join(f"{there[kind]} {_KINDS[kind]}" for kind in kinds_for(job)) if wanted.kind is None else count
+        hint = ""
+        if wanted.kind == "cuda" and count == 0 and there["cpu"]:
+            hint = f"; there are {there['cpu']} CPU devices: submit with --devices {min(least, there['cpu'])}"
+        who = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
+        return Refusal(job.id, f"asks for {least} {what}, {who} {has}{hint}")
+    if job.spec.kind is JobKind.COMMAND and least > 1:
+        per_host = Counter((d.host, d.kind) for d in known)
+        most = max(n for (_, kind), n in per_host.items() if kind in kinds_for(job))
+        if least > most:
+            said = f"asks for {least} {_KINDS[wanted.kind]} on one host, as a command does"
+            return Refusal(job.id, f"{said}; {_none(wanted)} more than {most}")
+    return None
+
+
+def _waits(job: Job, view: View, devices: int) -> Refusal:
+    """There is no room for it now; what it waits for is devices, unless no host would do if nothing else ran."""
+    beyond = _beyond_every_host(job, view)
+    if beyond:
+        return Refusal(job.id, beyond)
+    if not candidates(job, view.free):
+        return Refusal(job.id, _no_host(job, view), devices=devices)
+    return Refusal(job.id, _short_of(job), devices=devices)
+
+
+def _beyond_every_host(job: Job, view: View) -> str | None:
+    """What the hosts' cores and memory could not serve even if nothing else ran; None: they could."""
+    wanted = job.spec.resources
+    least = _least(job)
+    empty = _empty(job, view)
+    if least == 0:
+        fits = any(h.cores >= wanted.cpus and h.memory_bytes >= wanted.memory_bytes for h in empty)
+    else:
+        together = max if job.spec.kind is JobKind.COMMAND else sum
+        fits = any(together([len(fitting(job, h, kind)) for h in empty]) >= least for kind in kinds_for(job))
+    if fits or not empty:
+        return None
+    cores, memory_bytes = per_device(job)
+    needs = f"needs {max(cores, 1)} CPU core{'s' * (cores > 1)}"
+    needs += f" and {size(memory_bytes)} of memory" if memory_bytes else ""
+    needs += f" beside each of {least} {_KINDS[wanted.kind]}" if least else ""
+    has = _none(wanted) if least == 0 or job.spec.kind is JobKind.COMMAND else "the hosts have not"
+    largest = f"{max(h.cores for h in empty)} CPU cores and {size(max(h.memory_bytes for h in empty))} of memory"
+    return f"{needs}; {has} that much: at most {largest}"
+
+
+def _none(wanted: Resources) -> str:
+    return f"none of {_its_hosts(wanted)} has" if wanted.hosts else "no host has"
+
+
+def _its_hosts(wanted: Resources) -> str:
+    """Said of a job that is for these alone: others may have what it asks for."""
+    return f"its hosts ({', '.join(dict.fromkeys(wanted.hosts))})"
+
+
+def _empty(job: Job, view: View) -> list[HostFree]:
+    """Hosts that the job may use, with all that they have."""
+    hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h.id)]
+    return [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
+
+
+HOSTS_NAMED = 3
+"""Of those that a job waits for."""
+
+_KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}
+
+
+def _no_host(job: Job, view: View) -> str:
+    """Why nothing may be placed where the job may be; stable while that is so, for each reason is recorded."""
+    why = [said for host in view.hosts.values() if job.admits(host.id) and (said := host.unusable)]
+    if not why:
+        return f"every host is left out for it: clusterd why {job.id}"
+    more = f" and {len(why) - HOSTS_NAMED} more are no better" if len(why) > HOSTS_NAMED else ""
+    return f"waits for a host: {', '.join(why[:HOSTS_NAMED])}{more}"
+
+
+def _short_of(job: Job) -> str:
+    """What the job waits for; stable while it waits for the same thing, so that it is recorded once."""
+    wanted = job.spec.resources
+    count = _least(job)
+    if count == 0:
+        memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
+        return f"waits for {max(wanted.cpus, 1)} free CPU cores{memory} on one host"
+    where = "on one host " if job.spec.kind is JobKind.COMMAND else ""
+    what = _KINDS[wanted.kind] if count > 1 else _KINDS[wanted.kind].removesuffix("s")
+    return f"waits for {count} free {what} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
+
+
+def _started(job: Job, placement: Placement, choice: Choice | None) -> str:
+    hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
+    if choice is None:
+        return f"fits on {hosts}"
+    return f"plan {choice.plan} on {hosts}: {choice.reason}"

@@ -1,0 +1,174 @@
+"""Room for one job out of what others have: who shrinks, who sits elsewhere, and what that costs them.
+
+A shape wants so many devices on each of so many hosts. The hosts are taken where that costs least; who is in the way
+there is asked in the order of what it would lose per device that it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.ledger import Room
+from clusterd.core.performance_table import Estimate
+from clusterd.types import Device, HostId, JobId
+
+HOSTS_TRIED = 8
+"""Of each offer, for each width: those that lack least."""
+
+SizesOf = Callable[[Prospect], Sequence[Estimate]]
+CostOf = Callable[[Prospect, Estimate], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A running job somewhere else, or smaller."""
+
+    v: Prospect
+    offer: Estimate
+    devices: list[Device]
+    lost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """Changes after which there is room."""
+
+    offer: Estimate
+    changes: tuple[Change, ...]
+    now: tuple[Device, ...]  # free already, and kept for the one who is made room for
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds that all changes cost those who are changed."""
+        return sum(change.lost_s for change in self.changes)
+
+
+class Clearing:
+    """Looks for changes; takes nothing."""
+
+    def __init__(self, room: Room, p: Prospect, movable: Sequence[Prospect]) -> None:
+        self.room, self.p = room, p
+        self.on_host: dict[HostId, list[Prospect]] = {}
+        for v in movable:
+            if v.job.priority <= p.job.priority:
+                for host in dict.fromkeys(d.host for d in v.devices):
+                    self.on_host.setdefault(host, []).append(v)
+
+    def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> Making | None:
+        """What would have to change for this offer; None where it cannot be had so."""
+        kind = offer.device_type
+        free = {host: len(types.get(kind, {})) for host, types in self.room.devices.items() if self.p.job.admits(host)}
+        # A host can give what is free on it and what those who may be moved hold there.
+        reach = {
+            host: count + sum(d.host == host and d.name == kind for v in self.on_host.get(host, ()) for d in v.devices)
+            for host, count in free.items()
+        }
+        # What a host costs is known only when its jobs were asked: each alone, the cheapest together.
+        alone: dict[int, list[tuple[float, HostId, Making]]] = {}
+        for count in dict.fromkeys(offer.shape):
+            fit = sorted((h for h in free if reach[h] >= count), key=lambda h: (max(count - free[h], 0), free[h], h))
+            found = [(h, self._changes(offer, {h: count}, free, sizes_of, cost_of)) for h in fit[:HOSTS_TRIED]]
+            alone[count] = sorted(((m.lost_s, h, m) for h, m in found if m is not None), key=lambda x: x[:2])
+        kept: dict[HostId, int] = {}
+        for count in offer.shape:
+            best = next((x for x in alone[count] if x[1] not in kept), None)
+            if best is None:
+                return None
+            kept[best[1]] = count
+            if len(offer.shape) == 1:
+                return best[2]
+        return self._changes(offer, kept, free, sizes_of, cost_of)
+
+    def _changes(
+        self, offer: Estimate, kept: dict[HostId, int], free: dict[HostId, int], sizes_of: SizesOf, cost_of: CostOf
+    ) -> Making | None:
+        room = self.room
+        kind = offer.device_type
+        now: list[Device] = []
+        for host, count in kept.items():
+            some = sorted(room.devices[host].get(kind, {}).values(), key=lambda d: d.id)
+            now += some[: min(count, len(some))]
+        missing = {host: count - free[host] for host, count in kept.items() if count > free[host]}
+        changes: list[Change] = []
+        taken: list[Device] = list(now)
+        room.take(now, {}, {})
+        try:
+            for host in sorted(missing, key=lambda h: (missing[h], h)):
+                while missing[host] > 0:
+                    changed = {c.v.job.id for c in changes}
+                    change = self._cheapest(host, kind, missing, changed, self.p.left_s(offer), sizes_of, cost_of)
+                    if change is None:
+                        return None
+                    changes.append(change)
+                    own = {d.id for d in change.v.devices}
+                    stays = {d.id for d in change.devices}
+                    fresh = [d for d in change.devices if d.id not in own]
+                    room.take(fresh, {}, {})
+                    taken += fresh
+                    for device in change.v.devices:
+                        if device.id not in stays and device.host in missing and device.name == kind:
+                            missing[device.host] -= 1
+            return Making(offer, tuple(changes), tuple(now))
+        finally:
+            room.put(taken, {}, {})
+
+    def _cheapest(
+        self,
+        host: HostId,
+        kind: str,
+        missing: dict[HostId, int],
+        changed: set[JobId],
+        for_s: float,
+        sizes_of: SizesOf,
+        cost_of: CostOf,
+    ) -> Change | None:
+        """Of those on this host, who loses least for each device that is missing here."""
+        best: tuple[float, int, str, Change] | None = None
+        for v in self.on_host.get(host, ()):
+            if v.job.id in changed:
+                continue
+            found = self._elsewhere(v, kind, missing, sizes_of(v))
+            if found is None:
+                continue
+            offer, devices = found
+            stays = {d.id for d in devices}
+            gives = sum(d.host == host and d.name == kind and d.id not in stays for d in v.devices)
+            if gives == 0:
+                continue
+            # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
+            slower_s = max(v.left_s(offer) - v.now_s, 0.0)
+            back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v, offer)
+            lost_s = min(slower_s, back_s) + cost_of(v, offer)
+            key = (lost_s / min(gives, missing[host]), gives, v.job.id)
+            if best is None or key < best[:3]:
+                best = (*key, Change(v, offer, devices, lost_s))
+        return best[3] if best is not None else None
+
+    def _elsewhere(
+        self, v: Prospect, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
+    ) -> tuple[Estimate, list[Device]] | None:
+        """Its fastest offer on devices that are free, or its own and not missing."""
+        wanted = {host: max(count, 0) for host, count in missing.items()}
+        keeps: list[Device] = []
+        for device in v.devices:
+            if device.name == kind and wanted.get(device.host, 0) > 0:
+                wanted[device.host] -= 1
+            elif device.host in self.room.devices:
+                keeps.append(device)
+        if len(keeps) == len(v.devices):
+            return None
+        per_host: dict[HostId, int] = {}
+        for device in keeps:
+            per_host[device.host] = per_host.get(device.host, 0) + 1
+        own = {d.id for d in keeps}
+        self.room.put(keeps, {}, {})
+        try:
+            for offer in sizes:
+                devices = self.room.find(v.job, offer, per_host, own)
+                if devices is not None:
+                    return offer, devices
+            return None
+        finally:
+            self.room.take(keeps, {}, {})

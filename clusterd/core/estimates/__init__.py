@@ -1,0 +1,1 @@
+"""Forecasts of a job's speed, remaining work and earliest start."""

@@ -1,0 +1,164 @@
+"""When there will be room, if nobody is moved: by the remaining times of those that run, host by host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.ledger import Room, by_type, needs, per_host
+from clusterd.core.performance_table import Estimate
+from clusterd.core.state import Job
+from clusterd.types import Device, HostId
+
+NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """An offer that there will be room for."""
+
+    offer: Estimate
+    at_s: float  # from now
+    hosts: Mapping[HostId, int]  # devices that it will take
+
+
+@dataclass(slots=True)
+class Reservation:
+    """The place that is kept for the first who must wait: others may have it until then, or what is left beside it."""
+
+    at_s: float  # from now
+    device_type: str
+    spare: dict[HostId, int]  # devices of each host that will be left then
+
+    def admits(self, left_s: float, devices: Iterable[Device]) -> bool:
+        """The one who is kept a place starts no later if these are held for so long (backfill)."""
+        if left_s <= self.at_s:
+            return True
+        mine = per_host(d for d in devices if d.name == self.device_type)
+        return all(count <= self.spare.get(host, 0) for host, count in mine.items())
+
+    def take(self, left_s: float, devices: Iterable[Device]) -> None:
+        """These are held for so long."""
+        if left_s > self.at_s:
+            for host, count in per_host(d for d in devices if d.name == self.device_type).items():
+                self.spare[host] = self.spare.get(host, 0) - count
+
+
+class Forecast:
+    """Free devices of each host and type over time, and the cores and memory beside them."""
+
+    def __init__(self, room: Room, running: Sequence[Prospect]) -> None:
+        self._room = room
+        self._now: dict[str, dict[HostId, int]] = {}
+        for host, types in room.devices.items():
+            for name, free in types.items():
+                self._now.setdefault(name, {})[host] = len(free)
+        ends: list[tuple[float, str, dict[HostId, int]]] = []
+        for p in running:
+            usable = [device for device in p.devices if device.host in room.devices]
+            ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
+        ends.sort(key=lambda e: e[0])
+        self._ends = ends
+        self._booked = [(p.now_s, p.job.attempt) for p in running if p.job.attempt is not None]
+        self._given_back: dict[float, tuple[dict[HostId, int], dict[HostId, int]]] = {}
+
+    def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
+        """Given away in this pass, for longer than anybody looks ahead."""
+        free = self._now.setdefault(device_type, {})
+        for host, count in taken.items():
+            free[host] = free.get(host, 0) - count
+
+    def occupy(self, devices: Sequence[Device]) -> None:
+        """The same, of these devices."""
+        for name, some in by_type(devices).items():
+            self.take(name, per_host(some))
+
+    def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
+        """Devices free then, by host."""
+        free = dict(self._now.get(device_type, {}))
+        for end_s, name, held in self._ends:
+            if end_s > at_s + 1e-6:
+                break
+            if name == device_type:
+                for host, count in held.items():
+                    free[host] = free.get(host, 0) + count
+        return free
+
+    def opening(self, job: Job, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]) -> Opening | None:
+        """The offer with the least burden for the job, waiting included; None: no room will ever be.
+
+        Args:
+            offers: least burden first.
+        """
+        best: Opening | None = None
+        best_s = NEVER
+        for offer in offers:
+            run_s = burden_s(offer)
+            if run_s >= best_s:
+                break  # the others are worse even without waiting
+            found = self._first(job, offer, best_s - run_s)
+            if found is not None and found.at_s + run_s < best_s:
+                best, best_s = found, found.at_s + run_s
+        return best
+
+    def _first(self, job: Job, offer: Estimate, within_s: float) -> Opening | None:
+        """Binary search over the ends of running jobs: room only grows."""
+        mine = [i for i, end in enumerate(self._ends) if end[1] == offer.device_type and end[0] < within_s]
+        hosts = _fit(offer.shape, self._fit_for(job, offer, 0.0))
+        if hosts is not None:
+            return Opening(offer, 0.0, hosts)
+        low, high = 0, len(mine)
+        answer: Opening | None = None
+        while low < high:
+            middle = (low + high) // 2
+            at_s = self._ends[mine[middle]][0]
+            hosts = _fit(offer.shape, self._fit_for(job, offer, at_s))
+            if hosts is not None:
+                answer, high = Opening(offer, at_s, hosts), middle
+            else:
+                low = middle + 1
+        return answer
+
+    def _fit_for(self, job: Job, offer: Estimate, at_s: float) -> dict[HostId, int]:
+        """Devices free then that the job may have, each with the cores and the memory that it needs beside it."""
+        room, (cores, memory_bytes) = self._room, self._back_at(at_s)
+        each_cores, each_bytes = needs(job, offer)
+        each_cores, each_bytes = max(each_cores, 1), max(each_bytes, 1)
+        return {
+            host: min(
+                count,
+                (room.cores.get(host, 0) + cores.get(host, 0)) // each_cores,
+                (room.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
+            )
+            for host, count in self.free_at(offer.device_type, at_s).items()
+            if job.admits(host)
+        }
+
+    def _back_at(self, at_s: float) -> tuple[dict[HostId, int], dict[HostId, int]]:
+        """Cores and memory of those that will have ended, by host; many look at the same moments."""
+        known = self._given_back.get(at_s)
+        if known is None:
+            known = self._given_back[at_s] = {}, {}
+            cores, memory_bytes = known
+            for end_s, attempt in self._booked:
+                if end_s <= at_s + 1e-6:
+                    for host, count in attempt.cores.items():
+                        cores[host] = cores.get(host, 0) + count
+                    for host, count in attempt.memory_bytes.items():
+                        memory_bytes[host] = memory_bytes.get(host, 0) + count
+        return known
+
+
+def _fit(shape: Sequence[int], free: Mapping[HostId, int]) -> dict[HostId, int] | None:
+    """Hosts for this shape, each with as little to spare as can be; None: it does not fit."""
+    left = sorted(((count, host) for host, count in free.items() if count >= shape[-1]), key=lambda x: (x[0], x[1]))
+    if len(left) < len(shape):
+        return None
+    chosen: dict[HostId, int] = {}
+    for wanted in shape:
+        index = next((i for i, (count, _) in enumerate(left) if count >= wanted), None)
+        if index is None:
+            return None
+        chosen[left.pop(index)[1]] = wanted
+    return chosen

@@ -1,0 +1,123 @@
+"""What a job could run as: the estimates of its model that a policy may choose from.
+
+As published, schedulers keep the user's plan: at the size that was asked for, or with more or fewer replicas of it.
+Ours takes any plan. That is one question with several answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.state import Job
+from plans.plan import Plan
+
+ENOUGH = 3
+"""Measured plans before a model's outlook is acted upon: fewer are beliefs about the hardware, not about the job."""
+
+
+class Choice(Enum):
+    """How free a policy is with a job's plan."""
+
+    ASKED = "asked"  # the user's plan, on as many devices as asked
+    REPLICAS = "replicas"  # the user's plan with any number of replicas
+    SIZE = "size"  # any plan, on as many devices as asked
+    ANY = "any"
+
+
+@dataclass(frozen=True)
+class Menu:
+    """Estimates by device type and number of devices; for each shape its fastest plan, fastest shape first."""
+
+    sizes: Mapping[str, Mapping[int, tuple[Estimate, ...]]]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Numbers of devices, of whatever type, on which the job can run."""
+        return tuple(sorted({count for sizes in self.sizes.values() for count in sizes}))
+
+    @cached_property
+    def fastest(self) -> dict[int, Estimate]:
+        """The fastest estimate for each number of devices."""
+        found: dict[int, Estimate] = {}
+        for sizes in self.sizes.values():
+            for count, some in sizes.items():
+                if count not in found or some[0].step_time_s < found[count].step_time_s:
+                    found[count] = some[0]
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def by_speed(self) -> dict[int, tuple[Estimate, ...]]:
+        """All estimates for each number of devices, fastest first, whatever the type."""
+        found: dict[int, list[Estimate]] = {}
+        for sizes in self.sizes.values():
+            for count, some in sizes.items():
+                found.setdefault(count, []).extend(some)
+        return {n: tuple(sorted(some, key=lambda x: x.step_time_s)) for n, some in sorted(found.items())}
+
+
+class Menus:
+    """Menus of jobs, remembered: jobs of one model with one wish share one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Outlook, Menu]] = {}
+
+    def of(self, job: Job, outlooks: Mapping[str, Outlook], choice: Choice) -> Menu | None:
+        """What the job could run as; None: it is a black box, or nothing of its wish is known."""
+        outlook = outlooks.get(job.model) if job.model else None
+        if outlook is None or outlook.measured < min(ENOUGH, len(outlook.estimates)):
+            return None
+        wanted = job.spec.resources
+        key = (job.model, wanted.plan, wanted.devices, wanted.kind, job.bounds, choice)
+        known = self._known.get(key)
+        if known is None or known[0] is not outlook:
+            known = (outlook, _menu(job, outlook, choice))
+            self._known[key] = known
+        return known[1] if known[1].sizes else None
+
+
+def _menu(job: Job, outlook: Outlook, choice: Choice) -> Menu:
+    wish, asked = job.spec.resources.plan, max(job.spec.resources.devices, 1)
+    sizes: dict[str, dict[int, list[Estimate]]] = {}
+    for (device_type, shape), some in outlook.by_shape.items():
+        count = sum(shape)
+        if choice in (Choice.ASKED, Choice.SIZE) and count != asked:
+            continue
+        allowed = [x for x in some if may_fit(job, x) and _is_allowed(x.plan, wish, choice)]
+        if allowed:
+            sizes.setdefault(device_type, {}).setdefault(count, []).append(allowed[0])
+    return Menu(
+        {
+            device_type: {
+                n: tuple(sorted(found, key=lambda x: (x.step_time_s, len(x.shape))))
+                for n, found in sorted(some.items())
+            }
+            for device_type, some in sizes.items()
+        }
+    )
+
+
+def may_fit(job: Job, offer: Estimate) -> bool:
+    """Whether nothing is known of the job that rules it out: not its plan, and nothing that needed so little."""
+    return job.bounds.admits(offer.plan, offer.device_bytes)
+
+
+def _is_allowed(plan: Plan, wish: Plan | None, choice: Choice) -> bool:
+    if wish is None or choice in (Choice.SIZE, Choice.ANY):
+        return True
+    return is_alike(plan, wish)
+
+
+def is_alike(plan: Plan, wish: Plan) -> bool:
+    """The same way of training with another number of replicas."""
+    return (plan.tp, plan.pp, plan.zero, plan.offload, plan.checkpointing) == (
+        wish.tp,
+        wish.pp,
+        wish.zero,
+        wish.offload,
+        wish.checkpointing,
+    )

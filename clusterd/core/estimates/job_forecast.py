@@ -1,0 +1,251 @@
+"""What is to be expected of each job whose speed is known: work left, worthwhile sizes, and the least it was promised.
+
+Everything that depends on the model and the wish alone is remembered between passes; a pass only multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from clusterd.core.estimates.attained_service import likely_steps_left
+from clusterd.core.estimates.candidate_plans import Choice, Menu, Menus, is_alike, may_fit
+from clusterd.core.estimates.heterogeneous_speed import believed
+from clusterd.core.ledger import by_type, needs, of_ranks
+from clusterd.core.performance_table import Estimate, Outlook, Shape, evenly
+from clusterd.core.state import Job
+from clusterd.core.view import View
+from clusterd.types import Device, JobKind
+from plans.plan import Plan
+
+EFFICIENT = 0.1
+"""Of the progress per device-second that a job makes where it makes most: less is never offered."""
+
+WORTHWHILE = 0.03
+"""Of the step time: what more devices must save at least."""
+
+
+STALE = 1.5
+"""A measured step time that is so many times off what is predicted is taken for that of another plan."""
+
+
+Reach = tuple[tuple[str, Shape], ...]
+"""Shapes that a job may be laid on, by type; empty: all there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Usable devices by type, and the kind and memory of each type."""
+
+    count: Mapping[str, int]
+    kinds: Mapping[str, str]
+    memory_bytes: Mapping[str, int]  # of the smallest device
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # devices on each host, most first
+
+    def holds(self, estimate: Estimate) -> bool:
+        """Whether there would be room for it if nothing else ran."""
+        here = self.shapes.get(estimate.device_type, ())
+        return len(estimate.shape) <= len(here) and all(n <= m for n, m in zip(estimate.shape, here, strict=False))
+
+    @property
+    def total(self) -> int:
+        """Of all types."""
+        return sum(self.count.values())
+
+
+def census(view: View, job: Job | None = None) -> Census:
+    """Of hosts that may be used, busy devices included.
+
+    Args:
+        job: whose devices they would have to be, with the cores and the memory that it asks for beside each.
+    """
+    kinds: dict[str, str] = {}
+    memory_bytes: dict[str, int] = {}
+    counts: dict[str, list[int]] = {}
+    each_cores, each_bytes = needs(job, None) if job is not None else (1, 0)
+    for host in view.hosts.values():
+        if host.unusable is not None or host.facts is None or (job is not None and not job.admits(host.id)):
+            continue
+        most = min(host.facts.cpu_cores // each_cores, host.facts.memory_bytes // max(each_bytes, 1))
+        for name, devices in by_type(d for d in host.devices if not d.foreign).items():
+            counts.setdefault(name, []).append(min(len(devices), most) if job is not None else len(devices))
+            kinds[name] = devices[0].kind
+            memory_bytes[name] = min(memory_bytes.get(name, 1 << 62), *(d.memory_bytes for d in devices))
+    shapes = {name: tuple(sorted(some, reverse=True)) for name, some in counts.items()}
+    return Census({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One job's choices on this cluster."""
+
+    points: Mapping[int, Estimate]  # the fastest for each number of devices where more devices pay
+    effort_s: float  # device-seconds per step where a step takes fewest
+    offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
+    promised: Estimate | None = None  # what a guaranteed job asks for
+    is_pinned: bool = False  # to a plan, of which there are no smaller ones
+    _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
+
+    @property
+    def least(self) -> int:
+        """Fewest devices on which it may run."""
+        return min(self.points)
+
+    def upto(self, devices: int) -> tuple[Estimate, ...]:
+        """Offers on at most so many devices, fastest first; none that takes more devices than a faster one."""
+        known = self._upto.get(devices)
+        if known is None:
+            chosen: list[Estimate] = []
+            fewest = devices + 1
+            for offer in self.offers:
+                if offer.devices < fewest:
+                    chosen.append(offer)
+                    fewest = offer.devices
+                elif (
+                    offer.devices <= devices
+                    and chosen
+                    and (self.is_pinned or offer.step_time_s <= 1.1 * chosen[0].step_time_s or _saves(offer, chosen[0]))
+                ):
+                    chosen.append(offer)
+            self._upto[devices] = known = tuple(chosen)
+        return known
+
+
+def _saves(offer: Estimate, best: Estimate) -> bool:
+    """The same as the best in fewer cores or less host memory."""
+    return (offer.plan, offer.shape) == (best.plan, best.shape)
+
+
+@dataclass(slots=True)
+class Prospect:
+    """A job with what is to be expected of it now."""
+
+    job: Job
+    curve: Curve
+    steps_left: float
+    now: Estimate | None = None  # what it runs as
+    devices: list[Device] = field(default_factory=list)  # that it holds, by rank
+
+    @property
+    def work_s(self) -> float:
+        """Device-seconds left, where it needs fewest."""
+        return self.steps_left * self.curve.effort_s
+
+    def left_s(self, estimate: Estimate) -> float:
+        """Seconds left if it ran so."""
+        return self.steps_left * estimate.step_time_s
+
+    @property
+    def now_s(self) -> float:
+        """Seconds left as it runs; as measured, where that is known."""
+        if self.now is None:
+            return self.left_s(next(iter(self.curve.points.values())))
+        measured_s, believed_s = self.job.step_time_s, self.now.step_time_s
+        # Far off the prediction it is news from before the last move.
+        fits = measured_s is not None and STALE > measured_s / believed_s > 1.0 / STALE
+        return self.steps_left * (measured_s if measured_s is not None and fits else believed_s)
+
+
+class Curves:
+    """Curves of jobs, remembered while outlooks and the cluster stay the same."""
+
+    def __init__(self) -> None:
+        self._menus = Menus()
+        self._known: dict[tuple[int, bool, Plan | None, Reach], tuple[Menu, Curve | None]] = {}
+        self._census: Census | None = None
+        self._view: View | None = None  # of the pass
+        self._choosy: dict[object, Census] = {}  # in it, of jobs for which not every host would do
+
+    def of(self, job: Job, view: View, there: Census) -> Curve | None:
+        """The job's curve; None: it is a black box, or nothing it could run as is known to fit this cluster."""
+        if not job.model or job.spec.kind is not JobKind.ELASTIC or job.shape is None:
+            return None
+        if there != self._census:
+            self._known.clear()
+            self._census = there
+        menu = self._menus.of(job, view.outlooks, Choice.ANY)
+        if menu is None:
+            return None
+        there, reach = self._there_for(job, view, there)
+        key = (id(menu), job.spec.guaranteed, job.pinned, reach)
+        known = self._known.get(key)
+        if known is None or known[0] is not menu:
+            known = (menu, _curve(job, menu, there, view.outlooks[job.model]))
+            self._known[key] = known
+        return known[1]
+
+    def _there_for(self, job: Job, view: View, there: Census) -> tuple[Census, Reach]:
+        """What is there for this job: what is fastest where it may not be must not stand for what it may have."""
+        wanted = job.spec.resources
+        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.unfit):
+            return there, ()
+        if view is not self._view:
+            self._view, self._choosy = view, {}
+        key = (wanted.hosts, needs(job, None), tuple(job.unfit))
+        if key not in self._choosy:
+            self._choosy[key] = census(view, job)
+        mine = self._choosy[key]
+        return mine, tuple(sorted(mine.shapes.items()))
+
+
+def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | None:
+    wanted = job.spec.resources
+
+    def is_there(x: Estimate) -> bool:
+        return there.holds(x) and (wanted.kind is None or there.kinds.get(x.device_type) == wanted.kind)
+
+    possible = [x for some in menu.by_speed.values() for x in some if is_there(x)]
+    promised = _promised(job, outlook, there) if job.spec.guaranteed else None
+    if job.spec.guaranteed:
+        asked = max(wanted.devices, 1)
+        kept = [promised] if promised is not None else []
+        kept += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
+        possible = kept or [x for x in possible if x.devices >= asked]
+    possible = [x for x in possible if may_fit(job, x)]
+    if job.pinned is not None:
+        pinned = [x for x in outlook.estimates if x.plan == evenly(job.pinned) and is_there(x) and may_fit(job, x)]
+        possible = pinned or possible  # where its plan cannot be had, the pin is over
+    if not possible:
+        return None
+    effort_s = min(x.step_time_s * x.devices for x in possible)
+    # What was promised is promised, efficient or not.
+    offers = [x for x in possible if job.spec.guaranteed or effort_s / (x.step_time_s * x.devices) >= EFFICIENT]
+    offers.sort(key=lambda x: (x.step_time_s, x.devices, x.cores_per_device))
+    points: dict[int, Estimate] = {}
+    fastest: dict[int, Estimate] = {}
+    for offer in offers:
+        fastest.setdefault(offer.devices, offer)
+    least_s = float("inf")
+    for count, offer in sorted(fastest.items()):
+        if offer.step_time_s < least_s * (1.0 - WORTHWHILE):
+            points[count] = offer
+            least_s = offer.step_time_s
+    return Curve(points, effort_s, tuple(offers), promised, job.pinned is not None)
+
+
+def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:
+    """What the job asks for, on as few hosts as possible; None: nothing is known of it."""
+    wanted = job.spec.resources
+    asked = [
+        x
+        for x in outlook.estimates
+        if x.devices == max(wanted.devices, 1)
+        and there.holds(x)
+        and (wanted.plan is None or is_alike(x.plan, wanted.plan))
+    ]
+    return min(asked, key=lambda x: (len(x.shape), x.step_time_s), default=None)
+
+
+def keeps(estimate: Estimate, promised: Estimate) -> bool:
+    """As fast as what was asked for even if it is slower than believed, and the other faster."""
+    return estimate.upper_s <= promised.lower_s
+
+
+def prospect(job: Job, curve: Curve, view: View) -> Prospect:
+    """What is to be expected of this job now."""
+    found = Prospect(job, curve, max(likely_steps_left(job), 1.0))
+    attempt = job.attempt
+    if attempt is not None and attempt.plan is not None:
+        found.devices = of_ranks(view.hosts, attempt)
+        found.now = believed(view.outlooks[job.model], attempt.plan, found.devices)
+    return found

@@ -1,0 +1,165 @@
+"""Which devices are there to be given, while a pass is thought through: a ledger by host and device type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from clusterd.core.performance_table import Estimate
+from clusterd.core.placement.place import Placement
+from clusterd.core.state import Attempt, Host, Job
+from clusterd.core.view import Free
+from clusterd.types import Device, DeviceId, HostId, RankPlace
+
+
+class Room:
+    """Devices, cores and host memory that may be given; what is taken and put back is the caller's to keep in order."""
+
+    def __init__(self, free: Free) -> None:
+        self.devices: dict[HostId, dict[str, dict[DeviceId, Device]]] = {}
+        self.cores: dict[HostId, int] = {}
+        self.memory_bytes: dict[HostId, int] = {}
+        self.count: dict[str, int] = {}
+        for name, host in free.hosts.items():
+            self.cores[name], self.memory_bytes[name] = host.cores, host.memory_bytes
+            here = self.devices.setdefault(name, {})
+            for device in host.devices:
+                here.setdefault(device.name, {})[device.id] = device
+                self.count[device.name] = self.count.get(device.name, 0) + 1
+
+    @property
+    def total(self) -> int:
+        """Devices of all types."""
+        return sum(self.count.values())
+
+    def put(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+        """These come free; devices of hosts that may not be used stay out."""
+        for device in devices:
+            if device.host in self.devices and not device.foreign:
+                self.devices[device.host].setdefault(device.name, {})[device.id] = device
+                self.count[device.name] = self.count.get(device.name, 0) + 1
+        for name, count in cores.items():
+            if name in self.cores:
+                self.cores[name] += count
+                self.memory_bytes[name] += memory_bytes.get(name, 0)
+
+    def take(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
+        """These are given."""
+        for device in devices:
+            here = self.devices.get(device.host, {}).get(device.name, {})
+            if here.pop(device.id, None) is not None:
+                self.count[device.name] -= 1
+        for name, count in cores.items():
+            if name in self.cores:
+                self.cores[name] -= count
+                self.memory_bytes[name] -= memory_bytes.get(name, 0)
+
+    def part(self, devices: Sequence[Device]) -> Room:
+        """Nothing but these devices, with cores and memory without end: they were counted when the whole was taken."""
+        found = Room.__new__(Room)
+        hosts = per_host(devices)
+        found.devices, found.count = {host: {} for host in hosts}, {}
+        found.cores, found.memory_bytes = dict.fromkeys(hosts, 1 << 60), dict.fromkeys(hosts, 1 << 60)
+        found.put(devices, {}, {})
+        return found
+
+    def find(
+        self, job: Job, estimate: Estimate, mine: Mapping[HostId, int] | None = None, own: Iterable[DeviceId] = ()
+    ) -> list[Device] | None:
+        """Devices of this shape, host by host; None where they are not there.
+
+        Takes hosts where the job is already, then those that it leaves fullest, so that whole hosts stay free.
+        """
+        if not estimate.device_types and self.count.get(estimate.device_type, 0) < estimate.devices:
+            return None
+        here = mine or {}
+        each_cores, each_bytes = needs(job, estimate)
+        kept = set(own)
+        found: list[Device] = []
+        used: set[HostId] = set()
+        for count, kind in zip(estimate.shape, estimate.types, strict=True):
+            best: HostId | None = None
+            best_key: tuple[float, int, str] | None = None
+            for name, types in self.devices.items():
+                free = types.get(kind)
+                if free is None or len(free) < count or name in used or not job.admits(name):
+                    continue
+                if self.cores[name] < count * each_cores or self.memory_bytes[name] < count * each_bytes:
+                    continue
+                key = (-min(here.get(name, 0), count), len(free), name)
+                if best_key is None or key < best_key:
+                    best, best_key = name, key
+            if best is None:
+                return None
+            used.add(best)
+            devices = self.devices[best][kind].values()
+            found += sorted(devices, key=lambda d: (d.id not in kept, d.id))[:count]
+        return found
+
+
+def needs(job: Job, estimate: Estimate | None) -> tuple[int, int]:
+    """Cores and bytes of host memory that a job needs beside each device."""
+    wanted = job.spec.resources
+    memory_bytes = -(-wanted.memory_bytes // max(wanted.devices, 1))
+    return least_cores(job, estimate), max(memory_bytes, estimate.host_bytes if estimate is not None else 0)
+
+
+def least_cores(job: Job, estimate: Estimate | None) -> int:
+    """Cores that a job cannot do without beside each device: as asked; guaranteed, for what was promised too."""
+    wanted = job.spec.resources
+    asked = max(-(-wanted.cpus // max(wanted.devices, 1)), 1)
+    if estimate is None or (estimate.core_times and not job.spec.guaranteed):
+        return asked
+    return max(asked, estimate.cores_per_device)
+
+
+def seat(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
+    """Ranks on these devices in this order, and what they book."""
+    each_cores, each_bytes = needs(job, estimate)
+    ranks: list[RankPlace] = []
+    cores: dict[HostId, int] = {}
+    memory_bytes: dict[HostId, int] = {}
+    for number, device in enumerate(devices):
+        ranks.append(RankPlace(rank=number, host=device.host, device=device.id))
+        cores[device.host] = cores.get(device.host, 0) + max(each_cores, len(device.cores))
+        memory_bytes[device.host] = memory_bytes.get(device.host, 0) + each_bytes
+    return Placement(tuple(ranks), cores, memory_bytes)
+
+
+def per_host(devices: Iterable[Device]) -> dict[HostId, int]:
+    """Devices on each host."""
+    counts: dict[HostId, int] = {}
+    for device in devices:
+        counts[device.host] = counts.get(device.host, 0) + 1
+    return counts
+
+
+def by_type(devices: Iterable[Device]) -> dict[str, list[Device]]:
+    """Devices of each type."""
+    found: dict[str, list[Device]] = {}
+    for device in devices:
+        found.setdefault(device.name, []).append(device)
+    return found
+
+
+def shape_of(devices: Iterable[Device]) -> tuple[int, ...]:
+    """Devices on each host, most first."""
+    return tuple(sorted(per_host(devices).values(), reverse=True))
+
+
+def held(hosts: Mapping[HostId, Host], places: Iterable[tuple[HostId, DeviceId | None]]) -> list[Device]:
+    """The devices of these places, in their order, as far as their hosts still report them."""
+    found: list[Device] = []
+    known: dict[HostId, dict[DeviceId, Device]] = {}
+    for host, device in places:
+        if device is None or host not in hosts:
+            continue
+        if host not in known:
+            known[host] = {d.id: d for d in hosts[host].devices}
+        if device in known[host]:
+            found.append(known[host][device])
+    return found
+
+
+def of_ranks(hosts: Mapping[HostId, Host], attempt: Attempt) -> list[Device]:
+    """The devices that an attempt's ranks run on, by rank."""
+    return held(hosts, ((rank.place.host, rank.place.device) for rank in attempt.ranks.values()))

@@ -1,0 +1,1 @@
+"""Handlers of events: hosts, attempts, migrations, trials, recovery and reconciliation."""

@@ -1,0 +1,1 @@
+"""Which devices and CPU cores a grant becomes."""

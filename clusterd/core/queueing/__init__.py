@@ -1,0 +1,1 @@
+"""Admission of jobs and the order in which queued jobs are considered."""

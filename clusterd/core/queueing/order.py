@@ -1,0 +1,76 @@
+"""Second stage: who is asked first (after AITurbo's Borda-count multi-level feedback queue).
+
+Priority comes first, then guarantees, then those who have waited out of proportion, then tenants that have less than
+their share. Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has
+got, least first; predictable ones also by what a device-second brings, most first. Ranks are shares of their list's
+length, equals share a rank, and the list is sorted the way that it is meant (the published code adds the age to each
+rank and puts the least gain first). An unpredictable job's service counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from clusterd.core.estimates.attained_service import attained_s
+from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.state import Job
+from clusterd.core.view import View
+from clusterd.types import JobId
+
+QUEUES_DEVICE_S = (3600.0, 36000.0)
+"""Attained service at which a job sinks to the next queue."""
+
+STARVED_TIMES = 4.0
+"""A job that has waited so many times as long as it would run comes first..."""
+
+STARVED_S = 1800.0
+"""... but not before it has waited so long."""
+
+
+def order(view: View, prospects: Mapping[JobId, Prospect] | None = None) -> list[Job]:
+    """Queued jobs, first who is asked first; a requeued job keeps its time of submission."""
+    known = prospects or {}
+    queued = view.queued
+    service = {job.id: attained_s(job, view.now_s) for job in queued}
+    by_service = ranks(service)
+    foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
+    gains = {job.id: -1.0 / known[job.id].work_s for job in foreseeable}
+    by_gain = ranks(gains)
+    tenants = view.quotas.over_share(queued)
+
+    def key(job: Job) -> tuple[object, ...]:
+        score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
+        return (
+            -job.priority,
+            not job.spec.guaranteed,
+            not is_starved(job, known.get(job.id), view.now_s),
+            tenants.get(job.spec.tenant, False),
+            sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),
+            score,
+            job.submitted_s,
+            len(job.id),
+            job.id,
+        )
+
+    return sorted(queued, key=key)
+
+
+def is_starved(job: Job, p: Prospect | None, now_s: float) -> bool:
+    """It has waited long, and long for what it is."""
+    if p is None:
+        return False
+    waited_s = now_s - job.queued_s
+    expected_s = p.left_s(next(iter(p.curve.points.values())))
+    return waited_s > max(STARVED_S, STARVED_TIMES * expected_s)
+
+
+def ranks(values: Mapping[JobId, float]) -> dict[JobId, float]:
+    """Places from 0 to 1, least value first; equals share the first place among them."""
+    ordered = sorted(values, key=lambda i: values[i])
+    places: dict[JobId, float] = {}
+    place = 0
+    for index, job in enumerate(ordered):
+        if index and values[job] > values[ordered[index - 1]]:
+            place = index
+        places[job] = place / max(len(ordered) - 1, 1)
+    return places
