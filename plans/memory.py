@@ -8,7 +8,7 @@ parameters         P; ZeRO-2 and 3: P/dp; offload=parameters: 0
 gathered           whole parameters that sharding makes for a while. ZeRO-2: P (from forward to backward pass);
                    ZeRO-3: 2B (the block in use, and the next one on its way)
 gradients          T; ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where they are reduced once at the end;
-                   and T again for buckets under dp with tp or pp (`clusterd.train.replicate`)
+                   and T again for buckets under dp with tp or pp (`clusterd.train.parallel.gradient_sync`)
 optimizer          ratio * T; ZeRO-1, 2, 3: ratio * T/dp; none on the device when offloaded
 temporaries        of an update, on CUDA alone, where torch updates all tensors at once: another ratio * T, or T/dp;
                    none when offloaded. Gathered parameters and activations are gone by then: the larger counts

@@ -1,6 +1,6 @@
 """What of a model matters for choosing plans: sizes, layers, what can be cut. No weights, no code, no torch.
 
-A rank of the job describes its own module (`clusterd.train.describe`); the daemon keeps the description.
+A rank of the job describes its own module (`clusterd.train.inspect.describe`); the daemon keeps the description.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ try:
     import torch
     told["torch"] = torch.__version__
     told["cuda"], told["gpus"] = torch.version.cuda, torch.cuda.device_count()
-    import clusterd.train.torch_version
+    import clusterd.train.process.torch_version
 except Exception as error:
     told["error"] = "%s: %s" % (type(error).__name__, error)
 print(json.dumps(told))

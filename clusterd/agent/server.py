@@ -30,7 +30,7 @@ from clusterd.agent.terminals import Terminals
 from clusterd.agent.threads import in_thread
 from clusterd.agent.verbs import Verbs
 
-PRELOAD = "clusterd.train.preload"
+PRELOAD = "clusterd.train.process.preload"
 """What the fork server of an elastic job imports before it forks."""
 
 

@@ -164,7 +164,7 @@ class ByHand:
             if not answers:  # one is enough: ranks of an elastic job pass it on
                 raise errors[0]
             if not any(answer["ranks"] for answer in answers):
-                own = ", or its script does not use clusterd.train.requests"
+                own = ", or its script does not use clusterd.train.checkpointable"
                 raise TryLater(
                     f"nobody of {known.spec.name} listens: it is still at its start"
                     f"{own if known.spec.kind is JobKind.CHECKPOINTABLE else ''}"

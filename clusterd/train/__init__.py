@@ -29,7 +29,7 @@ What holds under every plan, and across changes of plan:
   padding) is told of in the log. Which parameters train is settled when the model is made: none can begin to later.
 - **A stop** (the agent's, or SIGTERM) takes effect at the end of a step, the same one on all ranks.
 
-Importing this package imports neither torch nor CUDA; `clusterd.train.preload` is what a fork server imports.
+Importing this package imports neither torch nor CUDA; `clusterd.train.process.preload` is what a fork server imports.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clusterd.train.job import Outcome
+    from clusterd.train.process.job import Outcome
 
 __all__ = ["run"]
 
 with contextlib.suppress(ImportError):  # without fsspec there is nothing that could open clusterd://
     import fsspec
 
-    fsspec.register_implementation("clusterd", "clusterd.train.dataset_fs.DatasetFileSystem", clobber=True)
+    fsspec.register_implementation("clusterd", "clusterd.train.data.dataset_fs.DatasetFileSystem", clobber=True)
 
 
 def run(
@@ -105,21 +105,22 @@ def run(
             torch cannot be imported or cannot use the device, 98 the rendezvous port is taken.
     """
     try:
-        from clusterd.train import torch_version as torch_version  # before all that needs it
-        from clusterd.train import entry, job  # isort: skip
+        from clusterd.train.process import torch_version as torch_version  # before all that needs it
+        from clusterd.train import rank_main  # isort: skip
+        from clusterd.train.process import job
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         import sys
 
-        from clusterd.train import exits
+        from clusterd.train.process import exits
 
         exits.leave(
             exits.NoTorch(
                 f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"
             )
         )
-    return entry.run(
+    return rank_main.run(
         job.Job(
             model=model,
             loss=loss,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.requests import Requests
+from clusterd.train.checkpointable import Requests
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

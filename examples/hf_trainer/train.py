@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from clusterd.train.requests import Requests
+from clusterd.train.checkpointable import Requests
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 

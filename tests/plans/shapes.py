@@ -8,7 +8,7 @@ from plans.model_shape import LayerShape, ModelShape, ParameterShape
 
 
 def gpt(depth: int = 4, width: int = 64, **changes: Any) -> ModelShape:
-    """A small GPT as `clusterd.train.describe` would describe it, with heads for 2 and 4 shards."""
+    """A small GPT as `clusterd.train.inspect.describe` would describe it, with heads for 2 and 4 shards."""
     names = ["embed", *(f"blocks.{i}" for i in range(depth)), "head"]
     parameters = [ParameterShape("embed.token.weight", (256, width), 4, 0)]
     for i in range(depth):

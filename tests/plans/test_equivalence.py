@@ -130,7 +130,7 @@ class TorchCannot(Exception):
     """What torch itself raises on CPU ranks."""
 
 
-# Not dropped from the matrix: each goes another way in `clusterd.train.parallel`, until torch learns it.
+# Not dropped from the matrix: each goes another way in `clusterd.train.parallel.apply_plan`, until torch learns it.
 TORCH_CANNOT = {
     "fsdp1": "FSDP needs a non-CPU accelerator device, but no accelerator device is detected",
     "pinned offload": "Cannot access accelerator device when none is available|Found no NVIDIA driver",  # CUDA builds

@@ -35,7 +35,7 @@ signal.pause()
 
 DEAF = """
 import os, time
-from clusterd.train.requests import Requests
+from clusterd.train.checkpointable import Requests
 while not os.path.exists("{go}"):
     time.sleep(0.01)
 with Requests() as requests:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from clusterd.train.build import Stage
+from clusterd.train.parallel.build import Stage
 
 
 def attempt(way: str, rank: int, port: int) -> None:

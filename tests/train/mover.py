@@ -15,8 +15,8 @@ from agent_double import DEADLINE_S, HostAgent, Message, Network
 from rank_pool import RankPool, Run
 from scenarios import Recorded, job
 
-from clusterd.train.describe import describe
-from clusterd.train.moving import Move
+from clusterd.train.inspect.describe import describe
+from clusterd.train.migration.spec import Move
 from plans.plan import Plan
 
 STEPS = 100_000

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from clusterd.train.job import of_parameters
+from clusterd.train.process.job import of_parameters
 
 
 class Normed(GPT):

@@ -185,7 +185,7 @@ def _read_rank(directory: Path, run: Path, rank: int, code: int) -> Rank:
 def _serve() -> None:
     import scenarios  # noqa: F401
 
-    import clusterd.train.preload  # noqa: F401
+    import clusterd.train.process.preload  # noqa: F401
 
     for line in sys.stdin:
         print(json.dumps(_run(json.loads(line))), flush=True)

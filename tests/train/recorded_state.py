@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from clusterd.train.arriving import Arriving
-from clusterd.train.boxes import holdings
-from clusterd.train.leaving import Leaving
+from clusterd.train.migration.source import Leaving
+from clusterd.train.migration.target import Arriving
+from clusterd.train.state.local_shards import holdings
 from plans.model_shape import ModelShape
 
 State = dict[str, Any]

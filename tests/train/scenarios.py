@@ -22,8 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from clusterd.train import build, entry
-from clusterd.train.job import Job
+from clusterd.train import rank_main
+from clusterd.train.parallel import build
+from clusterd.train.process.job import Job
 
 VOCABULARY, CONTEXT = 64, 16
 
@@ -279,7 +280,7 @@ def rank(
     data = (Filed if filed else Recorded)(samples, pace_s)
     left: dict[str, Any] = {}
 
-    def at_end(training: entry.Training) -> None:
+    def at_end(training: rank_main.Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
@@ -292,7 +293,7 @@ def rank(
         }
 
     try:
-        entry.run(job(data, **options), at_end)
+        rank_main.run(job(data, **options), at_end)
     finally:
         result.write_text(json.dumps({**left, "asked": data.asked}))
 

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from clusterd.train import apart as module
-from clusterd.train.apart import apart
-from clusterd.train.exits import Refused
+from clusterd.train.process import run_in_fork as module
+from clusterd.train.process.exits import Refused
+from clusterd.train.process.run_in_fork import apart
 
 KEPT: list[int] = []
 

@@ -15,7 +15,7 @@ from test_describe import small
 from torch import nn
 from torch.nn import functional as F
 
-from clusterd.train.describe import describe
+from clusterd.train.inspect.describe import describe
 from plans.legality import check
 from plans.plan import Plan
 

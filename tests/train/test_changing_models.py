@@ -9,7 +9,7 @@ import torch
 from rank_pool import RankPool
 from scenarios import Recorded, job
 
-from clusterd.train.describe import describe
+from clusterd.train.inspect.describe import describe
 from plans.legality import check
 from plans.plan import Plan
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from agent_double import HostAgent, Network
 
-from clusterd.train import control
-from clusterd.train.context import Context
-from clusterd.train.control import Control
+from clusterd.train.process import control
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control
 
 
 @pytest.fixture

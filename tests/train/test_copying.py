@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from clusterd.train import copying
-from clusterd.train.copying import BATCH_BYTES, Piece, fills, loads
-from clusterd.train.segments import Segment
+from clusterd.train.state import copying
+from clusterd.train.state.copying import BATCH_BYTES, Piece, fills, loads
+from clusterd.train.state.segments import Segment
 
 THREADS = pytest.mark.parametrize("threads", [1, 3])
 

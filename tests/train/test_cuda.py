@@ -13,8 +13,8 @@ import torch
 from mover import Mover
 from rank_pool import RankPool
 
-from clusterd.train.copying import Piece, fills, loads
-from clusterd.train.segments import Segment
+from clusterd.train.state.copying import Piece, fills, loads
+from clusterd.train.state.segments import Segment
 
 GPUS = torch.cuda.device_count()
 TOLERANCE = 1e-3

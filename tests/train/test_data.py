@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from clusterd.train import data
+from clusterd.train.data import loader
 from plans.plan import Plan
 
 CPU = torch.device("cpu")
@@ -40,22 +40,22 @@ class Noisy(torch.utils.data.Dataset[Any]):
 def test_every_nesting_is_cut_into_micro_batches() -> None:
     """What is passed over would be whole in every micro-batch."""
     samples = [{"pair": Pair(torch.tensor(i), torch.tensor(-i)), "name": str(i), "parts": [i, i]} for i in range(4)]
-    batch = data.moved(default_collate(samples), CPU)
-    part = data.cut(batch, 1, 3)
+    batch = loader.moved(default_collate(samples), CPU)
+    part = loader.cut(batch, 1, 3)
     assert isinstance(part["pair"], Pair)
     assert part["pair"].right.tolist() == [-1, -2]
     assert part["name"] == ["1", "2"]
     assert [p.tolist() for p in part["parts"]] == [[1, 2], [1, 2]]
-    encoding = data.cut(Encoding(ids=torch.arange(4)), 2, 4)
+    encoding = loader.cut(Encoding(ids=torch.arange(4)), 2, 4)
     assert isinstance(encoding, Encoding)
     assert encoding["ids"].tolist() == [2, 3]
     with pytest.raises(TypeError):
-        data.cut(object(), 0, 1)
+        loader.cut(object(), 0, 1)
 
 
 def batches(replica: int, workers: int, first_step: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     found = []
-    for batch in data.batches(
+    for batch in loader.batches(
         Noisy(), Plan(dp=2), replica, CPU, global_batch=4, seed=3, first_step=first_step, steps=4, num_workers=workers
     ):
         found.append(batch)
@@ -88,7 +88,7 @@ def test_samples_of_different_lengths_are_put_together_as_the_script_says() -> N
         inputs = torch.nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True)
         return inputs, torch.tensor([target for _, target in samples])
 
-    for inputs, targets in data.batches(
+    for inputs, targets in loader.batches(
         ragged, Plan(), 0, CPU, global_batch=4, seed=3, first_step=0, steps=2, num_workers=0, collate_fn=padded
     ):
         assert inputs.shape == (4, int(targets.max()))

@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader
 import clusterd.train  # noqa: F401  # registers clusterd://
 from clusterd import protocol
 from clusterd.datasets import UNREACHABLE, DataUnavailable, DataUnreachable, File, Folders, Found
-from clusterd.train import dataset_sources, exits
-from clusterd.train.dataset_fs import DatasetFileSystem, Surroundings
-from clusterd.train.dataset_sources import Cached
+from clusterd.train.data import dataset_sources
+from clusterd.train.data.dataset_fs import DatasetFileSystem, Surroundings
+from clusterd.train.data.dataset_sources import Cached
+from clusterd.train.process import exits
 
 RECORD_BYTES, RECORDS = 64, 100
 

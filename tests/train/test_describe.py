@@ -13,11 +13,11 @@ import torch
 from scenarios import OPTIMIZERS, Recorded, job
 from torch import nn
 
-from clusterd.train import build
-from clusterd.train.describe import describe
-from clusterd.train.exits import Refused
-from clusterd.train.job import Job
-from clusterd.train.traits import optimizer_traits
+from clusterd.train.inspect.describe import describe
+from clusterd.train.inspect.optimizer_traits import optimizer_traits
+from clusterd.train.parallel import build
+from clusterd.train.process.exits import Refused
+from clusterd.train.process.job import Job
 from plans.legality import check
 from plans.plan import Plan
 from plans.stages import split_layers

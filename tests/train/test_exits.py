@@ -11,8 +11,9 @@ import pytest
 import torch
 from rank_pool import ROOT, RankPool, Run, free_port
 
-from clusterd.train import exits, groups
-from clusterd.train.context import Context
+from clusterd.train.parallel import mesh
+from clusterd.train.process import exits
+from clusterd.train.process.context import Context
 from plans.plan import Plan
 
 
@@ -103,11 +104,11 @@ def test_a_torch_that_is_too_old_is_one_line() -> None:
 
 def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host of rank 0 is down; whoever looks for the error's cause must come to an end."""
-    monkeypatch.setattr(groups, "RENDEZVOUS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(mesh, "RENDEZVOUS_TIMEOUT_S", 0.3)
     context = Context(
         launcher="clusterd", rank=1, world_size=2, plan=Plan(dp=2), master_addr="127.0.0.1", master_port=free_port()
     )
-    with pytest.raises(Exception, match="timed out") as raised, groups.process_groups(context, torch.device("cpu")):
+    with pytest.raises(Exception, match="timed out") as raised, mesh.process_groups(context, torch.device("cpu")):
         pass
     assert raised.value.__cause__ is not raised.value
     assert exits.of(raised.value, where="") is None
@@ -152,7 +153,7 @@ def test_a_gpu_that_torch_cannot_use_is_the_hosts_fault(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", take)
     with pytest.raises(expected) as raised:
-        groups.device_of(Context(device_kind="cuda"))
+        mesh.device_of(Context(device_kind="cuda"))
     if expected is exits.NoTorch:
         assert raised.value.exit_code == exits.NO_TORCH
         assert len(str(raised.value).splitlines()) == 1

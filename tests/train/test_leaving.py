@@ -11,14 +11,14 @@ import pytest
 import torch
 from scenarios import Recorded, job
 
-from clusterd.train import leaving
-from clusterd.train.context import Context
-from clusterd.train.control import Control, Message
-from clusterd.train.copying import Copies
-from clusterd.train.describe import describe
-from clusterd.train.entry import Training
-from clusterd.train.leaving import Leaving
-from clusterd.train.segments import Segment
+from clusterd.train.inspect.describe import describe
+from clusterd.train.migration import source
+from clusterd.train.migration.source import Leaving
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control, Message
+from clusterd.train.rank_main import Training
+from clusterd.train.state.copying import Copies
+from clusterd.train.state.segments import Segment
 
 MOVE = "test.1.2"
 
@@ -83,7 +83,7 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
         copying.clear()
         return sums
 
-    monkeypatch.setattr(leaving.Segment, "close", closes)
+    monkeypatch.setattr(source.Segment, "close", closes)
     monkeypatch.setattr(Copies, "run", runs)
     task = job(Recorded(32), depth=1)
     training = Training(task, context, torch.device("cpu"), None)
@@ -105,8 +105,8 @@ def test_what_is_handed_over_is_of_the_last_step(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Copies are laid out during a step; some optimizers put what they update elsewhere, in that step or in any."""
-    fills = Mock(wraps=leaving.fills)
-    monkeypatch.setattr(leaving, "fills", fills)
+    fills = Mock(wraps=source.fills)
+    monkeypatch.setattr(source, "fills", fills)
     task = job(Recorded(32), depth=1)
     shape = describe(task, trace=False).to_dict()
     training = Training(task, Context(), torch.device("cpu"), None)

@@ -12,17 +12,18 @@ import torch
 from mover import Mover
 from scenarios import Recorded, job
 
-from clusterd.train import build, peers
-from clusterd.train.agree import Agreement
-from clusterd.train.context import Context
-from clusterd.train.control import Control
-from clusterd.train.entry import Training
-from clusterd.train.loop import Loop
+from clusterd.train.loop import peers
+from clusterd.train.loop.consensus import Agreement
+from clusterd.train.loop.training_loop import Loop
+from clusterd.train.parallel import build
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control
+from clusterd.train.rank_main import Training
 
 
 def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of the plan before start again on the same device, while this one keeps the state for them."""
-    monkeypatch.setattr("clusterd.train.peers.cut_off", lambda: None)  # the tests' own connections
+    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)  # the tests' own connections
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
     control = Control(context)
@@ -51,7 +52,7 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
 def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers' failure is not its own, but ranks that are to come have the same GPU."""
     given_back: list[bool] = []
-    monkeypatch.setattr("clusterd.train.peers.cut_off", lambda: None)
+    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
@@ -101,7 +102,7 @@ def test_groups_that_are_torn_down_already_are_left_alone(monkeypatch: pytest.Mo
 def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_known(
     replicated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterd.train.peers.cut_off", lambda: None)
+    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)
     context = Context()
     control = Control(context)
     seen: list[tuple[int, float]] = []

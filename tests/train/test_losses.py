@@ -14,8 +14,8 @@ from rank_pool import RankPool
 from scenarios import LOSSES, Recorded, cross_entropy, job
 from torch.nn import functional as F
 
-from clusterd.train import losses
-from clusterd.train.describe import describe
+from clusterd.train.inspect import loss_mean
+from clusterd.train.inspect.describe import describe
 from plans.legality import check
 from plans.plan import Plan
 
@@ -73,7 +73,7 @@ def test_outputs_that_are_too_large_are_not_drawn(monkeypatch: pytest.MonkeyPatc
     each = 16 * 64
     for most, kind, largest in ((4 * each, "sum", [4]), (3 * each, "sum", [2]), (each, "mean", [])):
         asked.clear()
-        monkeypatch.setattr(losses, "ELEMENTS_MAX", most)
+        monkeypatch.setattr(loss_mean, "ELEMENTS_MAX", most)
         assert describe(of_bytes, trace=False).loss == kind
         assert asked[:1] == largest
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from scenarios import Recorded, job
 
-from clusterd.train import peers
-from clusterd.train.context import Context
-from clusterd.train.control import Control
-from clusterd.train.entry import Training
-from clusterd.train.loop import TORN, Loop
+from clusterd.train.loop import peers
+from clusterd.train.loop.training_loop import TORN, Loop
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control
+from clusterd.train.rank_main import Training
 
 
 def test_groups_are_aborted_together() -> None:
@@ -51,8 +51,8 @@ def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     monkeypatch: pytest.MonkeyPatch, replicated: bool, is_done: bool, step: int
 ) -> None:
     """Replicas queue an update when its gradients are there; others queue it behind a sum that may never come."""
-    monkeypatch.setattr("clusterd.train.peers.cut_off", lambda: None)
-    monkeypatch.setattr("clusterd.train.loop.SETTLES_S", 0.0)
+    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)
+    monkeypatch.setattr("clusterd.train.loop.training_loop.SETTLES_S", 0.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     training = Training(job(Recorded(32), depth=1), Context(), torch.device("cpu"), None)
     training.step = 7

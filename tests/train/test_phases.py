@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from clusterd.train.phases import EVERY, PhaseClock
+from clusterd.train.loop.phases import EVERY, PhaseClock
 
 
 class Device:

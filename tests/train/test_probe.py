@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from clusterd.train import probe
+from clusterd.train.process import probe
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from scenarios import Recorded, job
 
-from clusterd.train import snapshots
-from clusterd.train.context import Context
-from clusterd.train.control import AgentRefused, Control
-from clusterd.train.copying import Copies
-from clusterd.train.entry import Training
-from clusterd.train.segments import Segment
-from clusterd.train.snapshots import Snapshots
+from clusterd.train.migration import snapshots
+from clusterd.train.migration.snapshots import Snapshots
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import AgentRefused, Control
+from clusterd.train.rank_main import Training
+from clusterd.train.state.copying import Copies
+from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.plan import Plan
 from plans.snapshots import snapshot_of

@@ -11,9 +11,9 @@ from mover import Mover
 from rank_pool import RankPool
 from scenarios import Recorded, job
 
-from clusterd.train import result
-from clusterd.train.context import Context
-from clusterd.train.entry import Training
+from clusterd.train.checkpoint import export
+from clusterd.train.process.context import Context
+from clusterd.train.rank_main import Training
 
 TOLERANCE = 1e-3
 
@@ -67,13 +67,13 @@ def test_a_full_disk_is_given_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         really(whole, file)
 
     monkeypatch.setattr(torch, "save", save)
-    monkeypatch.setattr(result, "RETRY_S", 0.0)
-    result.save(made, str(tmp_path / "model.pt"))
+    monkeypatch.setattr(export, "RETRY_S", 0.0)
+    export.save(made, str(tmp_path / "model.pt"))
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
-    monkeypatch.setattr(result, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(export, "PATIENCE_S", 0.0)
     failed.clear()
     with pytest.raises(OSError, match="No space left"):
-        result.save(made, str(tmp_path / "another.pt"))
+        export.save(made, str(tmp_path / "another.pt"))
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
 
 

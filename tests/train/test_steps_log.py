@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from clusterd.train.steps_log import StepsLog, last_step
+from clusterd.train.process.steps_log import StepsLog, last_step
 
 
 def written(path: Path) -> list[dict[str, Any]]:

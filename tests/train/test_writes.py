@@ -15,14 +15,14 @@ from test_describe import small
 from test_rank_snapshots import DEADLINE_S, Agent, at_step, settle
 from torch import nn
 
-from clusterd.train import snapshots
-from clusterd.train.context import Context
-from clusterd.train.control import Control
-from clusterd.train.copying import Copies
-from clusterd.train.describe import describe
-from clusterd.train.entry import Training
-from clusterd.train.segments import Segment
-from clusterd.train.snapshots import Snapshots
+from clusterd.train.inspect.describe import describe
+from clusterd.train.migration import snapshots
+from clusterd.train.migration.snapshots import Snapshots
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control
+from clusterd.train.rank_main import Training
+from clusterd.train.state.copying import Copies
+from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.legality import check
 from plans.plan import Plan

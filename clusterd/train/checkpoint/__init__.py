@@ -1,0 +1,1 @@
+"""Checkpoints in torch's distributed format, and export of the trained model."""

@@ -1,0 +1,143 @@
+"""What a job was trained for: the whole model, in one file that plain torch loads without clusterd."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train.parallel import build
+from clusterd.train.process.context import Context
+from clusterd.train.process.exits import Refused, first_line
+from clusterd.train.state.copying import narrowed
+from clusterd.train.state.local_shards import Trained, holdings
+from plans.layout import layout
+from plans.model_shape import ModelShape
+
+PATIENCE_S = 3600.0
+RETRY_S = 30.0
+
+
+class Finished(Trained, Protocol):
+    """The part of `clusterd.train.rank_main.Training` that is saved."""
+
+    context: Context
+    step: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model."""
+
+
+def check(path: str) -> None:
+    """Finds out before the first step whether a file can be written to `path`.
+
+    Raises:
+        Refused: there is no folder and none can be made, or it takes no files.
+    """
+    folder = Path(path).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"save is {path!r}, and there is no folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise Refused(f"save is {path!r}, which cannot be written")
+
+
+def save(training: Finished, path: str) -> None:
+    """Rank 0 leaves the model's ``state_dict``, whole and on the CPU, in `path`; every rank must call it.
+
+    Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.
+
+    Raises:
+        OSError, RuntimeError: on rank 0, after `PATIENCE_S`: it cannot be written.
+    """
+    rank, shape = training.context.rank, training.shape
+    shared = layout(shape, training.context.plan).shared_out()
+    live = holdings(training, shape)
+    group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    mine: dict[tuple[str, str], torch.Tensor] = {
+        key: held.tensors[0].detach()
+        for key, held in live.items()
+        if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
+    }
+    module = training.parallel.module
+    # Of every rank: the types of what it holds, what of it is not to be saved, and what has no elements to be held.
+    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(module), _hollow(module, shape))]
+    if group is not None:
+        own, told = told[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, own, group=group)
+    unsaved = {name for _, names, _ in told for name in names}
+    sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
+    whole = {name: t for *_, hollow in reversed(told) for name, t in hollow.items() if name not in unsaved}
+    apart = set(whole)
+    for holder in range(shared.ranks):
+        for key, box in shared.boxes_of(holder).items():
+            name, kind = key
+            if kind not in ("parameter", "buffer") or name in unsaved or name in apart:
+                continue
+            part = mine[key].to("cpu").contiguous() if holder == rank else None
+            if holder and rank == holder:
+                dist.send(part, dst=0, group=group)
+            if rank:
+                continue
+            if part is None:
+                part = torch.empty([high - low for low, high in box], dtype=told[holder][0][key])
+                dist.recv(part, src=holder, group=group)
+            if name not in whole:
+                whole[name] = torch.empty(sizes[key], dtype=part.dtype)
+            narrowed(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
+    if rank:
+        return
+    for names in shape.tied:
+        one = next(whole[name] for name in names if name in whole)
+        whole.update(dict.fromkeys(names, one))
+    file = Path(path).absolute()
+    _write(whole, file)
+    print(f"clusterd: the model after step {training.step} is in {file}", flush=True)
+
+
+def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
+    """Whole or not at all; there is nothing else of the training by now, so a full disk is given time to be emptied."""
+    half = file.with_name(f"{file.name}.part")
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(whole, half)
+            half.replace(file)
+            return
+        except (OSError, RuntimeError) as error:  # torch's writer tells a full disk as the latter
+            half.unlink(missing_ok=True)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise
+            said = f"cannot write the model to {file}: {first_line(error)}"
+            print(f"clusterd: {said}; tried again for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
+            time.sleep(min(RETRY_S, left_s))
+
+
+def _hollow(module: torch.nn.Module, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Tensors that no layout has and a state dict does: without elements, and buffers that the model was made without,
+    or with others."""
+    made = {buffer.name: buffer.shape for buffer in shape.buffers}
+    found = {build.global_name(name): t for name, t in module.named_parameters() if not t.numel()}
+    for path, buffer in module.named_buffers(remove_duplicate=False):
+        name = build.global_name(path)
+        if not buffer.numel() or made.get(name) != tuple(buffer.shape):
+            found[name] = buffer
+    return {name: tensor.detach().to("cpu") for name, tensor in found.items()}
+
+
+def _unsaved(module: torch.nn.Module) -> list[str]:
+    """Names of the buffers that a state dict leaves out."""
+    return [
+        build.global_name(f"{path}.{name}" if path else name)
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    ]

@@ -1,0 +1,1 @@
+"""Sample loading and named data sets."""

@@ -1,0 +1,204 @@
+"""The shape of a job's model (`plans.model_shape`), found out with fake tensors: no memory, no values, no ranks.
+
+Activations are counted by what autograd saves in a forward pass of one sample; what tensor parallelism does to them,
+and which numbers of shards work at all, by a forward pass with shards of the tensors in place of the whole ones.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.data import IterableDataset
+
+from clusterd.train.inspect.forward import Forward
+from clusterd.train.inspect.optimizer_traits import optimizer_traits
+from clusterd.train.inspect.temporaries import temporaries_ratio
+from clusterd.train.inspect.trace import layer_shapes
+from clusterd.train.parallel import build
+from clusterd.train.parallel.optimizer_slots import OptimizerState, Outline, optimizer_state
+from clusterd.train.parallel.tp_shards import cuts
+from clusterd.train.process.exits import Refused
+from clusterd.train.process.job import NAME, Job
+from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
+
+TP_DEGREES = (2, 3, 4, 6, 8, 12, 16)
+UNKNOWN_STATE_RATIO = 2.0
+
+
+def describe(
+    job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True, pipeline: bool = True
+) -> ModelShape:
+    """The model's shape.
+
+    Args:
+        tp_degrees: numbers of shards to try.
+        trace: whether to count activations and operations too.
+        pipeline: whether to find out if the named layers are all that the model does.
+    Raises:
+        Refused: `layers` name what the model does not have, or the data set has no pairs.
+    """
+    if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
+        raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
+    # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _unsaid():
+        return _described(job, Forward(job, fake), tp_degrees, trace, pipeline)
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """What fake tensors cannot run is an answer here; torch would write a page of where it went wrong for each."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:
+    model = forward.model()
+    paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
+    blocks = set(build.block_paths(model))
+    styles, tp_dims, uncut = cuts(model, job.tp_plan or {})
+    writes, following, counted = forward.passes()
+    if torn := next((name for name in writes.names if name in tp_dims), ""):
+        styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {torn}, and may want it whole"
+    if writes.sparse in tp_dims:
+        styles, tp_dims, uncut = {}, {}, f"the gradient of {writes.sparse} is sparse, and torch does not cut such"
+    torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
+    with forward.real():
+        trained = [
+            Outline(tuple(p.shape), p.dtype, p.requires_grad, {NAME: name} | _marks(p, torchs_own))
+            for name, p in build.named_parameters(model)
+        ]
+        elementwise, by_tensor, optimizer = optimizer_traits(job.optimizer, trained)
+        state = _optimizer_state(job, trained)
+        temporaries = temporaries_ratio(job.optimizer, trained, job.scheduler)
+    parameters = tuple(
+        ParameterShape(
+            name=name,
+            shape=tuple(p.shape),
+            dtype_bytes=p.element_size(),
+            layer=build.layer_of(name, paths),
+            trainable=p.requires_grad,
+            tp_dim=tp_dims.get(name, -1),
+        )
+        for name, p in build.named_parameters(model)
+    )
+    tied = _tied(model)
+    works, refused = _tp_degrees(forward, styles, tp_dims, parameters, tied, tp_degrees)
+    if uncut:
+        refused = [(degree, uncut) for degree in tp_degrees]
+    layers, loss_bytes = [LayerShape(path, path in blocks) for path in paths], 0
+    if trace and (whole := forward.trace(paths, {}, 1)) is not None:
+        halves = forward.trace(paths, styles, works[0]) if works else None
+        layers, loss_bytes = layer_shapes(paths, blocks, whole, halves, works[0] if works else 1)
+    return ModelShape(
+        parameters=parameters,
+        layers=tuple(layers),
+        global_batch=job.global_batch,
+        samples=len(job.data),
+        steps=job.steps,
+        precision=job.precision,
+        pipeline=bool(job.layers),
+        pipeline_refused=(forward.why_no_chain(paths) or writes.why_no_pipeline) if job.layers and pipeline else "",
+        tp_plan=bool(job.tp_plan),
+        tp_degrees=tuple(works),
+        tp_refused=tuple(refused),
+        tied=tied,
+        loss_bytes=loss_bytes,
+        optimizer=optimizer,
+        optimizer_elementwise=elementwise,
+        optimizer_by_tensor=by_tensor,
+        find_unused_parameters=job.find_unused_parameters,
+        noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
+        repeated_block=_repeated(model),
+        loss=forward.kind_of_loss(),
+        loss_learns=forward.loss_learns(),
+        gradients_added=following.added,
+        gradients_bent=following.bent,
+        sparse=writes.sparse,
+        by_frequency=writes.by_frequency,
+        counted=counted,
+        written=writes.names,
+        written_known=writes.complete,
+        written_by_samples=writes.by_samples,
+        written_anew=writes.anew,
+        hooked=next((name for name, p in build.named_parameters(model) if _has_hooks(p)), ""),
+        optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
+        optimizer_temporaries_ratio=temporaries,
+        parameter_groups=state.parameter_groups if state is not None else (),
+        slots=state.slots if state is not None else (),
+        parameter_slots=state.parameter_slots if state is not None else (),
+        odd_slots=state.odd_slots if state is not None else (),
+        buffers=tuple(
+            BufferShape(build.global_name(name), tuple(b.shape), b.element_size(), build.layer_of(name, paths))
+            for name, b in model.named_buffers(remove_duplicate=False)
+        ),
+    )
+
+
+def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState | None:
+    try:
+        return optimizer_state(job.optimizer, parameters, job.scheduler)
+    except Refused:
+        raise
+    except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
+        return None
+
+
+def _repeated(model: nn.Module) -> str:
+    first = {id(model.get_submodule(path)): path for path in build.block_paths(model)}
+    everywhere = model.named_modules(remove_duplicate=False)
+    return next((name for name, module in everywhere if first.get(id(module), name) != name), "")
+
+
+def _marks(parameter: nn.Parameter, torchs_own: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(parameter).items() if name not in torchs_own}
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(build.global_name(name))
+    return tuple(tuple(n) for n in names.values() if len(n) > 1)
+
+
+def _tp_degrees(
+    forward: Forward,
+    styles: dict[str, str],
+    tp_dims: dict[str, int],
+    parameters: tuple[ParameterShape, ...],
+    tied: tuple[tuple[str, ...], ...],
+    degrees: Sequence[int],
+) -> tuple[list[int], list[tuple[int, str]]]:
+    works: list[int] = []
+    refused: list[tuple[int, str]] = []
+    torn = next((names for names in tied if any(name in tp_dims for name in names)), ())
+    names = {p.name for p in parameters}
+    computed = next((name for name in tp_dims if build.global_name(name) not in names), "")
+    for degree in degrees if styles else ():
+        why = ""
+        if torn:
+            why = f"{' and '.join(torn)} are one parameter, and torch would cut it for one of them only"
+        elif computed:
+            why = f"{computed} is no parameter but computed from others (weight_norm?), and torch cuts parameters"
+        elif uneven := [p for p in parameters if p.tp_dim >= 0 and p.shape[p.tp_dim] % degree]:
+            why = f"{uneven[0].name} has {uneven[0].shape[uneven[0].tp_dim]} along dimension {uneven[0].tp_dim}"
+        else:
+            why = forward.why_not(styles, degree)
+        if why:
+            refused.append((degree, why))
+        else:
+            works.append(degree)
+    return works, refused

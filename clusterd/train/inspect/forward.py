@@ -1,0 +1,250 @@
+"""Forward passes of one sample through fake models: no memory, no values, no ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from clusterd.train.data.loader import nested, pair
+from clusterd.train.inspect import loss_mean
+from clusterd.train.inspect.gradient_linearity import Following
+from clusterd.train.inspect.operations import Operations
+from clusterd.train.inspect.parameter_mutation import Writes
+from clusterd.train.inspect.tp_gradients import Shards
+from clusterd.train.inspect.trace import LOSS, Trace
+from clusterd.train.parallel import build
+from clusterd.train.parallel.precision import under
+from clusterd.train.parallel.tp_shards import cut
+from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
+from clusterd.train.process.exits import Refused, first_line
+from clusterd.train.process.job import Job
+
+
+class Forward:
+    """What a job's model does with its first sample, with shards of its tensors or the whole ones."""
+
+    def __init__(self, job: Job, fake: FakeTensorMode) -> None:
+        self._job, self._fake = job, fake
+        with self.real():
+            self._inputs, self._target = pair(job.collate_fn([job.data[0]]))
+        self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
+        self._runs: bool | None = None
+        self._last: nn.Module | None = None
+
+    def real(self) -> AbstractContextManager[Any]:
+        """Where tensors are real for a while."""
+        return unset_fake_temporarily()  # type: ignore[no-any-return]
+
+    def _computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return under(self._job.precision, "cpu", function)
+
+    def model(self) -> nn.Module:
+        """The job's model, without memory."""
+        with self.real(), torch.random.fork_rng(devices=[]):
+            try:
+                with self._fake:
+                    model = build.build(self._job.model, self._job.seed)
+            except Refused:
+                raise
+            except Exception:  # some factories compute with what they initialise; that costs memory for a moment
+                return self._faked_module(build.build(self._job.model, self._job.seed))
+            is_same, self._last = model is self._last, model
+            if is_same or not all(isinstance(p, FakeTensor) for p in model.parameters()):
+                return _copied(model, is_same)
+            return model
+
+    def why_not(self, styles: dict[str, str], degree: int) -> str:
+        """Why the model cannot compute, or learn, with shards; empty if it can, or if fake tensors cannot tell."""
+        if self._runs is None:
+            self._runs = not self._error(self.model())
+        if not self._runs:
+            return ""
+        model = self.model()
+        cut(model, styles, degree)
+        shards = Shards(model, styles)
+        error = self._error(model, shards)
+        if error:
+            return f"its forward pass does not work with {degree} shards ({error})"
+        return f"shards would not learn alike: {shards.unlike}" if shards.unlike else ""
+
+    def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> Trace | None:
+        """The counts of a forward pass; None where fake tensors cannot run the model."""
+        model = self.model()
+        cut(model, styles, degree)
+        trace = Trace(model)
+        for index, path in enumerate(paths):
+            layer = model.get_submodule(path)
+            layer.register_forward_pre_hook(trace.enter(index))
+            layer.register_forward_hook(trace.leave(index))
+        for path, word in styles.items():
+            if word in GATHERING or word in ROWWISE:
+                model.get_submodule(path).register_forward_hook(trace.reduced)
+        try:
+            with (
+                trace.counter,
+                trace.casts,
+                torch.autograd.graph.saved_tensors_hooks(trace.save, lambda tensor: tensor),
+            ):
+                outputs = self._computing(model)(self._inputs)
+                trace.place = LOSS
+                # The graph holds what was saved until here; freed storage would be counted under another's address.
+                kept = self._computing(self._job.loss)(outputs, self._target)
+            del kept
+        except Exception:  # data-dependent code has no answer without values; the description does without counts
+            return None
+        return trace
+
+    def why_no_chain(self, paths: list[str]) -> str:
+        """Why the layers, applied in order, are not the model; empty if they are, or if fake tensors cannot tell."""
+        if not (isinstance(self._inputs, torch.Tensor) and isinstance(self._target, torch.Tensor)):
+            return "a pipeline takes one tensor as input and one as target, and the data set has others"
+        model = self.model()
+        try:
+            self._operations(model)  # the first pass may do what is done once, as to fill caches
+            whole = self._operations(model)
+        except Exception:  # the chain would not tell either
+            return ""
+        stage, odd = build.Stage(model, paths), []
+        for path in paths:
+            stage.get_submodule(path).register_forward_hook(
+                lambda _m, _i, out, path=path: odd.append(path) if not _is_sent(out) else None
+            )
+        try:
+            chain = self._operations(stage)
+        except Exception as error:
+            return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
+        if odd:
+            return f"stages send tensors, and tuples of some, and {odd[0]} returns something else"
+        if whole.recomputes:
+            return (
+                "the model recomputes by reentrant checkpoints, and torch's pipelines do not: give use_reentrant=False "
+                "to torch.utils.checkpoint.checkpoint"
+            )
+        if (differs := whole.first_beside(chain)) is not None:
+            return f"the model does more than to apply `layers` one after another ({differs})"
+        return ""
+
+    def passes(self) -> tuple[Writes, Following, str]:
+        """What two passes write into parameters, what the way back makes of the gradient of the loss, what is counted.
+
+        Where fake tensors cannot run the model, until they could not.
+        """
+        model, given = self.model(), []
+
+        def note(part: Any) -> Any:
+            if isinstance(part, torch.Tensor):
+                given.append(part)
+            return part  # some batches (a PackedSequence) take nothing else
+
+        nested((self._inputs, self._target), note)
+        writes, following, before = Writes(model, *given), Following(), _numbers(model)
+        with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
+            for _ in range(2):  # some is written once, and some from the second pass on
+                build.seed_everything(self._job.seed)
+                with writes:
+                    loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
+            writes.complete = True
+            following.run(model, loss)
+        now = _numbers(model)
+        return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
+
+    def kind_of_loss(self) -> str:
+        """As `losses` has it; the mean, as it should be, where that cannot be told."""
+        job = self._job
+        for count in loss_mean.SAMPLES:
+            with suppress(Exception):
+                with self.real():
+                    inputs, target = pair(job.collate_fn([job.data[i] for i in range(count)]))
+                with torch.no_grad():
+                    outputs = self.model()(self._faked(inputs))
+                if loss_mean.fit(outputs):
+                    with self.real():
+                        return loss_mean.kind_of(job.loss, outputs, target, count)
+        return loss_mean.MEAN
+
+    def loss_learns(self) -> bool:
+        """Whether the loss computes with parameters of the model, too; not, where fake tensors cannot tell."""
+        with suppress(Exception):
+            model = self.model()
+            with torch.no_grad():
+                outputs = self._computing(model)(self._inputs)
+            return loss_mean.reaches(self._computing(self._job.loss)(outputs, self._target), model.parameters())
+        return False
+
+    def _operations(self, module: nn.Module) -> Operations:
+        """Of a forward pass; what is drawn in it is drawn alike each time."""
+        done = Operations()
+        with self.real(), torch.random.fork_rng(devices=[]):
+            build.seed_everything(self._job.seed)
+            with self._fake, done:
+                outputs = self._computing(module)(self._inputs)
+        done.end(outputs)
+        return done
+
+    def _error(self, model: nn.Module, shards: Shards | None = None) -> str:
+        try:
+            with shards or nullcontext():
+                outputs = self._computing(model)(self._inputs)
+            if shards is not None:
+                with suppress(Exception), shards:  # one that looks at values has no answer here
+                    shards.end(self._computing(self._job.loss)(outputs, self._target))
+        except Exception as error:  # whatever a model raises, it does not compute this
+            return first_line(error) or type(error).__name__
+        return ""
+
+    def _faked_module(self, model: nn.Module) -> nn.Module:
+        fakes: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if parameter not in fakes:
+                        fakes[parameter] = nn.Parameter(
+                            self._fake.from_tensor(parameter.detach()), parameter.requires_grad
+                        )
+                        vars(fakes[parameter]).update(vars(parameter))
+                    module._parameters[name] = fakes[parameter]
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = self._faked(buffer)
+        return model
+
+    def _faked(self, value: Any) -> Any:
+        return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """Attributes of its modules that are some."""
+    return {
+        build.global_name(f"{path}.{name}" if path else name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
+def _is_sent(outputs: Any) -> bool:
+    parts = outputs if isinstance(outputs, (tuple, list)) else [outputs]
+    return all(isinstance(part, torch.Tensor) for part in parts)
+
+
+def _copied(model: nn.Module, is_same: bool) -> nn.Module:
+    """Other modules around the same tensors: the script's own are not to be cut.
+
+    Raises:
+        Refused: they cannot be copied, and are those that the factory has returned before.
+    """
+    memo: dict[int, Any] = {id(t): t for tensors in (model.parameters(), model.buffers()) for t in tensors}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # whatever a module does not like about being copied
+        if not is_same:
+            return model
+        raise Refused(
+            f"model() returned a module that was made before, which cannot be copied ({first_line(error)}): have "
+            "model() make a new one"
+        ) from error

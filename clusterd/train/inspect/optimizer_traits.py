@@ -1,0 +1,130 @@
+"""Which parts of a model an optimizer may update apart: found by trying it on matrices, whole and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from clusterd.train.parallel.optimizer_slots import Outline, small, tried
+from clusterd.train.process.job import OptimizerFactory
+
+_SMALL, _LARGE = (8, 6), (256, 192)
+"""Of the matrices that optimizers are tried on: many factor, or quantise, only what is large."""
+
+_GRADIENTS = (1e-3,) * 4 + (1.0,) * 4 + (1e3,) * 4
+"""How large they are at each update: some optimizers clip, and some begin with something after a few updates."""
+
+_STANDING_IN = 3
+"""Parameters of a kind that lend their names: to either half, and to what is beside them."""
+
+_Trial = tuple[torch.Tensor, torch.Tensor]
+"""Values, and gradients of each update."""
+
+_Update = Callable[..., tuple[list[torch.Tensor], torch.optim.Optimizer]]
+
+_LIKE_ANY = ("params", "lr", "initial_lr", "weight_decay")
+"""In which groups differ whose parameters are updated alike."""
+
+
+def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[Outline] = ()) -> tuple[bool, bool, str]:
+    """Whether every element is treated alike, whether every tensor is by itself, and the optimizer's name.
+
+    Found by trying: updates of a matrix against the same updates of its halves, alone and beside each other; of each
+    kind that the optimizer makes of `parameters`, for it may choose by their names and marks.
+    """
+    try:
+        kinds = _kinds(factory, parameters)
+        found = [_traits(factory, kind, [other[0] for other in kinds if other is not kind]) for kind in kinds]
+    except Exception:  # whatever an optimizer does not like about being tried, it is not to be cut
+        return False, False, "the optimizer"
+    elementwise, by_tensor, names = zip(*found, strict=True)
+    return all(elementwise), all(by_tensor), names[0]
+
+
+def _kinds(factory: OptimizerFactory, parameters: Sequence[Outline]) -> list[list[Outline]]:
+    """Some parameters of each kind, those with most dimensions first."""
+    trainable = [outline for outline in parameters if outline.trainable]
+    kinds: dict[str, list[Outline]] = {}
+    try:
+        optimizer, plain = tried(factory, trainable)
+    except Exception:  # as it may without them
+        return [[]]
+    outline_of = {id(p): outline for p, outline in zip(plain, trainable, strict=True)}
+    for group in optimizer.param_groups:
+        values = repr(sorted((k, v) for k, v in group.items() if k not in _LIKE_ANY))
+        kinds.setdefault(values, []).extend(outline_of[id(p)] for p in group["params"])
+    some = (sorted(outlines, key=lambda outline: -len(outline.shape))[:_STANDING_IN] for outlines in kinds.values())
+    return [outlines for outlines in some if outlines] or [[]]
+
+
+def _traits(factory: OptimizerFactory, kind: list[Outline], beside: list[Outline]) -> tuple[bool, bool, str]:
+    """Of the parameters of one kind; `beside`: one of each other kind."""
+
+    def updated(*tensors: _Trial) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+        return _updated(factory, kind[: _STANDING_IN - 1], [*kind[_STANDING_IN - 1 :], *beside], *tensors)
+
+    halves = _halves(*_trial(_SMALL), 0)
+    together, optimizer = updated(*halves)
+    by_tensor = all(_alike(updated(half)[0][0], other) for half, other in zip(halves, together, strict=True))
+    # The large one last: some take their time with it, and are found out before.
+    elementwise = all(_cuts_are_alike(updated, *_trial(shape)) for shape in (_SMALL, _LARGE))
+    return elementwise, by_tensor, type(optimizer).__name__
+
+
+def _trial(shape: tuple[int, int]) -> _Trial:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        value, *gradients = torch.randn(1 + len(_GRADIENTS), *shape)
+    # No half is like the other: means and norms over random numbers are, the more of them the more.
+    uneven = torch.outer(*(torch.linspace(1, 3, n) for n in shape))
+    updates = [g * uneven.square() * size for g, size in zip(gradients, _GRADIENTS, strict=True)]
+    return value * uneven * _GRADIENTS[0], torch.stack(updates)
+
+
+def _halves(value: torch.Tensor, updates: torch.Tensor, dim: int) -> list[_Trial]:
+    return list(zip(value.chunk(2, dim), updates.chunk(2, 1 + dim), strict=True))
+
+
+def _cuts_are_alike(updated: _Update, value: torch.Tensor, updates: torch.Tensor) -> bool:
+    (whole,), _ = updated((value, updates))
+    return all(
+        _alike(whole, torch.cat([updated(half)[0][0] for half in _halves(value, updates, dim)], 1 + dim))
+        for dim in (0, 1)
+    )
+
+
+def _updated(
+    factory: OptimizerFactory, named: Sequence[Outline], beside: Sequence[Outline], *tensors: _Trial
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """The values after each update, one after another, under one optimizer.
+
+    Args:
+        named: whose names and marks the tensors have; the last one's, where they are more.
+        beside: stand for what an optimizer of several parts would miss; they have gradients of nothing.
+    """
+    parameters = [nn.Parameter(value.clone()) for value, _ in tensors]
+    others = [nn.Parameter(torch.ones(small(outline.shape))) for outline in beside]
+    for index, parameter in enumerate(parameters):
+        vars(parameter).update(named[min(index, len(named) - 1)].marks if named else {})
+    for parameter, outline in zip(others, beside, strict=True):
+        vars(parameter).update(outline.marks)
+    optimizer = factory([*parameters, *others])
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), (int, float)):
+            group["lr"] = max(group["lr"], 1e-2)  # updates too small to be seen would all look alike
+    after: list[list[torch.Tensor]] = [[] for _ in tensors]
+    for now in zip(*(gradients for _, gradients in tensors), strict=True):
+        for parameter, gradient in zip(parameters, now, strict=True):
+            parameter.grad = gradient.clone()
+        for parameter in others:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for values, parameter in zip(after, parameters, strict=True):
+            values.append(parameter.detach().clone())
+    return [torch.stack(values) for values in after], optimizer
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(torch.allclose(one, other, equal_nan=True))  # gradients this large are too much for some

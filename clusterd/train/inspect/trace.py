@@ -1,0 +1,132 @@
+"""What a forward pass of one sample counts, layer by layer: bytes kept, results, sums over shards, operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from clusterd.train.inspect.operations import storage_of
+from plans.model_shape import LayerShape
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+# The kernel that CPUs have; torch counts only those of accelerators.
+_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+_OUTSIDE, LOSS = -1, -2
+"""Where in a forward pass, beside the index of a layer."""
+
+
+class Trace:
+    """Counts, by place in the model, over one forward pass of one sample.
+
+    Attributes:
+        place: in which the pass is: index of a layer, LOSS, or outside.
+        counter: of operations; to be entered around the pass, as `casts`, with `save` as a hook of autograd.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.saved_bytes: dict[int, int] = {}
+        self.cast_bytes: dict[int, int] = {}
+        self.output_bytes: dict[int, int] = {}
+        self.reduced_bytes: dict[int, int] = {}
+        self.flops: dict[int, int] = {}
+        self.place = _OUTSIDE
+        self.casts = _Casts(model)
+        self.counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+        self._seen = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._entered_at = 0
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called with all that autograd keeps."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            counts = self.cast_bytes if self.casts.made(tensor) else self.saved_bytes
+            counts[self.place] = counts.get(self.place, 0) + storage.nbytes()
+        return tensor
+
+    def enter(self, place: int) -> Callable[..., None]:
+        """A hook for before the layer with this index."""
+
+        def hook(*_: Any) -> None:
+            self.place, self._entered_at = place, self.counter.get_total_flops()
+
+        return hook
+
+    def leave(self, place: int) -> Callable[..., None]:
+        """A hook for after it."""
+
+        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            self.flops[place] = self.flops.get(place, 0) + self.counter.get_total_flops() - self._entered_at
+            self.output_bytes[place] = _tensor_bytes(outputs)
+            self.place = _OUTSIDE
+
+        return hook
+
+    def reduced(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        """A hook for after a module whose results shards add up or gather."""
+        self.reduced_bytes[self.place] = self.reduced_bytes.get(self.place, 0) + _tensor_bytes(outputs)
+
+
+class _Casts(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Notes the copies of parameters in another precision, as autocast makes them: no batch makes these larger."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        self._made: dict[int, torch.Tensor] = {}  # by storage; alive: freed storage would be another's
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function is torch.ops.aten._to_copy.default and storage_of(arguments[0]) in self._parameters:
+            self._made[storage_of(result)] = result
+        return result
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of them, or a view of one."""
+        return storage_of(tensor) in self._made
+
+
+def layer_shapes(
+    paths: list[str], blocks: set[str], whole: Trace, part: Trace | None, degree: int
+) -> tuple[list[LayerShape], int]:
+    """Layers with counts; what lies outside all of them is one more, without a name."""
+    layers = []
+    for place in [*range(len(paths)), _OUTSIDE]:
+        saved = whole.saved_bytes.get(place, 0)
+        cast = whole.cast_bytes.get(place, 0)
+        if place == _OUTSIDE and not saved + cast:
+            continue
+        cut = 0
+        if part is not None:
+            # saved = whole + cut, and with shards: whole + cut / degree.
+            cut = max(0, (saved - part.saved_bytes.get(place, 0)) * degree // (degree - 1))
+        layers.append(
+            LayerShape(
+                name="" if place == _OUTSIDE else paths[place],
+                block=place != _OUTSIDE and paths[place] in blocks,
+                activation_bytes=max(0, saved - cut),
+                activation_tp_bytes=min(cut, saved),
+                output_bytes=whole.output_bytes.get(place, 0),
+                tp_reduced_bytes=part.reduced_bytes.get(place, 0) if part is not None else 0,
+                flops=whole.flops.get(place, 0),
+                cast_bytes=cast,
+            )
+        )
+    return layers, whole.saved_bytes.get(LOSS, 0)
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return int(value.nbytes)
+    if isinstance(value, (list, tuple)):
+        return sum(map(_tensor_bytes, value))
+    return 0

@@ -1,0 +1,1 @@
+"""The training loop of one rank and what may happen between two steps."""

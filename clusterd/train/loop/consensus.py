@@ -1,0 +1,82 @@
+"""What all ranks must agree on after each step: the global loss, what anyone was asked to do, and what was trained.
+
+One reduction of a few numbers carries both. It is started in step k, once gradients are complete, and read after step
+k + 1, so no rank, and no GPU, waits for it; a request therefore takes effect at most two steps after it came.
+
+Where replicas could take over from a rank that dies, all ranks do wait for it before they change a parameter: whoever
+gets through knows that every rank has the gradients of this step, so that survivors are never a step apart for good.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train.process.control import SIGNALS
+
+
+class Agreement:
+    """The reduction of one step, under way.
+
+    Args:
+        flags: of `SIGNALS`, in their order.
+        lacking: names of the parameters that got no gradient here.
+    """
+
+    def __init__(self, loss: torch.Tensor, flags: list[float], lacking: Sequence[str] = ()) -> None:
+        device = loss.device
+        self.lacking = list(lacking)
+        # Whole numbers, whose sum differs, almost surely, when what any rank lacks does.
+        odd = float(sum(zlib.crc32(name.encode()) for name in self.lacking) % (1 << 32))
+        self._vector = torch.stack(
+            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (odd, *flags))]
+        )
+        self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
+        self._event: Any = None
+        if device.type == "cuda":
+            # Read through a side stream: the next step's kernels, queued on the main one, are not waited for.
+            side = _side_stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                if self._work is not None:
+                    self._work.wait()
+                self._host = torch.empty(self._vector.shape, dtype=torch.float64, pin_memory=True)
+                self._host.copy_(self._vector, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record(side)
+                self._vector.record_stream(side)
+
+    def wait(self) -> None:
+        """Until all ranks have come here."""
+        if self._event is not None:
+            self._event.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def settle(self) -> tuple[float, set[str]]:
+        """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
+        loss, _, *counts = self._values()
+        return loss, {name for name, count in zip(SIGNALS, counts, strict=True) if count > 0}
+
+    def all_lack(self) -> float:
+        """0 where every rank has a gradient for each of its parameters; else what tells such sums apart."""
+        return self._values()[1]
+
+    def _values(self) -> list[float]:
+        self.wait()
+        values: list[float] = (self._host if self._event is not None else self._vector).tolist()
+        return values
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)
+    return _side_streams[device]

@@ -1,0 +1,208 @@
+"""One training step under a plan: forward, backward, gradients complete, clip, update."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from clusterd.train.data.loader import check_cut, cut, micro_batch_sizes
+from clusterd.train.loop.clip import clip_gradients
+from clusterd.train.loop.phases import PhaseClock
+from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.buffers import spare_first_pass
+from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.parallel.pipeline_send import send_row_by_row
+from clusterd.train.process.exits import PlanRefused, Refused
+from clusterd.train.process.job import LossFunction
+from plans.plan import Coordinates
+
+
+class Stepper:
+    """Steps of one rank.
+
+    Loss and gradient of a step are those of the mean over the global batch, whatever the shares: the mean over a
+    micro-batch of m samples counts m / global_batch.
+
+    Attributes:
+        complete: between the end of the gradients and the end of the update: what is left of the step needs no peer.
+        updating: between the first change of a parameter and the last; a step that fails there leaves neither the old
+            state nor the new one.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        optimizer: RankOptimizer,
+        scheduler: Any,
+        loss: LossFunction,
+        *,
+        coordinates: Coordinates,
+        global_batch: int,
+        clip_norm: float | None,
+    ) -> None:
+        if scheduler is not None:
+            try:
+                inspect.signature(scheduler.step).bind()
+            except TypeError:
+                raise Refused(
+                    f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
+                ) from None
+        plan = parallel.plan
+        self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, _scalar(loss)
+        self._stage = coordinates.stage
+        self.complete = self.updating = False
+        self.phases = PhaseClock(parallel.device)
+        self._global_batch, self._clip_norm = global_batch, clip_norm
+        self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
+        self._checks = plan.accumulation > 1  # whether batches can be cut, by the first one
+        self._gradient_factor = plan.dp if parallel.averages else 1
+        self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
+        self._pipeline_stage: Any = None
+        self._quiet: dict[str, bool] = {}
+        self._schedule = self._pipeline() if plan.pp > 1 else None
+        # Shards of one replica have the same loss; it is counted once.
+        self._counts_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
+
+    @property
+    def wants_inputs(self) -> bool:
+        """Whether this stage reads samples at all; those in the middle of a pipeline do not."""
+        return self._stage in (0, self._parallel.plan.pp - 1)
+
+    def step(self, inputs: Any, targets: Any, agree: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+        """One step on this replica's share of a global batch.
+
+        Args:
+            agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
+                the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
+        Raises:
+            PlanRefused: micro-batches cannot be cut from such batches.
+        """
+        if self._checks and self.wants_inputs:
+            for part in (inputs, targets):
+                check_cut(part, sum(self._sizes))
+            self._checks = False
+        self.complete = False
+        self._optimizer.zero_grad()
+        self._parallel.settle()
+        loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
+        self._parallel.finish_gradients()
+        self.phases.lap("sync")
+        if self._clip_norm is not None:
+            clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
+        self.complete = True
+        agree(loss if self._counts_loss else torch.zeros_like(loss))
+        self.phases.lap("agree")
+        self.update()
+        self.phases.lap("optimizer")
+
+    def update(self) -> None:
+        """The end of a step: parameters follow their gradients."""
+        self.updating = True
+        self._optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self.complete = self.updating = False
+
+    def clear(self, *, gradients: bool) -> None:
+        """Gives up activations, and what torch keeps of the device's memory for another step.
+
+        Args:
+            gradients: those too; the step that they were for can be made again.
+        """
+        if gradients:
+            self._optimizer.zero_grad()
+        if self._pipeline_stage is not None:
+            self._pipeline_stage.clear_runtime_states()
+        if self._parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def rehearse(self, inputs: Any, targets: Any) -> None:
+        """A step that means nothing, for what torch makes at the first one: connections, buckets, shapes, kernels.
+
+        Every rank of the plan must take part. Parameters and optimizer state are worth nothing afterwards.
+        """
+        scheduler, self._scheduler = self._scheduler, None
+        self.step(inputs, targets)
+        self._scheduler = scheduler
+        self._optimizer.make_state()
+        self._parallel.settle()
+
+    def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
+        total = torch.zeros((), device=self._parallel.device)
+        start = 0
+        for index, size in enumerate(self._sizes):
+            stop = start + size
+            # A batch in one piece is the script's own, whatever it has made it of.
+            some, wanted = (cut(part, start, stop) if len(self._sizes) > 1 else part for part in (inputs, targets))
+            with self._parallel.last_of(index):
+                loss = self._loss(self._parallel.runner(some), wanted) * (size / self._global_batch)
+                self.phases.lap("forward")
+                (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
+            self.phases.lap("backward")
+            total += loss.detach()
+            start = stop
+        return total
+
+    def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
+        loss = self._scheduled(inputs, targets)
+        self.phases.lap("pipeline")
+        return loss
+
+    def _scheduled(self, inputs: Any, targets: Any) -> torch.Tensor:
+        assert self._schedule is not None
+        device = self._parallel.device
+        if self._stage == 0:
+            self._schedule.step(inputs, **self._quiet)
+        elif self._stage == self._parallel.plan.pp - 1:
+            losses: list[torch.Tensor] = []
+            self._schedule.step(target=targets, losses=losses, **self._quiet)
+            return torch.stack([loss.detach() for loss in losses]).sum().float() / self._gradient_factor
+        else:
+            self._schedule.step(**self._quiet)
+        return torch.zeros((), device=device)
+
+    def _pipeline(self) -> Any:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+        parallel, plan = self._parallel, self._parallel.plan
+        send_row_by_row(parallel.runner)
+        spare_first_pass(parallel.runner, parallel.device)
+        stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
+        if parallel.device.type == "cpu":
+            # A greeting that makes NCCL's communicators. torch before 2.10 sends 8 bytes for 4, at which gloo ends the
+            # process.
+            stage._get_init_p2p_neighbors_ops = list
+        self._pipeline_stage = stage
+        kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+        # Outputs are not wanted; torch before 2.10 gives them all the same, and hands the word on to the model.
+        knows = "return_outputs" in inspect.signature(kind.step).parameters
+        self._quiet = {"return_outputs": False} if knows else {}
+        # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
+        # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
+        factor = self._gradient_factor * self._sizes[0] / self._global_batch
+        try:
+            return kind(
+                stage,
+                n_microbatches=plan.accumulation,
+                loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
+                scale_grads=False,
+            )
+        except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
+            raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
+
+
+def _scalar(loss: LossFunction) -> LossFunction:
+    """The loss as a tensor without dimensions; `Refused` is raised of what is no mean over the samples given."""
+
+    def computed(outputs: Any, targets: Any) -> torch.Tensor:
+        value = loss(outputs, targets)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            is_what = f"a tensor of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise Refused(f"loss returned {is_what}; it must return the mean over the samples it is given, a scalar")
+        return value.reshape(())
+
+    return computed

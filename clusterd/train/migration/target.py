@@ -1,0 +1,298 @@
+"""The new side of a move: everything is made while the old ranks train, then filled from what they hand over.
+
+A rank in standby has no values of its own. It builds the model without them, meets the other new ranks, rehearses one
+step so that nothing is left for the first real one, and then overwrites all there is: parameters, optimizer state,
+buffers, counters. Until it is told to resume it may be ended at any moment and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from clusterd.train.migration.spec import Move, sums_from_bytes
+from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.process import exits
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control, Message
+from clusterd.train.state import scalars
+from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.copy_plan import Live, copy_threads, piece_of
+from clusterd.train.state.copying import Copies, loads
+from clusterd.train.state.local_shards import check_boxes
+from clusterd.train.state.segments import Segment, give_back, room_bytes
+from plans.packing import Read
+
+POLL_S = 0.1
+
+MAPPED_AHEAD_BYTES = 256 << 20
+"""Of other ranks' segments, that a CPU rank maps before they are filled, or more, up to a share of a step's memory;
+what is beyond that is mapped source by source, and counts as this process's memory for as long as it is read."""
+PEAK_SHARE = 1.25
+
+
+class MoveFailed(exits.TrainError):
+    """This rank cannot take over; the old ones go on."""
+
+
+class Trained(Protocol):
+    """The part of `clusterd.train.rank_main.Training` that arrives."""
+
+    context: Context
+    device: torch.device
+    parallel: Parallel
+    optimizer: RankOptimizer
+    attributes: Attributes
+    scheduler: Any
+    step: int
+
+    def rehearse(self) -> None:
+        """One step that means nothing."""
+
+    def read_ahead(self) -> None:
+        """Reads the samples of the next step."""
+
+
+Arrived = TypeVar("Arrived", bound=Trained)
+
+
+class Arriving:
+    """The move that a rank in standby is for.
+
+    Attributes:
+        move_id: of that move.
+    """
+
+    def __init__(self, context: Context, control: Control) -> None:
+        assert context.move is not None
+        self._context, self._control = context, control
+        self._phase = "prepare"
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.move_id = str(context.move.get("id", ""))
+        self._mapped: dict[str, Segment] = {}  # by path
+        self._copies: dict[tuple[str, int], Copies] = {}  # out of mapped segments, by path and source
+        self._ahead_bytes = MAPPED_AHEAD_BYTES
+        self._pins = False
+        for event in ("segment", "room", "fetch_failed", "resume"):
+            control.on(event, self._messages.put)
+        control.on("connected", self._messages.put)
+        control.on("stop", self._not_needed)
+
+    def arrive(self, make: Callable[[], Arrived]) -> Arrived:
+        """Makes the rank's training and returns it at the moment at which it may go on with the next step.
+
+        Raises:
+            MoveFailed: after the daemon was told.
+            SystemExit: code 0 after SIGTERM: this rank is not needed after all.
+        """
+        try:
+            training = self._arrive(make)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            known = exits.of(error, where="")
+            full = isinstance(known, exits.DeviceOutOfMemory)
+            refused = str(known) if isinstance(known, exits.PlanRefused) else ""
+            self._control.say(
+                "failed", id=self.move_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
+            )
+            raise MoveFailed(f"move {self.move_id} failed in phase {self._phase}: {why}") from error
+        self._control.on("stop", lambda _: None)  # from now on between two steps
+        # A daemon that says it once more did not hear that this rank trains.
+        self._control.on("resume", lambda _: self._control.say_again())
+        return training
+
+    def _arrive(self, make: Callable[[], Arrived]) -> Arrived:
+        move = Move.from_dict(self._context.move or {})
+        rank = self._context.rank
+        training = make()
+        training.rehearse()
+        give_back()
+        self._pins = training.device.type == "cuda"
+        self._ahead_bytes = sys.maxsize if self._pins else max(MAPPED_AHEAD_BYTES, room_bytes(PEAK_SHARE))
+        live = check_boxes(training, move.shape, move.new_layout, rank)
+        reads = move.packing.reads(rank)
+        self._fetch(move)
+        for room in self._control.ask("segments", move=move.id).get("rooms", ()):
+            self._map(move, live, reads, room)
+        self._control.say("prepared", id=move.id, digest=move.moves.digest)
+        self._phase = "transfer"
+        metas, copied = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
+        self._phase = "verify"
+        steps = {int(meta["step"]) for meta in metas}
+        if len(steps) != 1:
+            raise ValueError(f"the old ranks ended different steps: {sorted(steps)}")
+        training.step = steps.pop()
+        scalars.restore(training, move.shape, [meta["scalars"] for meta in metas])
+        host = move.new.hosts[rank]
+        self._control.say(
+            "loaded",
+            id=move.id,
+            step=training.step,
+            verified=True,
+            bytes_local=sum(read.bytes for read in reads if read.local),
+            bytes_network=sum(fetch.bytes for fetch in move.packing.fetches(host)),
+            copied=copied,
+        )
+        self._unmap()
+        training.read_ahead()
+        self._phase = "resume"
+        while self._next()["event"] != "resume":
+            pass
+        return training
+
+    def _fetch(self, move: Move) -> None:
+        """What this host lacks, asked for by its lowest rank."""
+        rank = self._context.rank
+        host = move.new.hosts[rank]
+        fetches = move.packing.fetches(host)
+        if not fetches or move.new.hosts.index(host) != rank:
+            return
+        self._control.ask(
+            "fetch",
+            move=move.id,
+            name=move.inbox_name,
+            bytes=move.packing.inbox_bytes(host),
+            sources=[
+                {
+                    "name": move.outbox_name(fetch.source),
+                    "source": fetch.source,
+                    "address": list(move.fabric[fetch.source_host]),
+                    "ranges": [list(r) for r in fetch.ranges],
+                    "offset": fetch.offset,
+                }
+                for fetch in fetches
+            ],
+        )
+
+    def _load(self, move: Move, live: Live, reads: list[Read], threads: int) -> tuple[list[Message], list[float]]:
+        """Reads every source as it comes; returns what came with each, by source, and when it began and ended."""
+        waiting: dict[int, list[Read]] = {}
+        for read in reads:
+            waiting.setdefault(read.source, []).append(read)
+        if not waiting:
+            raise ValueError(f"rank {self._context.rank} of {move.new.plan} has nothing to read: it holds no state")
+        metas: dict[int, Message] = {}
+        began_s = 0.0
+        self._ask_what_came(move)
+        while waiting:
+            message = self._next()
+            if message["event"] == "connected":
+                self._ask_what_came(move)
+            if message.get("move") != move.id:
+                continue
+            if message["event"] == "room":
+                self._map(move, live, reads, message)
+            if message["event"] != "segment":
+                continue
+            source = int(message["source"])
+            mine = waiting.get(source, [])
+            if not mine or mine[0].local != (message["where"] == "outbox"):
+                continue
+            began_s = began_s or time.time()
+            self._read(move, live, mine, message, threads)
+            metas[source] = message["meta"]
+            del waiting[source]
+        for holding in live.values():
+            if holding.mirror is not None and (local := holding.tensors[0]) is not None:
+                holding.mirror.copy_(local)
+        return [metas[source] for source in sorted(metas)], [began_s, time.time()]
+
+    def _map(self, move: Move, live: Live, reads: list[Read], room: Message) -> None:
+        """Maps a segment that this rank will read from, while there is time, and lays out what it will copy from it.
+
+        Its own pages of it only.
+        """
+        name, path = os.path.basename(room["path"]), str(room["path"])
+        local = {move.outbox_name(read.source) for read in reads if read.local}
+        if path in self._mapped or not (name == move.inbox_name or name in local):
+            return
+        mine = [r for r in reads if (move.outbox_name(r.source) == name if r.local else name == move.inbox_name)]
+        size_bytes = sum(read.bytes for read in mine)
+        if size_bytes > self._ahead_bytes:
+            return
+        try:
+            segment = Segment(path)
+        except FileNotFoundError:
+            return  # dropped meanwhile: somebody says why
+        segment.map_in((read.offset, read.bytes) for read in mine)
+        if self._pins:
+            segment.pin(min(read.offset for read in mine), max(read.offset + read.bytes for read in mine))
+        self._mapped[path] = segment
+        self._ahead_bytes -= size_bytes
+        for source in {read.source for read in mine}:
+            self._copies[path, source] = _copies(move, live, segment, [r for r in mine if r.source == source])
+
+    def _unmap(self) -> None:
+        self._copies.clear()
+        for segment in self._mapped.values():
+            segment.close()
+        self._mapped.clear()
+
+    def _read(
+        self,
+        move: Move,
+        live: Live,
+        reads: list[Read],
+        message: Message,
+        threads: int,
+    ) -> None:
+        """The parts of one source.
+
+        Raises:
+            ValueError: a part is not what the old rank had.
+        """
+        source = int(message["source"])
+        tensors = move.moves.new.tensors
+        path = str(message["path"])
+        segment = self._mapped.get(path)
+        if segment is not None and segment.is_at(path):
+            sums = self._copies[path, source].run(threads)
+        else:
+            segment = Segment(path)
+            segment.map_in((read.offset, read.bytes) for read in reads)
+            sums = _copies(move, live, segment, reads).run(threads)
+            segment.close()
+        sent = sums_from_bytes(message["meta"]["sums"])
+        place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
+        for read, found in zip(reads, sums, strict=True):
+            low, high = read.within or (read.low, read.high)
+            if sent[place[read.tensor, low, high]] != found:
+                name = tensors[read.tensor].name
+                raise ValueError(f"{name} {list(read.low)}:{list(read.high)} from rank {source} has another sum here")
+
+    def _ask_what_came(self, move: Move) -> None:
+        """For the segments that were announced before this rank listened."""
+        for segment in self._control.ask("segments", move=move.id)["segments"]:
+            where = "inbox" if os.path.basename(segment["path"]) == move.inbox_name else "outbox"
+            self._messages.put({"event": "segment", "move": move.id, "where": where, **segment})
+
+    def _next(self) -> Message:
+        while True:
+            if self._control.requested("stop"):
+                raise SystemExit(0)
+            try:
+                message = self._messages.get(timeout=POLL_S)
+            except queue.Empty:
+                continue
+            break
+        if message["event"] == "fetch_failed" and message.get("move") == self.move_id:
+            raise ConnectionError(f"{message.get('name')}: {message.get('why')}")
+        return message
+
+    def _not_needed(self, message: Message) -> None:
+        # The main thread may wait in a collective for ranks that are gone; nothing here is worth a tidy end.
+        print(f"clusterd: not needed: {message.get('reason', '')}", flush=True)
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _copies(move: Move, live: Live, segment: Segment, reads: list[Read]) -> Copies:
+    tensors = move.moves.new.tensors
+    return loads(segment, [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads])

@@ -1,0 +1,180 @@
+"""The module of one rank: built from the factory, cut to a stage, every tensor under its global name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from clusterd.train.process.exits import PlanRefused, Refused
+from plans.sample_order import mix
+from plans.stages import split_layers
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """Consecutive layers of a model, applied in order, each at the path it has in the whole model.
+
+    A layer ``blocks.7`` of the model is ``blocks.7`` here too, so that parameter names stay global on every stage.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
+        super().__init__()
+        self._layer_paths = tuple(layers)
+        for path in layers:
+            parent: nn.Module = self
+            *containers, last = path.split(".")
+            for name in containers:
+                if name not in parent._modules:
+                    parent.add_module(name, nn.Module())
+                parent = parent.get_submodule(name)
+            parent.add_module(last, model.get_submodule(path))
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output of the last layer; a tuple is passed on as several arguments."""
+        for path in self._layer_paths:
+            outputs = self.get_submodule(path)(*inputs)
+            inputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return inputs if len(inputs) > 1 else inputs[0]
+
+
+def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) -> nn.Module:
+    """The whole model, as every rank and a lone process build it under the job's seed.
+
+    Args:
+        meta: without memory and without values, for descriptions and for layouts.
+    Raises:
+        Refused: the factory returns no module, or has made a module before under another plan's hands.
+    """
+    seed_everything(seed)
+    if meta:
+        with torch.device("meta"):
+            model = factory()
+    else:
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise Refused(f"model() returned {type(model).__name__}; it must return a torch.nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Refused(
+            "model() returned a module of TorchScript, which cannot be taken apart; give the one it is made of"
+        )
+    if lazy := next((name for name, p in model.named_parameters() if is_lazy(p)), ""):
+        raise Refused(f"{lazy} has no shape yet: have model() call its lazy modules once, or give them their sizes")
+    if not model.training:  # as `from_pretrained` gives it; parts that are to stay so are so in a model that is not
+        model.train()
+    return model
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds torch, Python and, where it is used, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    import numpy as np
+
+    np.random.seed(seed % (1 << 32))
+
+
+def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
+    """Seeds all for one step: what dropout draws depends on (seed, step, replica, stage) only.
+
+    Shards of one replica draw alike, which keeps what they hold twice equal; a repeated step draws the same again.
+    """
+    seed_everything(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
+
+
+def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
+    """Paths of the layers in order; a ModuleList counts as its items.
+
+    Raises:
+        Refused: a name is no submodule of the model.
+    """
+    paths: list[str] = []
+    for name in layers:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            have = ", ".join(n for n, _ in model.named_children())
+            raise Refused(f"layers names {name!r}, which is no submodule of the model; it has {have}") from None
+        if isinstance(module, nn.ModuleList):
+            paths += [f"{name}.{i}" for i in range(len(module))]
+        else:
+            paths.append(name)
+    return paths
+
+
+def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[list[str]]:
+    """Paths of the layers of each stage, cut by parameter bytes as `plans.stages` says.
+
+    Raises:
+        PlanRefused: there are fewer layers with parameters than stages.
+    """
+    paths = layer_paths(model, layers)
+    # A parameter that several layers share counts once, as in the model's description: both must cut alike.
+    weights = [0] * len(paths)
+    for name, parameter in named_parameters(model):
+        if (layer := layer_of(name, paths)) >= 0:
+            weights[layer] += parameter.nbytes
+    try:
+        return [[paths[i] for i in stage] for stage in split_layers(weights, stages)]
+    except ValueError as error:
+        raise PlanRefused(str(error)) from None
+
+
+def layer_of(name: str, paths: Sequence[str]) -> int:
+    """Index of the layer in which a parameter or a buffer lies; -1: in none."""
+    return next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1)
+
+
+def block_paths(model: nn.Module) -> list[str]:
+    """Paths of the repeated blocks (items of the outermost module lists): the units of sharding and of recomputing.
+
+    A list of lists has the items of these. A model without a list has its direct children as blocks. A container
+    that is never called is no block: nothing would put its parameters together.
+    """
+    found: list[str] = []
+
+    def walk(module: nn.Module, prefix: str, listed: bool) -> None:
+        for name, child in module.named_children():
+            if listed and _is_called(child):
+                found.append(f"{prefix}{name}")
+                continue
+            # A stage holds the items of a list in a plain container with numbered children.
+            numbered = type(child) is nn.Module and all(n.isdigit() for n, _ in child.named_children())
+            items = numbered or isinstance(child, (nn.ModuleList, nn.Sequential))
+            walk(child, f"{prefix}{name}.", listed or items)
+
+    walk(model, "", listed=False)
+    return found or [name for name, child in model.named_children() if _is_called(child)]
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)  # as torch.compile has it
+
+
+def global_name(name: str) -> str:
+    """A parameter's name without the prefixes that wrappers add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+    """Parameters under their global names, each once."""
+    for name, parameter in module.named_parameters():
+        yield global_name(name), parameter
+
+
+def fingerprint(model: nn.Module) -> int:
+    """A number that differs, almost surely, when initial weights do: a few values of every parameter."""
+    total = 0
+    for index, (_, parameter) in enumerate(named_parameters(model)):
+        flat = parameter.detach().reshape(-1)
+        probe = flat[:: max(1, flat.numel() // 16)][:16].double()
+        bits = probe.view(torch.int64)
+        total = (total * 31 + int(bits.sum()) + index) % (1 << 62)
+    return total

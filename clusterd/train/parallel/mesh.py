@@ -1,0 +1,129 @@
+"""Process groups and the mesh of a plan; made and destroyed as one thing."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from clusterd.train.process import exits
+from clusterd.train.process.context import Context
+from clusterd.train.process.exits import NoTorch
+
+RENDEZVOUS_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+
+def device_of(context: Context) -> torch.device:
+    """This rank's device; CUDA is initialised here, and not before.
+
+    Raises:
+        NoTorch: a CUDA device was given, and torch sees none or cannot compute on it.
+    """
+    kind = context.device_kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    if context.threads:
+        torch.set_num_threads(context.threads)
+    if kind != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = torch.version.cuda or "none"
+        raise NoTorch(
+            f"{context} has a CUDA device, but torch {torch.__version__} (CUDA {built}) can use none; "
+            "the job's Python needs a torch built for this driver"
+        )
+    # The agent makes exactly one device visible; torchrun makes all.
+    device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device).add_(1).item()  # a driver may list what it can run nothing on
+    except RuntimeError as error:
+        if exits.of(error, where="") is not None:
+            raise
+        raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
+    return device
+
+
+@contextmanager
+def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
+    """The mesh (pp, dp, tp) of the context's plan, None for a lone process that needs none.
+
+    All groups are destroyed at the end: they hold threads and sockets.
+
+    Raises:
+        PortTaken: rank 0 cannot listen on the rendezvous port.
+    """
+    plan = context.plan
+    if context.world_size == 1 and plan.zero < 2:
+        yield None
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
+    options["timeout"] = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    # No device_id: with two backends torch would split the mesh's groups from the first one, which it cannot
+    # (pytorch issue 159200).
+    try:
+        if context.world_size == 1:
+            options["store"] = dist.HashStore()
+        elif context.launcher == "torchrun":
+            options["init_method"] = "env://"
+        else:
+            options["store"] = _store(context)
+        dist.init_process_group(backend, **options)
+    except Exception as error:
+        refusal = exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}")
+        if refusal is None:
+            raise
+        raise refusal from error
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.tp), mesh_dim_names=("pp", "dp", "tp"))
+        if device.type == "cuda":
+            used = [mesh[name] for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+            _connect([None, *(part.get_group() for part in used)], device)
+        yield mesh
+    except BaseException:
+        # NCCL waits for ranks that may be gone; the process is about to end anyway.
+        if device.type == "cpu":
+            dist.destroy_process_group()
+        raise
+    if dist.is_initialized():  # and not torn down because peers were said to be gone
+        dist.destroy_process_group()
+
+
+def _connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Has NCCL make its communicators, which it does at the first collective, in one order on every rank.
+
+    Left to the training, a pipeline's would come up with messages between two of its stages, which not all of its
+    ranks take part in.
+    """
+    one = torch.ones(1, device=device)
+    for group in groups:
+        dist.all_reduce(one, group=group)
+    torch.cuda.synchronize(device)
+
+
+def _store(context: Context) -> Any:
+    store = dist.TCPStore(
+        context.master_addr,
+        context.master_port,
+        context.world_size,
+        is_master=context.rank == 0,
+        timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        wait_for_workers=False,
+    )
+    # A rank of an older generation that is slow to die must not meet ranks of this one.
+    return dist.PrefixStore(f"{context.job}.{context.attempt}.{context.generation}", store)
+
+
+def same_everywhere(value: int, device: torch.device) -> bool:
+    """Whether all ranks hold the same number (below 2**62)."""
+    if not dist.is_initialized():
+        return True
+    pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(pair, op=dist.ReduceOp.MAX)
+    return int(pair[0]) == -int(pair[1])

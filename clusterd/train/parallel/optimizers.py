@@ -1,0 +1,180 @@
+"""The optimizer under a plan: over what lies on this rank, sharded (ZeRO-1), or in host memory.
+
+An optimizer is always built over plain local tensors that share memory with the shards on this rank: torch's
+fused and foreach kernels then run at full speed, whatever mixture of shards and whole tensors a plan makes. For
+optimizers that treat every element alike this changes nothing; others are refused under plans that cut tensors
+(`clusterd.train.inspect.describe` finds out which are).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
+from clusterd.train.parallel.optimizer_slots import made
+from clusterd.train.process.exits import PlanRefused
+from clusterd.train.process.job import OptimizerFactory
+
+MAKE_STATE_BYTES = 64 << 20
+"""Of gradients at a time: a rank that waits needs no second copy of its parameters."""
+
+
+class RankOptimizer:
+    """The job's optimizer on this rank.
+
+    Attributes:
+        optimizer: what the factory made (under ZeRO-1: torch's ZeroRedundancyOptimizer around it); a scheduler
+            works on it.
+        in_host_memory: whether it works on copies of the parameters there (offload=optimizer).
+        local: (global name, parameter, the plain tensor that the optimizer works on), of every trainable parameter.
+    """
+
+    def __init__(self, parallel: Parallel, factory: OptimizerFactory) -> None:
+        self._parallel = parallel
+        self.in_host_memory = parallel.plan.offload == "optimizer"
+        self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
+            (name, parameter, self._plain(name, parameter))
+            for name, parameter in parallel.parameters
+            if parameter.requires_grad
+        ]
+        plain = [p for _, _, p in self.local]
+        if parallel.plan.zero == 1:
+            are_whole = all(plain is parameter for _, parameter, plain in self.local)
+            self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
+        else:
+            self.optimizer = made(factory, plain)
+
+    def step(self) -> None:
+        """One update of the parameters from their gradients."""
+        for _, parameter, plain in self.local:
+            if plain is parameter:
+                continue
+            if parameter.grad is None:
+                plain.grad = None
+                continue
+            gradient = local_gradient(parameter)
+            if self.in_host_memory and gradient.is_sparse:
+                plain.grad = gradient.to("cpu")
+            elif self.in_host_memory:
+                if plain.grad is None:
+                    plain.grad = _host_like(gradient)
+                plain.grad.copy_(gradient, non_blocking=True)
+            else:
+                # FSDP2 may move a shard to new memory at its first forward pass.
+                plain.data = local_tensor(parameter.detach())
+                plain.grad = gradient
+        if self.in_host_memory and self._parallel.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.optimizer.step()
+        if self.in_host_memory:
+            with torch.no_grad():
+                for _, parameter, plain in self.local:
+                    local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
+
+    def make_state(self) -> None:
+        """Makes the optimizer keep what it keeps for every parameter, by updates that mean nothing, a few at a time.
+
+        For an optimizer whose state and whose parameters are then overwritten.
+        """
+        self.zero_grad()
+        holder = self.holder
+        lacking = [p for g in holder.param_groups for p in g["params"] if not holder.state.get(p)]
+        while lacking:
+            few, size = [], 0
+            while lacking and size < MAKE_STATE_BYTES:
+                few.append(lacking.pop())
+                size += few[-1].nbytes
+            for plain in few:
+                plain.grad = torch.zeros_like(plain)
+            holder.step()
+            for plain in few:
+                plain.grad = None
+
+    def zero_grad(self) -> None:
+        """Frees all gradients."""
+        for _, parameter, plain in self.local:
+            parameter.grad = None
+            if not self.in_host_memory:
+                plain.grad = None
+
+    def state_by_name(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps on this rank, by global parameter name and slot; boxes are the parameters'.
+
+        Under ZeRO-1 only the parameters that this rank updates are there.
+        """
+        state = self.holder.state
+        return {name: dict(state[plain]) for name, _, plain in self.local if plain in state}
+
+    @property
+    def holder(self) -> torch.optim.Optimizer:
+        """The optimizer that keeps this rank's state: under ZeRO-1 the one inside."""
+        inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
+        return inner
+
+    def updated(self) -> set[str]:
+        """Global names of the parameters whose state is this rank's to keep."""
+        here = {id(p) for group in self.holder.param_groups for p in group["params"]}
+        return {name for name, _, plain in self.local if id(plain) in here}
+
+    def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        local = local_tensor(parameter.detach())
+        if self.in_host_memory:
+            plain = nn.Parameter(_host_like(local).copy_(local))
+        elif hasattr(parameter, "placements"):
+            plain = nn.Parameter(local)
+        else:
+            return parameter
+        vars(plain).update(self._parallel.marks[name])  # by which the factory may choose groups
+        return plain
+
+
+def holding_tensors(optimizer: torch.optim.Optimizer) -> str:
+    """The attribute in which an optimizer keeps tensors that are neither parameters nor in its `state`; empty: none."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.numel() > 1)
+        if name not in ("state", "param_groups", "defaults") and any(id(t) not in known for t in tensors):
+            return str(name)
+    return ""
+
+
+def _host_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for `tensor`; pinned where a GPU copies from it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+
+
+def _sharded(
+    factory: OptimizerFactory, parameters: list[nn.Parameter], group: Any, are_whole: bool
+) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    whole = made(factory, parameters)
+    if own := holding_tensors(whole):
+        raise PlanRefused(
+            f"zero=1 gives each replica some of the parameters, and {type(whole).__name__} keeps tensors for all of "
+            f"them in its attribute {own}: have it keep them in `state`"
+        )
+
+    def over(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the
+        # arguments already, so an optimizer made by the factory and given these groups is the one wanted.
+        mine = factory(parameters)
+        for group, given in zip(mine.param_groups, groups, strict=True):
+            group.update(given)  # the same map: an optimizer within this one may hold it too
+        return mine
+
+    sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(
+        whole.param_groups,
+        optimizer_class=over,
+        process_group=group,
+        # One message per rank instead of one per parameter. It gives parameters new memory: shards of a DTensor, which
+        # share theirs with it, would be updated and never seen; and torch has it for parameters of one type only.
+        parameters_as_bucket_view=are_whole and len({p.dtype for p in parameters}) == 1,
+    )
+    sharded.defaults.update(whole.defaults)  # schedulers look there for what the optimizer has: momentum, betas
+    return sharded

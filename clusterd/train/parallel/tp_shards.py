@@ -1,0 +1,56 @@
+"""What tensor parallelism cuts of a model, and a model with what one rank would have of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE, SPLITTING, WHOLE, styles_in
+from clusterd.train.process.exits import Refused
+
+
+def cuts(model: nn.Module, tp_plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, int], str]:
+    """Styles, cut dimensions, and why there is no tensor parallelism, which rules out no other plan.
+
+    Plans come with models, and have words for what torch does not carry (experts, packed weights).
+    """
+    try:
+        styles = styles_in(tp_plan, model)
+        return styles, _tp_dims(model, styles), ""
+    except Refused as error:
+        return {}, {}, str(error)
+
+
+def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
+    """The cut dimension of every cut parameter: torch's own rules for Linear and Embedding."""
+    dims: dict[str, int] = {}
+    for name, word in styles.items():
+        module = model.get_submodule(name)
+        if word in WHOLE:
+            continue
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            raise Refused(f"tp_plan cuts {name!r}, a {type(module).__name__}; torch cuts Linear and Embedding")
+        rowwise = word in ROWWISE
+        dims[f"{name}.weight"] = int(rowwise) if isinstance(module, nn.Linear) else int(not rowwise)
+        if getattr(module, "bias", None) is not None and not rowwise:
+            dims[f"{name}.bias"] = 0
+    return dims
+
+
+def cut(model: nn.Module, styles: dict[str, str], degree: int) -> None:
+    """Puts shards of one rank in place of the whole tensors, and what torch does around them as shapes only."""
+    for name, dim in _tp_dims(model, styles).items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        parameter = getattr(module, attribute)
+        shape = list(parameter.shape)
+        shape[dim] //= degree
+        setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=parameter.dtype)))
+    for path, word in styles.items():
+        module = model.get_submodule(path)
+        if word in GATHERING:
+            module.register_forward_hook(lambda _m, _i, out: torch.cat([out] * degree, dim=-1))
+        if word in SPLITTING and isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _m, args: (args[0].chunk(degree, dim=-1)[0], *args[1:]))

@@ -1,0 +1,123 @@
+"""Where this process stands: the agent's rank file, torchrun's environment, or alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clusterd.train.process.exits import PlanRefused
+from plans.plan import Coordinates, Plan, PlanError
+
+_ALONE = Plan()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a rank is told from outside; everything else it derives."""
+
+    launcher: str = "alone"  # "clusterd", "torchrun" or "alone"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    plan: Plan = _ALONE
+    device_kind: str = ""  # "cuda", "cpu", or "": cuda where there is one
+    threads: int = 0  # of intra-op parallelism; 0: as torch finds it
+    master_addr: str = ""
+    master_port: int = 0
+    job: str = ""
+    attempt: Any = ""
+    generation: int = 0
+    directory: Path | None = None  # of the attempt on this host
+    steps_file: Path | None = None
+    control_socket: str = ""
+    token: str = ""
+    standby: bool = False  # made for a move, to take over from the ranks that train now
+    move: dict[str, Any] | None = None
+    snapshot_every: int = 0  # steps between snapshots in memory; 0: none
+    probe: bool = False  # device and links are to be measured first
+    hosts: int = 1  # of the ranks
+    restore: str = ""  # directory of the checkpoint to go on from
+    final: str = ""  # directory of the checkpoint to leave at the end
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Of this rank in its plan."""
+        return self.plan.coordinates(self.rank)
+
+    def __str__(self) -> str:
+        """For messages: which rank, of what."""
+        return f"rank {self.rank} of {self.world_size} ({self.plan})"
+
+
+def read(environ: Mapping[str, str] | None = None) -> Context:
+    """This process's context.
+
+    Raises:
+        PlanRefused: the plan named there is none, or has another number of ranks.
+    """
+    environ = os.environ if environ is None else environ
+    if path := environ.get("CLUSTERD_RANK_FILE"):
+        return _checked(_of_rank_file(json.loads(Path(path).read_text(encoding="utf-8"))))
+    rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    return _checked(
+        Context(
+            launcher="torchrun" if "WORLD_SIZE" in environ else "alone",
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            plan=_plan(environ.get("CLUSTERD_PLAN", ""), world_size),
+            device_kind=environ.get("CLUSTERD_DEVICE", ""),
+            steps_file=Path(environ["CLUSTERD_STEPS_FILE"]) if environ.get("CLUSTERD_STEPS_FILE") else None,
+        )
+    )
+
+
+def _of_rank_file(values: dict[str, Any]) -> Context:
+    device = values.get("device") or {}
+    world_size = int(values["world_size"])
+    return Context(
+        launcher="clusterd",
+        rank=int(values["rank"]),
+        world_size=world_size,
+        local_rank=int(values.get("local_rank", 0)),
+        plan=_plan(values.get("plan"), world_size),
+        device_kind=device.get("kind", ""),
+        threads=int(device.get("threads") or 0),
+        master_addr=values.get("master_addr") or "127.0.0.1",
+        master_port=int(values.get("master_port") or 0),
+        job=str(values["job"]),
+        attempt=values["attempt"],
+        generation=int(values.get("generation", 0)),
+        directory=Path(values["directory"]) if values.get("directory") else None,
+        steps_file=Path(values["steps_file"]) if values.get("steps_file") else None,
+        control_socket=values.get("control_socket") or "",
+        token=values.get("token") or "",
+        standby=bool(values.get("standby")),
+        move=values.get("move") or None,
+        snapshot_every=int(values.get("snapshot_every") or 0),
+        probe=bool(values.get("probe")),
+        hosts=int(values.get("hosts") or 1),
+        restore=values.get("restore") or "",
+        final=values.get("final") or "",
+    )
+
+
+def _plan(given: str | dict[str, Any] | None, world_size: int) -> Plan:
+    try:
+        if not given:
+            return Plan(dp=world_size)
+        return Plan.parse(given) if isinstance(given, str) else Plan.from_dict(given)
+    except (PlanError, TypeError) as error:
+        raise PlanRefused(f"the plan {given!r} is none: {error}") from error
+
+
+def _checked(context: Context) -> Context:
+    if context.plan.ranks != context.world_size:
+        raise PlanRefused(
+            f"the plan {context.plan} has {context.plan.ranks} ranks, but {context.world_size} were started"
+        )
+    return context

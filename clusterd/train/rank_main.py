@@ -1,0 +1,296 @@
+"""The training loop of one rank, from the rank file to the last step."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clusterd.train.checkpoint import dcp, dcp_files, export
+from clusterd.train.data import loader
+from clusterd.train.inspect import describe, loss_mean
+from clusterd.train.loop.step import Stepper
+from clusterd.train.loop.training_loop import Loop, StepSeen
+from clusterd.train.migration.target import Arriving
+from clusterd.train.parallel import build, precision
+from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.mesh import device_of, process_groups, same_everywhere
+from clusterd.train.parallel.meta_build import build_blank
+from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.process import context as contexts
+from clusterd.train.process import exits
+from clusterd.train.process.context import Context
+from clusterd.train.process.control import Control, sigterm_asks_to_stop
+from clusterd.train.process.exits import PlanRefused, Refused, TrainError
+from clusterd.train.process.job import Job, Outcome
+from clusterd.train.process.probe import probe
+from clusterd.train.process.run_in_fork import apart
+from clusterd.train.process.steps_log import StepsLog
+from clusterd.train.state.attributes import Attributes
+from plans import legality
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+
+class Training:
+    """A job under a plan on this rank, between steps: what a migration takes apart and puts together.
+
+    Attributes:
+        parallel: the module and how it is spread; its parameters bear global names.
+        optimizer: the optimizer over this rank's shards.
+        attributes: what the modules and the optimizer count.
+        step: number of the last step done; with the seed, all there is of the data position and the RNG.
+
+    Args:
+        blank: without values; they come from elsewhere.
+        shape: of the whole model, where it is known.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        context: Context,
+        device: torch.device,
+        mesh: Any,
+        *,
+        blank: bool = False,
+        shape: ModelShape | None = None,
+    ) -> None:
+        plan = context.plan
+        self.job, self.context, self.device, self.step = job, context, device, 0
+        self._ahead: Iterator[tuple[Any, Any]] | None = None
+        self._shape = shape
+        model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
+        if not blank and not same_everywhere(build.fingerprint(model), device):
+            raise PlanRefused(
+                "model() made different weights on different ranks; it must draw them from torch's generator only"
+            )
+        if plan.pp > 1:
+            model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
+        model.forward = precision.under(job.precision, device.type, model.forward)
+        modules = dict(model.named_modules())  # some plans wrap them, under other names
+        self.parallel = Parallel(
+            model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
+        )
+        if plan != Plan():
+            self.parallel.watch(self.shape)
+        if not any(p.requires_grad for _, p in self.parallel.parameters):
+            raise Refused("the model has no parameter that trains (requires_grad is False of all)")
+        self.optimizer = RankOptimizer(self.parallel, job.optimizer)
+        self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
+        self.attributes = Attributes(modules, self.optimizer.holder, job.loss)
+        self.stepper = Stepper(
+            self.parallel,
+            self.optimizer,
+            self.scheduler,
+            precision.under(job.precision, device.type, job.loss),
+            coordinates=context.coordinates,
+            global_batch=job.global_batch,
+            clip_norm=job.clip_norm,
+        )
+
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """This replica's share of each step that is left."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            return ahead
+        if not self.stepper.wants_inputs:
+            return itertools.repeat((None, None), self.job.steps - self.step)
+        return loader.batches(
+            self.job.data,
+            self.context.plan,
+            self.context.coordinates.replica,
+            self.device,
+            global_batch=self.job.global_batch,
+            seed=self.job.seed,
+            first_step=self.step,
+            steps=self.job.steps,
+            num_workers=self.job.num_workers,
+            collate_fn=self.job.collate_fn,
+        )
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model."""
+        if self._shape is None:
+            self._shape = apart(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
+        return self._shape
+
+    def read_ahead(self) -> None:
+        """Reads the samples of the next step, so that it need not wait for them."""
+        left = iter(self.batches())
+        self._ahead = itertools.chain([first], left) if (first := next(left, None)) is not None else left
+
+    def rehearse(self) -> None:
+        """A step on copies of the first sample; see `Stepper.rehearse`."""
+        share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
+        batch: tuple[Any, Any] = (None, None)
+        if self.stepper.wants_inputs:
+            inputs, targets = loader.pair(self.job.collate_fn([self.job.data[0]] * share))
+            batch = loader.moved(inputs, self.device), loader.moved(targets, self.device)
+        self.stepper.rehearse(*batch)
+
+
+AtEnd = Callable[[Training], None]
+"""Called on every rank after its last step, while the ranks still hold together."""
+
+
+def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
+    """Trains `job` as the surroundings say, to its last step or until it is stopped.
+
+    Under clusterd a stop ends the process (exit code 0); elsewhere it returns.
+
+    Raises:
+        SystemExit: 93 to 98 where this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
+    """
+    control = None
+    try:
+        precision.check(job.precision)
+        context = contexts.read()
+        if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
+            write_description(job, context.directory)  # asked before the first launch, to choose a plan by
+            raise SystemExit(0)
+        refuse_again(context)
+        control = Control(context)
+        control.start()
+        with sigterm_asks_to_stop(control):
+            outcome = train(job, context, control, _log(job, context), at_end)
+    except Exception as error:
+        refusal = exits.of(error, where=str(context) if control is not None else "starting")
+        if control is not None:
+            reason = refusal.reason if refusal is not None else "exit"
+            message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
+            control.tell_failure(reason, message)
+        if refusal is None:
+            raise
+        exits.leave(refusal)
+    finally:
+        if control is not None:
+            control.close()
+    if outcome.stopped and context.launcher == "clusterd":
+        raise SystemExit(0)
+    return outcome
+
+
+def refuse_again(context: Context) -> None:
+    """A job has one training: what is known of it, and where it stands, is known of that one.
+
+    Raises:
+        TrainError: this process has had it.
+    """
+    if context.launcher != "clusterd":
+        return
+    had = (context.directory, context.attempt, context.generation, context.rank)
+    if had in _had:
+        raise TrainError(
+            "clusterd.train.run was called a second time: a job trains once; make the second a job --after it"
+        )
+    _had.add(had)
+
+
+_had: set[tuple[Path | None, Any, int, int]] = set()
+
+
+def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: AtEnd | None = None) -> Outcome:
+    """The loop of one rank, from process groups made to process groups destroyed."""
+    arriving = Arriving(context, control) if context.standby and context.move is not None else None
+    shape = ModelShape.from_dict(context.move["shape"]) if context.move is not None else None
+    shape = refuse_illegal(job, context, shape)
+    if context.rank == 0 and job.save is not None:
+        export.check(job.save)  # also of a rank in standby: its move fails, and not the job after the switch
+    if context.final:
+        dcp_files.check(context.final)
+    device = device_of(context)
+    with process_groups(context, device) as mesh:
+        if arriving is not None:
+            training = arriving.arrive(lambda: Training(job, context, device, mesh, blank=True, shape=shape))
+        else:
+            training = Training(job, context, device, mesh, blank=bool(context.restore), shape=shape)
+            if context.restore:
+                training.optimizer.make_state()
+                dcp.restore(training, training.shape, context.restore)
+        control.tell({"event": "ready"})
+        if context.probe and arriving is None:
+            figures = probe(device, context.hosts, precision.dtype_of(job.precision))
+            if context.rank == 0:
+                control.say("probe", figures=figures)
+        loop = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "")
+        outcome = loop.run()
+        if outcome.done:
+            try:
+                if job.save is not None:
+                    export.save(training, job.save)
+            finally:  # neither is lost with the other
+                loop.leave_checkpoint()
+        if at_end is not None:
+            at_end(training)
+        return outcome
+
+
+def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
+    """Every rank checks the plan for itself, before it meets the others: none is left waiting for one that refused.
+
+    Args:
+        shape: of the model, if it is known already.
+    Returns:
+        The shape, if it is known now.
+    Raises:
+        PlanRefused: with all the reasons.
+    """
+    plan = context.plan
+    # A job of ours may move, for which the shape is needed; later there may be threads and a GPU, which do not fork.
+    if shape is None and (plan != Plan() or context.launcher == "clusterd"):
+        degrees = [plan.tp] if plan.tp > 1 else []
+        shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
+    if reasons := legality.check(plan, shape, global_batch=job.global_batch):
+        raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
+    if context.rank == 0 and shape is not None:
+        _tell_what_differs(plan, shape)
+    return shape
+
+
+def _tell_what_differs(plan: Plan, shape: ModelShape) -> None:
+    """Where a legal plan does not train as one process does."""
+    if shape.counted and plan.accumulation > 1:
+        print(
+            f"clusterd: each forward pass changes {shape.counted}, and there are {plan.accumulation} of them in a step "
+            f"under {plan}: where losses depend on it, they are others than in one process",
+            flush=True,
+        )
+    if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
+        print(
+            "clusterd: the loss of a batch is not the mean over its samples (does it divide by what counts in them, or "
+            f"compare them?): losses and gradients are others under {plan} than in one process",
+            flush=True,
+        )
+
+
+def write_description(job: Job, directory: Path) -> None:
+    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory."""
+    # Under which software its steps take so long: what is measured under one does not hold under another.
+    environment = f"torch {torch.__version__}, python {sys.version_info.major}.{sys.version_info.minor}"
+    text = json.dumps({**describe.describe(job).to_dict(), "environment": environment})
+    part = directory / "model.json.part"
+    part.write_text(text, encoding="utf-8")
+    part.replace(directory / "model.json")
+
+
+def _log(job: Job, context: Context) -> StepSeen:
+    if context.rank != 0:
+        return lambda *_: None
+    log: StepsLog | None = None
+
+    def seen(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+        nonlocal log
+        if log is None:  # which step is the first is known when it is done
+            plan, path = str(context.plan), context.steps_file
+            log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
+        log.step(step, loss, time_s, details)
+
+    return seen

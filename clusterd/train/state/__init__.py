@@ -1,0 +1,1 @@
+"""Training state as named tensor shards and scalars."""

@@ -1,0 +1,64 @@
+"""From what a rank holds and what a move says to what is copied where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clusterd.train.state.copying import Copies, Piece, narrowed
+from clusterd.train.state.local_shards import Holding
+from plans.layout import Tensor
+from plans.packing import Part, Read
+
+COPY_THREADS_MAX = 8
+
+Live = dict[tuple[str, str], Holding]
+"""What a rank holds, by global name and kind."""
+
+Whereabouts = dict[tuple[str, str], tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Copies that are good for as long as what they copy lies where it lay."""
+
+    copies: Copies
+    whereabouts: Whereabouts
+
+
+def whereabouts(live: Live) -> Whereabouts:
+    """Equal as long as the same boxes lie in the same memory."""
+    return {
+        key: (
+            holding.box,
+            *(None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in holding.tensors),
+        )
+        for key, holding in live.items()
+    }
+
+
+def piece_of(part: Part | Read, tensor: Tensor, live: Live, offset: int) -> Piece:
+    """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
+    holding = live[tensor.name, tensor.kind]
+    within = getattr(part, "within", None)
+    origin = [low for low, _ in holding.box]
+    return Piece(
+        offset,
+        tuple(None if t is None else narrowed(t, part.low, part.high, origin) for t in holding.tensors),
+        part.bytes,
+        None if within is None else (_extent(within), tuple(a - b for a, b in zip(part.low, within[0], strict=True))),
+    )
+
+
+def _extent(box: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(high - low for low, high in zip(*box, strict=True))
+
+
+def copy_threads(hosts: Sequence[str], rank: int) -> int:
+    """How many threads a rank copies with: its own cores, or its share of the host's."""
+    cores = len(os.sched_getaffinity(0))
+    if cores == os.cpu_count():
+        cores //= hosts.count(hosts[rank])
+    return max(1, min(COPY_THREADS_MAX, cores))
