@@ -18,7 +18,7 @@ import msgspec
 from clusterd import projection
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Batch, Scheduler
-from clusterd.daemon.journal import MIGRATIONS, SELECT_BATCHES, batches
+from clusterd.daemon.journal.journal import MIGRATIONS, SELECT_BATCHES, batches
 from clusterd.errors import ClusterError, UsageError
 
 Item = dict[str, Any]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tui.playback import Player
 
 SILENCE_S = 15.0
-"""The daemon says at least every 5 s that it lives (`clusterd.daemon.api.ALIVE_EVERY_S`)."""
+"""The daemon says at least every 5 s that it lives (`clusterd.daemon.api.jobs.ALIVE_EVERY_S`)."""
 
 LAST_LOOK_S = 1.0
 

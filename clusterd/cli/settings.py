@@ -42,7 +42,7 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
     import msgspec
 
     from clusterd.client import frame
-    from clusterd.daemon.wellformed import refuse_malformed
+    from clusterd.daemon.api.validation import refuse_malformed
     from clusterd.workdir import refuse_missing
 
     try:

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from clusterd.daemon.checking import _network
+from clusterd.daemon.api.host_check import _network
 from clusterd.types import HostId
 from tests.conftest import RunningCluster
 

@@ -10,7 +10,7 @@ from clusterd.core.performance_table import evenly
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Attempt, Job, State
 from clusterd.core.view import Policy
-from clusterd.daemon import codec
+from clusterd.daemon.journal import codec
 from clusterd.types import AttemptState, HostState, JobId, JobState
 
 

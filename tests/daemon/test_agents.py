@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.state import Host
-from clusterd.daemon.agents import Agents, identity
+from clusterd.daemon.hosts.agents import Agents, identity
 from clusterd.errors import HostError
 from clusterd.types import HostId
 from tests.core.conftest import Lab, facts

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from clusterd.core import events as e
-from clusterd.daemon.by_hand import ByHand
-from clusterd.daemon.server import Peer
+from clusterd.daemon.api.migration import ByHand
+from clusterd.daemon.api.server import Peer
 from clusterd.errors import ClusterError
 from clusterd.types import HostId, JobKind
 from tests.core.conftest import Lab, facts

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clusterd.daemon import api, by_hand, checking, fetching, forgetting, joblogs, membership, speed, terminals
+from clusterd.daemon.api import files, host_check, hosts, jobs, migration, performance, retention, terminals
+from clusterd.daemon.storage import job_logs
 from tests.conftest import RunningCluster
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
@@ -33,14 +34,14 @@ def test_every_verb_is_told_with_its_arguments() -> None:
     told = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
     there: dict[str, list[str]] = {}
     for rooms in (
-        api.Api, by_hand.ByHand, checking.Checking, fetching.Fetching, forgetting.Forgetting, membership.Membership,
-        speed.Speed, terminals.Terminals,
+        jobs.Api, migration.ByHand, host_check.Checking, files.Fetching, retention.Forgetting, hosts.Membership,
+        performance.Speed, terminals.Terminals,
     ):  # fmt: skip
         for name, verb in inspect.getmembers(rooms, inspect.isfunction):
             of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]
             if of == "peer" and not name.startswith("_") and _is_verb(verb):
                 there[name] = arguments or [""]
-    there["logs"] = list(inspect.signature(joblogs.JobLogs.follow).parameters)[2:]
+    there["logs"] = list(inspect.signature(job_logs.JobLogs.follow).parameters)[2:]
     assert told == there
 
 

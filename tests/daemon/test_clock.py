@@ -10,8 +10,8 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.engine import Engine
-from clusterd.daemon.journal import Journal
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.journal import Journal
 from clusterd.types import HostId
 
 

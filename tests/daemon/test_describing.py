@@ -9,8 +9,8 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
-from clusterd.daemon.forgetting import Forgetting
-from clusterd.daemon.server import Peer
+from clusterd.daemon.api.retention import Forgetting
+from clusterd.daemon.api.server import Peer
 from clusterd.types import JobKind
 from tests.conftest import RunningCluster, processes_of, until
 from tests.core.conftest import Lab

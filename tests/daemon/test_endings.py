@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from clusterd.daemon.endings import POINTS_MOST, Ending
+from clusterd.daemon.profiling.loss_forecast import POINTS_MOST, Ending
 from profiling.progress import Predictability
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clusterd.config import HostOptions
-from clusterd.daemon.facts import host_facts
+from clusterd.daemon.hosts.facts import host_facts
 from clusterd.types import HostId
 
 GIB = 1 << 30

@@ -12,9 +12,9 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.describing import Describer
-from clusterd.daemon.executor import Executor
-from clusterd.daemon.keeper import Keeper
+from clusterd.daemon.execution.executor import Executor
+from clusterd.daemon.execution.model_description import Describer
+from clusterd.daemon.storage.snapshot_replicas import Keeper
 from clusterd.errors import AgentLost
 from clusterd.types import HostId, JobId, JobKind
 from tests.conftest import RunningCluster

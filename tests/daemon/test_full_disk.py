@@ -11,11 +11,11 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon import engine as module
-from clusterd.daemon.engine import Engine
-from clusterd.daemon.feed import Feed
-from clusterd.daemon.journal import Journal
-from clusterd.daemon.timers import Timers
+from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.journal import engine as module
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.journal.timers import Timers
 from clusterd.errors import ClusterError
 from clusterd.types import HostId, HostState, JobId
 from tests.core.conftest import facts

@@ -13,9 +13,9 @@ import pytest
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Proposal, Refusal, View
-from clusterd.daemon import journal as module
-from clusterd.daemon.engine import Engine
-from clusterd.daemon.journal import MIGRATIONS, Journal
+from clusterd.daemon.journal import journal as module
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.journal import MIGRATIONS, Journal
 from clusterd.errors import ClusterError
 from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec

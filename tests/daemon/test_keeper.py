@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from clusterd.core.state import Attempt, Host, Job, Rank, State
-from clusterd.daemon.keeper import Keeper
+from clusterd.daemon.storage.snapshot_replicas import Keeper
 from clusterd.errors import HostError
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 from plans.plan import Plan

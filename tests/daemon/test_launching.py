@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.daemon.launching import filled_in
+from clusterd.daemon.execution.launching import filled_in
 from plans.plan import Plan
 
 

@@ -11,8 +11,8 @@ import anyio
 import pytest
 
 from clusterd.core.state import State
-from clusterd.daemon.engine import Engine
-from clusterd.daemon.learned import Learned, _enough_cores
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.profiling.performance_models import Learned, _enough_cores
 from plans.memory import MemoryEstimate
 from plans.plan import Plan
 from profiling.coefficients import INDEX

@@ -15,11 +15,11 @@ import pytest
 from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.engine import Engine
-from clusterd.daemon.hosts import Hosts
-from clusterd.daemon.journal import Journal
-from clusterd.daemon.membership import Membership
-from clusterd.daemon.server import Peer
+from clusterd.daemon.api.hosts import Membership
+from clusterd.daemon.api.server import Peer
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
 from clusterd.ssh.host import LinkState
 from clusterd.types import HostId, JobId, JobSpec

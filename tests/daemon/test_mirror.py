@@ -11,9 +11,9 @@ import pytest
 
 from clusterd.agent import logs
 from clusterd.core.state import Attempt, Host, Job, Rank, State
-from clusterd.daemon.archive import Archive
-from clusterd.daemon.joblogs import JobLogs
-from clusterd.daemon.mirror import TAIL_BYTES, LogMirror
+from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.job_logs import JobLogs
+from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogMirror
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 

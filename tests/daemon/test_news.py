@@ -15,8 +15,8 @@ import pytest
 from clusterd import config
 from clusterd.cli.daemon import _has_ended
 from clusterd.core.state import Host, State
-from clusterd.daemon import news
-from clusterd.daemon.news import Notifier
+from clusterd.daemon import notifications
+from clusterd.daemon.notifications import Notifier
 from clusterd.errors import ConfigError
 from clusterd.types import HostId, HostState
 from tests.conftest import RunningCluster, crash_host, until
@@ -75,7 +75,7 @@ def test_a_job_that_starts_again_is_told_of(cluster: RunningCluster, tmp_path: P
 def test_a_command_that_does_not_work_harms_nothing(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(news, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(notifications, "PATIENCE_S", 0.1)
     host = Host(HostId("gpu01"), HostState.LOST, why="x" * 1_000_000)  # more than a pipe takes
     notifier = Notifier(config.Notify(command, config.NEWS), State(hosts={host.id: host}))
     notifier.handled([])

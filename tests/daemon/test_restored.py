@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.daemon.numbers import JobNumbers
+from clusterd.daemon.journal.job_ids import JobNumbers
 from tests.conftest import RunningCluster, until
 
 

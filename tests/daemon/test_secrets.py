@@ -12,9 +12,9 @@ import anyio
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.archive import Archive
-from clusterd.daemon.executor import Executor
-from clusterd.daemon.journal import Journal
+from clusterd.daemon.execution.executor import Executor
+from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.storage.archive import Archive
 from clusterd.types import JobId
 from tests.conftest import RunningCluster
 

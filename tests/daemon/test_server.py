@@ -22,10 +22,10 @@ import pytest
 from clusterd import protocol
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.archive import Archive
-from clusterd.daemon.engine import Engine
-from clusterd.daemon.journal import Journal
-from clusterd.daemon.server import Server
+from clusterd.daemon.api.server import Server
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.journal import Journal
+from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import DaemonAbsent, UsageError
 from clusterd.types import HostId, JobId, JobSpec
 from tests.conftest import RunningCluster, until

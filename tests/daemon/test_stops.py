@@ -11,8 +11,8 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon import stops as module
-from clusterd.daemon.stops import Stops
+from clusterd.daemon.execution import stops as module
+from clusterd.daemon.execution.stops import Stops
 from clusterd.errors import AgentLost, HostError
 from tests.conftest import RunningCluster
 from tests.core.conftest import Lab

@@ -8,8 +8,8 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
-from clusterd.daemon.api import Api
-from clusterd.daemon.feed import Feed
+from clusterd.daemon.api.jobs import Api
+from clusterd.daemon.api.watch import Feed
 from clusterd.types import HostId
 from tests.core.conftest import Lab
 

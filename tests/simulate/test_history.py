@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from clusterd.cli.simulate import simulate as command
 from clusterd.core import events as e
 from clusterd.core.scheduler import Batch
-from clusterd.daemon.journal import Journal
+from clusterd.daemon.journal.journal import Journal
 from clusterd.simulate import run
 from clusterd.simulate.history import history
 from tests.core.conftest import Lab

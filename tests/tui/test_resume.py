@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusterd.core.events import TimerFired
-from clusterd.daemon.feed import WINDOW, Feed
+from clusterd.daemon.api.watch import WINDOW, Feed
 from tests.conftest import RunningCluster
 from tui.model import Model
 from tui.sources import Daemon

@@ -1,0 +1,90 @@
+"""What jobs wrote into their working directories, from whatever host it lies on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from clusterd.core.queueing import admission
+from clusterd.core.state import Job
+from clusterd.daemon.api.retention import hosts_of
+from clusterd.daemon.api.server import Peer, Streaming, Verb
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.errors import AgentLost, ClusterError, TryLater, said_by
+from clusterd.ssh.host import AgentRefused
+from clusterd.types import HostId, HostState
+
+CHUNK_BYTES = 1 << 20
+
+
+class Fetching:
+    """Lists and reads files of one job, its newest attempt first."""
+
+    def __init__(self, engine: Engine, hosts: Hosts) -> None:
+        self._engine, self._hosts = engine, hosts
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"files": self.files}
+
+    @property
+    def streams(self) -> dict[str, Streaming]:
+        """Verbs that answer with many items."""
+        return {"file": self.file}
+
+    async def files(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Of each path the newest file that any attempt wrote, and hosts that cannot say what they have, with why."""
+        known = self._own(peer, job)
+        state = self._engine.scheduler.state
+        newest: dict[str, dict[str, Any]] = {}
+        left: dict[str, str] = {}
+        more = 0
+        for attempt in known.attempts:
+            for host in hosts_of(known, attempt):
+                here = state.hosts.get(host)
+                if here is None or here.state is not HostState.UP:
+                    left[host] = (here.why or here.state.value) if here is not None else "it was removed"
+                    continue
+                try:
+                    answer = await self._hosts.request(
+                        host, "files", timeout_s=None, job=known.id, attempt=attempt.number
+                    )
+                except ClusterError as error:
+                    if not (isinstance(error, AgentRefused) and error.kind == "unknown"):  # it was never launched there
+                        left[host] = said_by(host, error)
+                    continue
+                more += int(answer["more"])
+                for file in answer["files"]:
+                    before = newest.get(file["path"])
+                    if before is None or before["at_s"] <= file["at_s"]:
+                        newest[file["path"]] = {**file, "host": host, "attempt": attempt.number}
+        return {
+            "job": known.id,
+            "name": known.spec.name,
+            "files": [newest[path] for path in sorted(newest)],
+            "more": more,
+            "left": left,
+        }
+
+    async def file(self, peer: Peer, job: str, path: str, host: str, attempt: int) -> AsyncIterator[dict[str, Any]]:
+        """One file, piece by piece: ``{data, size}``."""
+        known = self._own(peer, job)
+        if not any(attempt == one.number and host in hosts_of(known, one) for one in known.attempts):
+            raise ClusterError(f"attempt {attempt} of job {known.id} ({known.spec.name}) was never on {host}")
+        offset = 0
+        while True:
+            try:
+                piece = await self._hosts.request(
+                    HostId(host), "file", job=known.id, attempt=attempt, path=path, offset=offset, limit=CHUNK_BYTES
+                )
+            except AgentLost as lost:
+                raise TryLater(f"{path} is not copied, {host} went away in the middle of it: {lost}") from None
+            yield piece
+            offset += len(piece["data"])
+            if not piece["data"] or offset >= piece["size"]:
+                return
+
+    def _own(self, peer: Peer, job: str) -> Job:
+        return admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)

@@ -1,0 +1,172 @@
+"""Whether hosts can do what jobs will want of them, found out before a job does: `clusterd host check`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import anyio
+
+from clusterd.core.queueing import admission
+from clusterd.core.state import Host
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.errors import ClusterError
+from clusterd.types import HostId, HostState
+from clusterd.units import duration, size
+
+DISK_LEAST_BYTES = 10 << 30
+SHM_LEAST_SHARE = 1 / 8
+"""Of the host's memory: containers have 64 MB by default, and a job's state is moved through it."""
+
+SKEW_MOST_S = 5.0
+
+Row = dict[str, Any]
+Answer = dict[str, Any] | ClusterError
+
+
+class Checking:
+    """Has agents try what can only be tried."""
+
+    def __init__(self, engine: Engine, hosts: Hosts) -> None:
+        self._engine, self._hosts = engine, hosts
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"host_check": self.host_check}
+
+    async def host_check(self, peer: Peer, hosts: Sequence[str] = (), python: str | None = None) -> list[Row]:
+        """What was found on these hosts, or on all: rows of `host`, `check`, `state` (ok, warning, failed) and `said`.
+
+        Args:
+            python: an interpreter or environment, as jobs name it, that is to be there with a torch that will do.
+        """
+        state = self._engine.scheduler.state
+        asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
+        names = {host.id for host in asked}
+        up = [host for host in state.hosts.values() if host.state is HostState.UP]
+        served = await self._each(up, lambda host: self._hosts.request(host.id, "fabric"))
+        places = {
+            host.id: [host.facts.address, answer["port"]]
+            for host in up
+            if host.facts is not None and isinstance(answer := served[host.id], dict)
+        }
+
+        async def tried(host: Host) -> Row:
+            # Both ways, for firewalls are of one host each; who was not asked about tries only who was.
+            towards = set(places) if host.id in names else names
+            peers = {name: place for name, place in places.items() if name in towards and name != host.id}
+            mine = python if host.id in names else None
+            return await self._hosts.request(host.id, "check", timeout_s=None, peers=peers, python=mine)
+
+        answers = await self._each(up, tried)
+        return [
+            row
+            for host in asked
+            for row in (*self._of(host, answers.get(host.id), python), *_network(host.id, answers, places, names))
+        ]
+
+    async def _each(self, hosts: Iterable[Host], ask: Callable[[Host], Awaitable[Row]]) -> dict[HostId, Answer]:
+        """What each answers, or its error."""
+        answers: dict[HostId, Answer] = {}
+
+        async def one(host: Host) -> None:
+            try:
+                answers[host.id] = await ask(host)
+            except ClusterError as error:
+                answers[host.id] = error
+
+        async with anyio.create_task_group() as group:
+            for host in hosts:
+                group.start_soon(one, host)
+        return answers
+
+    def _of(self, host: Host, answer: Answer | None, python: str | None) -> Iterator[Row]:
+        """What is so of one host by itself."""
+        link = self._hosts.link_row(host.id)
+        if host.state is not HostState.UP or host.facts is None:
+            yield _row(host.id, "connection", "failed", f"{host.state.value}: {host.why or 'not connected yet'}")
+            return
+        up = f"up for {duration(max(time.time() - host.since_s, 0.0))}, reached as {link.get('address', host.id)}"
+        yield _row(host.id, "connection", "ok", f"{up}; other hosts reach it at {host.facts.address}")
+        yield from _facts(host, link.get("facts", {}))
+        if isinstance(answer, ClusterError):
+            yield _row(host.id, "agent", "failed", str(answer))
+        elif answer is not None:
+            yield from _tried(host.id, answer, python)
+
+
+def _row(host: str, check: str, state: str, said: str) -> Row:
+    return {"host": host, "check": check, "state": state, "said": said}
+
+
+def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
+    """What its agent has told of the machine."""
+    names = Counter(d.name if d.kind == "cuda" else "CPU device" for d in host.devices)
+    there = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
+    if facts.get("gpu_error"):
+        yield _row(host.id, "devices", "failed", f"{facts['gpu_error']}: its GPUs are not offered")
+    else:
+        yield _row(host.id, "devices", "ok", there)
+    for device in host.devices:
+        if device.foreign:
+            yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")
+    shm, memory = facts.get("shm_bytes", 0), facts.get("memory_bytes", 0)
+    room = f"{size(shm)} of shared memory"
+    if shm < SHM_LEAST_SHARE * memory:
+        slow = "states beyond that move through the disk; in a container, --shm-size gives more"
+        yield _row(host.id, "memory", "warning", f"{room} beside {size(memory)} of memory: {slow}")
+    else:
+        yield _row(host.id, "memory", "ok", f"{size(memory)}, {room}")
+    free = f"{size(facts.get('disk_free_bytes', 0))} free where jobs write"
+    enough = facts.get("disk_free_bytes", 0) >= DISK_LEAST_BYTES
+    yield _row(host.id, "disk", "ok" if enough else "warning", free)
+    skew_s = facts.get("clock_skew_s")
+    if skew_s is not None:
+        good = abs(skew_s) <= SKEW_MOST_S
+        said = f"{skew_s:+.2f} s from this machine's" + ("" if good else ": times in its logs are off by that")
+        yield _row(host.id, "clock", "ok" if good else "warning", said)
+
+
+def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
+    """What its agent found by trying."""
+    if answer["ends_at_logout"]:
+        what = "logind ends what is left of a login (KillUserProcesses): agents and jobs end with the connection"
+        yield _row(host, "logout", "failed", f"{what}; an administrator can name its user in KillExcludeUsers")
+    elif answer["ends_at_logout"] is not None:
+        yield _row(host, "logout", "ok", "what runs outlives the connection")
+    if python is not None:
+        found = answer["environment"]
+        has = ", ".join(f"{what} {found[what]}" for what in ("python", "torch") if what in found)
+        if found.get("cuda"):
+            has += f" for CUDA {found['cuda']}, which sees {found['gpus']} GPUs"
+        state = "failed" if "error" in found else "ok"
+        yield _row(host, "python", state, ": ".join(filter(None, (python, has, found.get("error")))))
+
+
+def _network(
+    host: HostId, answers: Mapping[HostId, Answer], places: Mapping[HostId, Sequence[Any]], asked: Container[HostId]
+) -> Iterator[Row]:
+    """How it reaches others, and whether those that were not asked about reach it."""
+    answer = answers.get(host)
+    if not isinstance(answer, dict):
+        return
+    tries = [(host, HostId(other), said) for other, said in answer["peers"].items()]
+    reached = [said["seconds"] for _, _, said in tries if "seconds" in said]
+    if reached:
+        how_many = f"{len(reached)} of {len(tries)} hosts" if len(tries) > 1 else "the other host"
+        yield _row(host, "network", "ok", f"reaches {how_many} within {max(reached) * 1e3:.1f} ms")
+    tries += [
+        (other, host, its["peers"][host])
+        for other, its in answers.items()
+        if other not in asked and isinstance(its, dict) and host in its["peers"]
+    ]
+    for start, end, said in tries:
+        if "error" in said:
+            address, port = places[end]
+            why = f"{start} does not reach {end} at {address}:{port}: {said['error']}"
+            yield _row(host, "network", "failed", f"{why}; jobs on both need TCP between them, on any port")

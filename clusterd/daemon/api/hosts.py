@@ -1,0 +1,130 @@
+"""The verbs of the socket about hosts: who is part of the cluster, and who may be given work."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import anyio
+
+from clusterd import projection
+from clusterd.config import host_options
+from clusterd.core import events as e
+from clusterd.core.queueing import admission
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.hosts.host_key_enrolment import Invite
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.unexpected import first_of
+from clusterd.errors import ClusterError
+
+LOCAL = "local:"
+"""Address of hosts inside this machine: ``local:0``."""
+
+
+class Membership:
+    """Answers what is asked about hosts, and turns what is wanted of them into events."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, invite: Invite) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._invite = invite
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "hosts": self.hosts,
+            "host": self.host,
+            "host_inspect": self.host_inspect,
+            "host_add": self.host_add,
+            "host_trust": self.host_trust,
+            "host_drain": self.host_drain,
+            "host_undrain": self.host_undrain,
+            "host_remove": self.host_remove,
+        }
+
+    @property
+    def _state(self) -> Any:
+        return self._engine.scheduler.state
+
+    async def hosts(self, peer: Peer) -> list[dict[str, Any]]:
+        """Rows of hosts."""
+        return [projection.host_row(self._state, h, self._hosts.link_row(h.id)) for h in self._state.hosts.values()]
+
+    async def host(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Everything about one host."""
+        known = admission.find_host(self._state, host)
+        return projection.host_row(self._state, known, self._hosts.link_row(known.id))
+
+    async def host_inspect(self, peer: Peer, address: str, accept: list[str], new: bool = False) -> dict[str, Any]:
+        """The first key on the way to a host that nobody vouches for; those in `accept` are kept on the way.
+
+        Raises:
+            ClusterError: the host is to be `new`, and is in the cluster already.
+        """
+        need_operator(peer, "add hosts")
+        if new:
+            self._invite.name(address, self._state)
+        elif address.startswith(LOCAL):
+            return {"unknown": [], "changed": []}  # a server of our own, whose key is made at each start
+        return await self._invite.inspect(address, accept)
+
+    async def host_add(
+        self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Make a host part of the cluster; `accept` are the fingerprints its user saw and agreed to."""
+        need_operator(peer, "add hosts")
+        known = host_options(options or {}, "the host's options")
+        name = await self._invite.admit(address, accept, self._state)
+        await self._hosts.add(name, address, known)
+        return {"name": name}
+
+    async def host_trust(self, peer: Peer, host: str, accept: list[str]) -> dict[str, Any]:
+        """Accept a host's changed key."""
+        need_operator(peer, "trust hosts")
+        known = admission.find_host(self._state, host)
+        answer = await self._invite.trust(str(self._hosts.link_row(known.id)["address"]), accept)
+        self._hosts.retry_now(known.id)
+        return answer
+
+    async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> dict[str, Any]:
+        """Give the host nothing new; `also`: nor these, at one moment, so that nothing moves from one to the next."""
+        need_operator(peer, "drain hosts")
+        known = [admission.find_host(self._state, name) for name in (host, *(also or ()))]
+        now_s = time.time()
+        try:
+            async with anyio.create_task_group() as group:
+                for each in known:
+                    event = e.HostDrained(at_s=now_s, host=each.id, by=peer.user, why=why)
+                    group.start_soon(self._engine.post, event)
+        except ExceptionGroup as errors:
+            raise first_of(errors) from None
+        return projection.host_row(self._state, admission.find_host(self._state, host))
+
+    async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Use the host again."""
+        need_operator(peer, "undrain hosts")
+        known = admission.find_host(self._state, host)
+        await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
+        return projection.host_row(self._state, admission.find_host(self._state, host))
+
+    async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
+        """Take the host out of the cluster."""
+        need_operator(peer, "remove hosts")
+        known = admission.find_host(self._state, host)
+        left, told = projection.may_still_run(self._state, known), True
+        while self._state.hosts.get(known.id) is known:  # still there: it was given work while we asked
+            admission.may_remove(self._state, known)
+            told = await self._hosts.remove(known.id)
+        return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not told}
+
+
+def need_operator(peer: Peer, what: str) -> None:
+    """Refuse what is for operators.
+
+    Raises:
+        ClusterError: the peer is none.
+    """
+    if not peer.is_operator:
+        raise ClusterError(f"user {peer.user} may not {what}: ask an operator (operators = [...] in clusterd.toml)")

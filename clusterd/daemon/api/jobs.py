@@ -1,0 +1,348 @@
+"""The verbs of the socket: the command line's and the terminal UI's, one method each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+
+from clusterd import __version__, projection, protocol
+from clusterd.config import Config
+from clusterd.core import events as e
+from clusterd.core.allocation.unmodelled import LEARNING, allocate
+from clusterd.core.placement.place import Placement
+from clusterd.core.queueing import admission
+from clusterd.core.queueing.dependencies import waits_for
+from clusterd.core.state import Job
+from clusterd.core.view import Refusal, View
+from clusterd.daemon.api import cancel
+from clusterd.daemon.api.files import Fetching
+from clusterd.daemon.api.hosts import Membership, need_operator
+from clusterd.daemon.api.migration import ByHand
+from clusterd.daemon.api.retention import Forgetting
+from clusterd.daemon.api.server import Peer, Streaming, Verb
+from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets
+from clusterd.daemon.api.watch import Change, Feed
+from clusterd.daemon.hosts.host_key_enrolment import Invite
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal import codec
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.job_ids import JobNumbers
+from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.job_logs import JobLogs
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import JobId, JobSpec
+
+ALIVE_EVERY_S = 5.0
+"""A watcher hears from the daemon at least this often, so that it notices when it does not."""
+
+HISTORY_MAX = 5000
+"""Events, and decisions, that `history` gives at most."""
+
+
+class Api:
+    """Answers clients out of the state, and turns what they want into events."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        hosts: Hosts,
+        archive: Archive,
+        feed: Feed,
+        invite: Invite,
+        stop: anyio.Event,
+        config_file: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._config_file = config_file
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._feed = feed
+        self._membership = Membership(engine, hosts, invite)
+        self._by_hand = ByHand(engine, hosts, feed)
+        self._forgetting = Forgetting(engine, hosts, archive)
+        self._fetching = Fetching(engine, hosts)
+        self._logs = JobLogs(engine, hosts, archive, feed)
+        self._stop = stop
+        self._started_s = time.time()
+        self._numbers = JobNumbers({*engine.scheduler.state.jobs, *archive.jobs()})
+        hosts.on_job_told = self._numbers.seen
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "hello": self.hello,
+            "status": self.status,
+            "stop": self.stop,
+            "submit": self.submit,
+            "dry_run": self.dry_run,
+            "snapshot_has": self.snapshot_has,
+            "snapshot_put": self.snapshot_put,
+            "jobs": self.jobs,
+            "job": self.job,
+            "why": self.why,
+            "history": self.history,
+            "cancel": self.cancel,
+            "priority": self.priority,
+            **self._membership.verbs,
+            **self._by_hand.verbs,
+            **self._forgetting.verbs,
+            **self._fetching.verbs,
+            "steps": self.steps,
+        }
+
+    @property
+    def streams(self) -> dict[str, Streaming]:
+        """Verbs that answer with many items."""
+        return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
+
+    @property
+    def _state(self) -> Any:
+        return self._engine.scheduler.state
+
+    # --- the daemon ---------------------------------------------------------------------------------------------------
+
+    async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
+        """Agree on a version."""
+        if protocol_version != protocol.VERSION:
+            raise ClusterError(
+                f"the daemon ({__version__}) speaks protocol {protocol.VERSION}, this client {protocol_version}: "
+                "use the clusterd command of the daemon's version"
+            )
+        return {
+            "version": __version__,
+            "protocol": protocol.VERSION,
+            "user": peer.user,
+            "is_operator": peer.is_operator,
+        }
+
+    async def status(self, peer: Peer) -> dict[str, Any]:
+        """How the daemon is."""
+        state = self._state
+        counts: dict[str, int] = {}
+        for job in state.jobs.values():
+            counts[job.state.value] = counts.get(job.state.value, 0) + 1
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "started_s": self._started_s,
+            "epoch": state.epoch,
+            "state_dir": str(self._config.state_dir),
+            "socket": str(self._config.socket),
+            "config": str(self._config_file) if self._config_file else None,
+            "policy": self._engine.scheduler.policy.name,
+            "jobs": counts,
+            "hosts": {h.id: h.state.value for h in state.hosts.values()},
+            "devices": sum(len(h.devices) for h in state.hosts.values()),
+            "leased": len(state.leases),
+            "events": self._feed.number,
+            "scheduling_s": self._engine.scheduling_s,
+            "recovering": sorted(state.recovering),
+            "trouble": self._engine.trouble,
+        }
+
+    async def stop(self, peer: Peer) -> dict[str, Any]:
+        """End the daemon; what runs, runs on."""
+        need_operator(peer, "stop the daemon")
+        running = [self._state.jobs[job].spec.name for job in self._state.active]
+        self._stop.set()
+        return {"running": running, "pid": os.getpid()}
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def submit(self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None) -> dict[str, Any]:
+        """Take a job over: once this is answered, it is not lost."""
+        known = self.admit(peer, spec)
+        refuse_secrets(secrets or {})
+        job = self._numbers.next()
+        rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
+        await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
+        return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
+
+    async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
+        """What would become of the job now; nothing is kept."""
+        known = self.admit(peer, spec, need_snapshot=False)
+        now_s = time.time()
+        job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
+        ahead = sum(1 for j in self._state.queue if self._state.jobs[j].priority >= known.priority)
+        awaited = waits_for(known, self._state)
+        answer = allocate(job, View(self._state, now_s)) if awaited is None else Refusal(job.id, awaited)
+        if isinstance(answer, Refusal):
+            said = answer.reason
+            if said == LEARNING:
+                said = (
+                    f"its model is learned first, without devices; then {known.resources.plan or 'the plan is chosen'}"
+                )
+            return {"starts": False, "ahead": ahead, "reason": said, "ranks": []}
+        where: Placement = answer.placement
+        return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
+
+    def admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
+        """The job of a request, as its user's.
+
+        Raises:
+            UsageError: what is wrong with it.
+        """
+        try:
+            known = msgspec.convert(spec, JobSpec)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the job is not well-formed: {error}") from None
+        known = replace(known, user=peer.user, datasets={**self._config.datasets, **known.datasets})
+        refuse_malformed(known)
+        tenants = {*self._config.tenants, "default"}
+        if self._config.tenants and known.tenant not in tenants:
+            raise UsageError(f"there is no tenant {known.tenant!r}; there are {', '.join(sorted(tenants))}")
+        if need_snapshot and known.snapshot is not None and not self._archive.has_snapshot(known.snapshot):
+            raise UsageError("the job's workdir has not arrived here: submit again")
+        awaited = (admission.find_awaited(self._state, text, peer.user) for text in known.after)
+        return replace(known, after=tuple(dict.fromkeys(awaited)))
+
+    async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
+        """Whether a workdir of this content is here, and how large one may be."""
+        return {"have": self._archive.has_snapshot(digest), "bytes_max": self._config.workdir_bytes_max}
+
+    async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
+        """One chunk of a workdir."""
+        if offset + len(data) > self._config.workdir_bytes_max + (1 << 20):
+            raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
+        await self._archive.put_snapshot(digest, offset, data, last, peer.connection)
+
+    async def jobs(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
+        """Rows of jobs: those that are not over, and on request the others."""
+        return [projection.job_row(j, self._state) for j in self._state.jobs.values() if all or not j.state.is_final]
+
+    async def job(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Everything about one job."""
+        known = admission.find_job(self._state, job, peer.user)
+        return {
+            **projection.job_row(known, self._state),
+            "spec": projection.spec_row(known.spec),
+            "shape": known.shape,
+            "attempts": [projection.attempt_row(a) for a in known.attempts],
+            "decisions": await self._decisions(known.id),
+        }
+
+    async def why(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Why a job is where it is: the reason, who stands before it, and what was decided before."""
+        known = admission.find_job(self._state, job, peer.user)
+        row = projection.job_row(known, self._state)
+        ahead = []
+        if known.id in self._state.queue:
+            mine = (-known.priority, known.submitted_s)
+            queued = [self._state.jobs[j] for j in self._state.queue]
+            ahead = [j.spec.name for j in queued if (-j.priority, j.submitted_s) < mine]
+        holders: dict[str, int] = {}
+        holders_left_s: dict[str, float] = {}
+        for lease in self._state.leases.values():
+            holder = self._state.jobs[lease.job]
+            name = holder.spec.name
+            holders[name] = holders.get(name, 0) + 1
+            if (left_s := projection.left_s(holder)) is not None:
+                holders_left_s[name] = max(left_s, holders_left_s.get(name, 0.0))
+        return {
+            **row,
+            "ahead": ahead,
+            "holders": holders,
+            "holders_left_s": holders_left_s,
+            "unusable": projection.unusable(known, self._state, time.time()),
+            "decisions": await self._decisions(known.id),
+        }
+
+    async def _decisions(self, job: str) -> list[dict[str, Any]]:
+        rows = await self._engine.journal.query(
+            "SELECT at_s, kind, host, reason FROM decisions WHERE job = ? ORDER BY id DESC LIMIT 50", (job,)
+        )
+        return [
+            {"at_s": at_s, "kind": kind, "host": host, "reason": reason} for at_s, kind, host, reason in reversed(rows)
+        ]
+
+    async def history(self, peer: Peer, limit: int = 500) -> dict[str, Any]:
+        """The newest events and decisions, oldest first: what a watcher that has just come did not see."""
+        limit = min(max(int(limit), 0), HISTORY_MAX)
+        events = await self._engine.journal.query("SELECT kind, body FROM events ORDER BY id DESC LIMIT ?", (limit,))
+        decisions = await self._engine.journal.query(
+            "SELECT cause, at_s, kind, job, host, reason FROM decisions ORDER BY id DESC LIMIT ?", (limit,)
+        )
+        names = ("cause", "at_s", "kind", "job", "host", "reason")
+        return {
+            "events": [projection.event_row(codec.event(kind, body)) for kind, body in reversed(events)],
+            "decisions": [dict(zip(names, row, strict=True)) for row in reversed(decisions)],
+        }
+
+    async def cancel(self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False) -> dict[str, Any]:
+        """End a job; answers at once, `wait` tells when its devices are free.
+
+        Args:
+            also: others at the same moment, so that none of them starts where another one ends. Each that cannot be
+                cancelled is told of beside those that are.
+            now: without the time that they have to save what they did, also where that has begun.
+        """
+        if also is None:
+            return await cancel.one(self._engine, peer, job, now)
+        return await cancel.several(self._engine, peer, [job, *also], now)
+
+    async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
+        """Change a job's priority."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if not isinstance(priority, int):
+            raise UsageError(f"priority is {priority!r}; it must be a whole number")
+        admission.refuse_if_over(known)
+        await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
+        """The training steps of an attempt, as its rank 0 wrote them."""
+        known = admission.find_job(self._state, job, peer.user)
+        return {"job": known.id, "data": await self._logs.steps(known, attempt)}
+
+    async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
+        """The job's row whenever it changes, until it is over."""
+        known = admission.find_job(self._state, job, peer.user)
+        last = None
+        while True:
+            number = self._feed.number
+            row, is_over = projection.job_row(known, self._state), known.state.is_final
+            if row != last:
+                yield row  # it may be over before this has been taken
+                last = row
+            if is_over:
+                return
+            await self._feed.wait(number)
+
+    # --- watching -----------------------------------------------------------------------------------------------------
+
+    async def watch(self, peer: Peer, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
+        """A snapshot, then every change after it by number; `after` resumes without a snapshot where it can."""
+        number = after
+        while True:
+            changes = self._feed.after(number) if number is not None else None
+            if changes is None:
+                number = self._feed.number
+                yield {"snapshot": await self._snapshot(peer), "number": number}
+                continue
+            for change in changes:
+                yield self._change(change)
+                number = change.number
+            with anyio.move_on_after(ALIVE_EVERY_S) as quiet:
+                await self._feed.wait(number or 0)
+            if quiet.cancelled_caught:
+                yield {"alive_s": time.time(), "number": number}
+
+    async def _snapshot(self, peer: Peer) -> dict[str, Any]:
+        return {
+            "status": await self.status(peer),
+            "jobs": await self.jobs(peer, all=True),
+            "hosts": await self._membership.hosts(peer),
+        }
+
+    def _change(self, change: Change) -> dict[str, Any]:
+        return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)

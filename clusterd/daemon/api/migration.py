@@ -1,0 +1,201 @@
+"""The verbs of the socket about where a running job is: moves, pins and checkpoints that a person asks for."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import anyio
+
+from clusterd import projection
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.allocation import resize_unmodelled
+from clusterd.core.allocation.unmodelled import objection_to_size
+from clusterd.core.lifecycle import migrations
+from clusterd.core.queueing import admission
+from clusterd.core.state import Attempt, Job
+from clusterd.core.view import Move, Refusal, View
+from clusterd.daemon.api.migration_cost import foresee
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.hosts.pending_replies import Expected
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.errors import ClusterError, TryLater, UsageError
+from clusterd.types import AttemptState, DeviceId, JobId, JobKind
+from plans.plan import Plan, PlanError
+
+CHECKPOINT_S = 900.0
+
+LAST_MOVE_S = 60.0
+"""A move waits so long for the one before it to be cleaned up; then it is refused, with what is in the way."""
+
+
+class ByHand:
+    """Asks the scheduler for moves, and ranks for checkpoints."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, feed: Feed) -> None:
+        self._engine, self._hosts, self._feed = engine, hosts, feed
+        self._asking: dict[JobId, anyio.Lock] = defaultdict(anyio.Lock)
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"migrate": self.migrate, "unpin": self.unpin, "checkpoint": self.checkpoint}
+
+    @property
+    def _state(self) -> Any:
+        return self._engine.scheduler.state
+
+    async def migrate(
+        self,
+        peer: Peer,
+        job: str,
+        plan: str | None = None,
+        devices: list[str] | None = None,
+        pin: bool = False,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Move a running job; answers with what will move, `wait` and `watch` tell how it goes."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        try:
+            wish = Plan.parse(plan) if plan else None
+        except PlanError as error:
+            raise UsageError(f"--plan: {error}") from None
+        chosen = tuple(DeviceId(device) for device in devices or ())
+        if known.spec.kind is JobKind.CHECKPOINTABLE:
+            if chosen:
+                raise UsageError(
+                    f"{known.spec.name} is a checkpointable job: it starts where there is room, not on --devices"
+                )
+            return await self._restart(peer, known, wish, dry_run)
+        async with self._asking[known.id]:  # of two at once the second finds the job being moved
+            return await self._asked(peer, known, wish, chosen, pin, dry_run)
+
+    async def _asked(
+        self, peer: Peer, known: Job, wish: Plan | None, chosen: tuple[DeviceId, ...], pin: bool, dry_run: bool
+    ) -> dict[str, Any]:
+        with anyio.move_on_after(LAST_MOVE_S):
+            await self._settled(known)
+        answer = resize_unmodelled.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
+        if isinstance(answer, Refusal):
+            raise ClusterError(answer.reason)
+        stays = pin and migrations.is_there(known, answer)
+        objection = None if stays else self._unlike(answer) or migrations.objection(self._state, known, answer)
+        if objection:
+            raise ClusterError(objection)
+        preview = await self._preview(known, answer)
+        if not dry_run:
+            event = e.MigrationRequested(
+                at_s=time.time(), job=known.id, plan=wish, devices=chosen, pin=pin, by=peer.user
+            )
+            await self._engine.post(event)
+        moves = {"migrations": len(known.migrations), "stays": stays}
+        return {"job": known.id, "name": known.spec.name, **moves, **preview}
+
+    def _unlike(self, move: Move) -> str | None:
+        """Why shards of a tensor cannot be on these GPUs: what all of them draw alike depends on the type of GPU."""
+        names = {d.id: d.name for host in self._state.hosts.values() for d in host.devices if d.kind == "cuda"}
+        places = sorted(move.ranks, key=lambda place: place.rank)
+        for first in range(0, len(places), move.plan.tp):
+            types = sorted({names[p.device] for p in places[first : first + move.plan.tp] if p.device in names})
+            if len(types) > 1:
+                return f"{move.plan} cuts tensors across {' and '.join(types)}, whose dropout differs: use one type"
+        return None
+
+    async def _restart(self, peer: Peer, job: Job, wish: Plan | None, dry_run: bool) -> dict[str, Any]:
+        """A checkpointable job at another size: it saves, stops and starts again."""
+        if wish is None:
+            raise UsageError(f"{job.spec.name} is a checkpointable job: say what to start it as, with --plan")
+        if job.attempt is None or job.attempt.state is not AttemptState.RUNNING:
+            raise ClusterError(f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
+        if job.attempt.plan == wish:
+            raise ClusterError(f"{job.spec.name} runs under {wish} already")
+        objection = objection_to_size(job, View(self._state, time.time()), wish)
+        if objection:
+            raise ClusterError(f"{job.spec.name} cannot be started as {wish}: {objection}")
+        answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(wish)}
+        if not dry_run:
+            event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=wish, by=peer.user)
+            await self._engine.post(event)
+        return {**answer, "restarts": True, "attempt": job.attempts[-1].number}
+
+    async def _settled(self, job: Job) -> None:
+        """Until the ranks of the job's last move are gone: two moves in a row are meant one after the other."""
+        while job.attempt is not None and (job.attempt.retired or job.attempt.resuming):
+            await self._feed.wait(self._feed.number)
+
+    async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
+        """What would move, and how long the job would stand still for it."""
+        attempt = job.attempt
+        assert attempt is not None
+        devices = {place.device for place in move.ranks}
+        crowded = migrations.crowded(self._state.hosts, job, attempt, move.plan, devices)
+        restart_s = self._state.restart_costs_s.get(job.model)
+        return await anyio.to_thread.run_sync(foresee, job, move, crowded, restart_s)
+
+    async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
+        """Have a running elastic job write its state to a directory that its hosts share, while it trains on."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        attempt = known.attempt
+        if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:
+            raise ClusterError(
+                f"{known.spec.name} is a {known.spec.kind.value} job and {known.state.value}: only elastic and "
+                "checkpointable jobs that run can be checkpointed"
+            )
+        if not path.startswith("/"):
+            raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
+        if (known.id, path) in self._hosts.checkpoints:
+            raise TryLater(f"{known.spec.name} is writing a checkpoint to {path}: wait for it, or name another place")
+        waiting = Expected(self._hosts.checkpoints, (known.id, path))
+        try:
+            asked = d.TakeCheckpoint(
+                cause=e.EventId(0),  # no event: nothing is decided, the word is only passed on
+                reason=f"asked by {peer.user}",
+                job=known.id,
+                attempt=attempt.number,
+                generation=attempt.generation,
+                hosts=attempt.hosts,
+                path=path,
+            )
+            answers, errors = await self._hosts.everywhere(asked, "tell", message={"event": "checkpoint", "path": path})
+            if not answers:  # one is enough: ranks of an elastic job pass it on
+                raise errors[0]
+            if not any(answer["ranks"] for answer in answers):
+                own = ", or its script does not use clusterd.train.checkpointable"
+                raise TryLater(
+                    f"nobody of {known.spec.name} listens: it is still at its start"
+                    f"{own if known.spec.kind is JobKind.CHECKPOINTABLE else ''}"
+                )
+            with anyio.move_on_after(CHECKPOINT_S) as patience:
+                async with anyio.create_task_group() as watching:
+                    watching.start_soon(self._tell_end, known, attempt, waiting)
+                    said = await waiting.wait()
+                    watching.cancel_scope.cancel()
+            if patience.cancelled_caught:
+                raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
+            if said is None and known.attempt is attempt:
+                raise TryLater(f"{known.spec.name} was moved before it had written its checkpoint: ask again")
+            if said is None:
+                raise ClusterError(f"{known.spec.name} is {known.state.value}, and had not written its checkpoint")
+        finally:
+            waiting.close()
+        if said["what"] == "checkpoint_failed":
+            raise ClusterError(f"{known.spec.name} could not write its checkpoint: {said['why']}")
+        return {"name": known.spec.name, **said}
+
+    async def _tell_end(self, job: Job, attempt: Attempt, waiting: Expected) -> None:
+        """When the ranks that were asked are gone: the attempt is over, or others have taken their place."""
+        generation = attempt.generation
+        while job.attempt is attempt and attempt.generation == generation:
+            await self._feed.wait(self._feed.number)
+        waiting.arrive(None)
+
+    async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Let the scheduler choose again."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        admission.refuse_if_over(known)
+        await self._engine.post(e.JobUnpinned(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)

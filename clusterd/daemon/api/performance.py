@@ -1,0 +1,246 @@
+"""The verbs about speed: profiles, plans ranked, estimates before a job is submitted, measurements in and out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from clusterd.core.ledger import of_ranks, shape_of
+from clusterd.core.lifecycle import trials
+from clusterd.core.queueing import admission
+from clusterd.core.state import Job, State
+from clusterd.daemon.api.hosts import need_operator
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.profiling.performance_models import Learned
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import JobSpec
+from plans.model_shape import ModelShape
+from profiling import report
+from profiling.curves import Curve
+from profiling.knowledge import Knowledge
+from profiling.model import Row
+from profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, resource_curve
+from profiling.store import Store
+from profiling.table import TableError
+
+Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
+"""Has a host tell the model of a job that is no job yet; the second argument names the try."""
+
+
+class Speed:
+    """Answers out of what was learned."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        learned: Learned,
+        imported: Callable[[], None],
+        store: Path,
+        admit: Callable[[Peer, dict[str, Any]], JobSpec],
+        describe: Describe,
+    ) -> None:
+        """`imported` is called when measurements were added from elsewhere."""
+        self._engine = engine
+        self._learned = learned
+        self._imported = imported
+        self._store = store
+        self._admit = admit
+        self._describe = describe
+        self._tries = itertools.count(1)
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "plans": self.plans,
+            "profile": self.profile,
+            "estimate": self.estimate,
+            "measurements_export": self.measurements_export,
+            "measurements_import": self.measurements_import,
+        }
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    async def plans(self, peer: Peer, job: str, devices: int | None = None) -> dict[str, Any]:
+        """Plans of a job on so many devices, fastest first, and why the others are out."""
+        (known, *_), job_row = await self._of(job, peer.user)
+        attempt = job_row.attempt or (job_row.attempts[-1] if job_row.attempts else None)
+        current = attempt.plan if attempt is not None else None
+        count = devices or (current.ranks if current else max(job_row.spec.resources.devices, 1))
+        shape = None
+        if current is not None and current.ranks == count and attempt is not None:
+            shape = shape_of(of_ranks(self._state.hosts, attempt))
+        rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, shape, current))
+        return {
+            "job": job_row.id,
+            "name": job_row.spec.name,
+            "devices": count,
+            "device_type": known.devices.name,
+            "rows": rows,
+            "known": _known_in_words(known),
+        }
+
+    async def profile(self, peer: Peer, job: str, html: bool = False, over: str = "devices") -> dict[str, Any]:
+        """What was measured of a job's model, what was learned from it, and its curve over a resource."""
+        if over not in (*RESOURCES, "types"):
+            raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
+        on_each, row = await self._of(job, peer.user)
+        phases = await self._learned.phases(row.model, on_each[0].devices.name)
+        return await anyio.to_thread.run_sync(partial(self._profile, on_each, row, html, over, phases))
+
+    def _profile(
+        self,
+        on_each: Sequence[Knowledge],
+        job: Job,
+        html: bool,
+        over: str,
+        phases: Mapping[Row, tuple[tuple[str, float], ...]],
+    ) -> dict[str, Any]:
+        known = on_each[0]
+        attempt = job.attempt or (job.attempts[-1] if job.attempts else None)
+        count = attempt.plan.ranks if attempt is not None and attempt.plan else max(job.spec.resources.devices, 1)
+        by_type = over == "types"
+        curve = Curve("", on_types(on_each, count)) if by_type else resource_curve(known, over, count)
+        newest = {o.row: o.step_time_s for o in known.online.observations}
+        lines = report.lines(known.online.fit, list(newest), list(newest.values()), phases)
+        title = f"{job.spec.name} (model {job.model}) on {known.devices.name}"
+        answer: dict[str, Any] = {
+            "job": job.id,
+            "name": job.spec.name,
+            "model": job.model,
+            "device_type": known.devices.name,
+            "known": _known_in_words(known),
+            "noise": known.online.fit.noise,
+            "drifts": list(known.online.reasons),
+            "trials": [
+                {
+                    "plan": str(t.plan),
+                    "devices": t.plan.ranks,
+                    "step_time_s": t.step_time_s,
+                    "predicted_s": t.predicted_s,
+                    "why": t.why,
+                    "failure": t.failure,
+                    "from_step": t.from_step,
+                }
+                for t in job.trials
+            ],
+            "lines": [
+                {
+                    "plan": line.plan,
+                    "shape": line.allocation,
+                    "predicted_s": line.predicted_s,
+                    "lower_s": line.lower_s,
+                    "upper_s": line.upper_s,
+                    "measured_s": line.measured_s,
+                    "phases": dict(line.phases),
+                    "spent": line.spent,
+                }
+                for line in lines
+            ],
+            "coefficients": [
+                {"name": n, "value": v, "learned": w, "meaning": m}
+                for n, v, w, m in report.coefficient_rows(known.online.fit)
+            ],
+            "over": over,
+            "curve": [
+                {"devices": int(p.amount) if over == "devices" else count, "amount": p.amount, "plan": str(p.plan),
+                 "shape": p.allocation.spread, "samples_per_s": p.throughput,
+                 "device_type": p.allocation.hosts[0].device_type, "gain": 0.0 if by_type else curve.gain(p.amount),
+                 "lower": p.throughput * p.step_time_s / p.upper_s, "upper": p.throughput * p.step_time_s / p.lower_s}
+                for p in curve.points
+            ],
+        }  # fmt: skip
+        if html:
+            answer["html"] = report.to_html(title, known.online.fit, lines, None if by_type else curve)
+        return answer
+
+    async def estimate(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
+        """Plans, times and memory of a job that is not submitted: its model is built without storage, nothing runs."""
+        wanted = self._admit(peer, spec)
+        told = await self._describe(wanted, f"estimate-{next(self._tries)}")
+        shape = ModelShape.from_dict(told)
+        found = await self._learned.on_each(shape.signature, shape)
+        if not found:
+            raise ClusterError("no host with devices is connected: nothing to estimate for (clusterd host ls)")
+        known = found[0]
+        count = max(wanted.resources.devices, 1)
+        rows = await anyio.to_thread.run_sync(partial(plan_rows, known, count, None, wanted.resources.plan))
+        curve = await anyio.to_thread.run_sync(device_curve, known)
+        best = next((row for row in rows if row["fits"]), None)
+        return {
+            "name": wanted.name,
+            "model": shape.signature,
+            "parameters": sum(p.size_bytes // max(p.dtype_bytes, 1) for p in shape.parameters),
+            "steps": shape.steps,
+            "devices": count,
+            "device_type": known.devices.name,
+            "known": _known_in_words(known),
+            "rows": rows,
+            "duration_s": best["step_time_s"] * shape.steps if best and shape.steps else None,
+            "curve": [
+                {
+                    "devices": int(p.amount),
+                    "plan": str(p.plan),
+                    "shape": p.allocation.spread,
+                    "samples_per_s": p.throughput,
+                }
+                for p in curve.points
+            ],
+        }
+
+    async def measurements_export(self, peer: Peer) -> dict[str, Any]:
+        """Everything that was measured, as CSV. Whoever asks writes it: with rights of his own, not the daemon's."""
+
+        def read() -> tuple[str, int]:
+            with Store(self._store) as store:
+                return store.to_csv()
+
+        text, count = await anyio.to_thread.run_sync(read)
+        return {"csv": text, "count": count}
+
+    async def measurements_import(self, peer: Peer, csv: str, name: str) -> dict[str, Any]:
+        """What was exported, here or elsewhere; nothing twice. `name`: of the file that it is from."""
+        need_operator(peer, "import measurements")
+
+        def add() -> int:
+            with Store(self._store) as store:
+                return store.add_csv(csv, name)
+
+        try:
+            count = await anyio.to_thread.run_sync(add)
+        except TableError as error:
+            raise UsageError(str(error)) from None
+        self._imported()
+        return {"count": count}
+
+    async def _of(self, text: str, user: str) -> tuple[list[Knowledge], Job]:
+        """What is known of a job's model on each type, that of the devices that it runs on first, or else of most."""
+        by_model = [j for j in self._state.jobs.values() if text and j.model == text]
+        job = by_model[-1] if by_model else admission.find_job(self._state, text, user)
+        if not job.model or job.shape is None:
+            raise ClusterError(
+                f"nothing is known of the speed of {job.spec.name}: "
+                + ("its model is being learned" if job.spec.kind == "elastic" else f"it is a {job.spec.kind.value} job")
+            )
+        found = await self._learned.on_each(job.model, ModelShape.from_dict(job.shape))
+        if not found:
+            raise ClusterError("no host with devices is connected (clusterd host ls)")
+        if job.attempt is not None:
+            names = {d.name for d in trials.held(job.attempt, self._state.hosts)}
+            found.sort(key=lambda k: k.devices.name not in names)
+        return found, job
+
+
+def _known_in_words(known: Knowledge) -> str:
+    plans = len({o.row.plan for o in known.online.observations})
+    if not plans:
+        return "nothing is measured yet: times are what the hardware suggests, within the stated bounds"
+    return f"{plans} plan{'s' if plans > 1 else ''} measured on {known.devices.name}"

@@ -1,0 +1,69 @@
+"""What hosts and the head node keep of jobs that are over, removed when somebody says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio.to_thread
+
+from clusterd.core.queueing import admission
+from clusterd.core.state import Attempt, Job, State
+from clusterd.daemon.api.server import Peer, Verb
+from clusterd.daemon.hosts.facts import DESCRIPTION
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archive import Archive
+from clusterd.errors import ClusterError, said_by
+from clusterd.types import HostId, HostState, JobKind
+
+
+class Forgetting:
+    """Removes logs, training steps and working directories; a job's line in the history stays."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+        self._engine, self._hosts, self._archive = engine, hosts, archive
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"forget": self.forget}
+
+    async def forget(self, peer: Peer, job: str) -> dict[str, Any]:
+        """One job that is over; answers with bytes that are free now, and hosts that still have something, with why."""
+        state = self._engine.scheduler.state
+        known = admission.find_own_job(state, job, peer.user, peer.is_operator)
+        if not known.state.is_final:
+            raise ClusterError(f"{known.spec.name} is {known.state.value}: it is forgotten when it is over")
+        freed = 0
+        left: dict[str, str] = {}
+        for number, host in _places(known, state):
+            if host not in state.hosts:
+                continue
+            if state.hosts[host].state is not HostState.UP:
+                left[host] = state.hosts[host].why or state.hosts[host].state.value
+                continue
+            try:
+                answer = await self._hosts.request(host, "forget", timeout_s=None, job=known.id, attempt=number)
+            except ClusterError as error:
+                left[host] = said_by(host, error)
+            else:
+                freed += int(answer.get("bytes", 0))
+        freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)
+        needed = any(j.spec.snapshot == known.spec.snapshot and not j.state.is_final for j in state.jobs.values())
+        if known.spec.snapshot and not needed:
+            freed += await anyio.to_thread.run_sync(self._archive.remove_snapshot, known.spec.snapshot)
+        return {"job": known.id, "name": known.spec.name, "bytes": freed, "left": left}
+
+
+def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
+    """Attempts by number, and hosts that may have something of them."""
+    places = [(attempt.number, host) for attempt in job.attempts for host in hosts_of(job, attempt)]
+    if job.spec.kind is JobKind.ELASTIC:  # whoever told its model is not written down; who is away tidies up by itself
+        places += [(DESCRIPTION, host.id) for host in state.hosts.values() if host.state is HostState.UP]
+    return places
+
+
+def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
+    """Wherever a generation of the attempt may have left something."""
+    hosts = {*attempt.hosts, *(host for ranks in attempt.past.values() for host in ranks.values())}
+    return sorted(hosts | {place.host for move in job.migrations for place in move.places})

@@ -1,0 +1,167 @@
+"""Shells and commands that people run inside running jobs; the daemon carries what is typed and what is said."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from clusterd.core import events as e
+from clusterd.core.lifecycle.attempts import TIMED_OUT
+from clusterd.core.queueing import admission
+from clusterd.core.state import Attempt, Job, Outcome
+from clusterd.daemon.api.server import Peer, Streaming, Verb
+from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archive import Archive
+from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.types import AttemptState, HostId, JobState
+
+CLOSE_S = 5.0
+HELD_EVERY_S = 30.0
+"""An agent hears of each terminal at least this often: somebody who does not read for a while is not gone."""
+TYPING_S = 24 * 3600.0
+"""For a command to read what it was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    uid: int
+    host: HostId
+    name: str  # on that host
+
+
+class Terminals:
+    """One verb that streams what a command says, and one that takes what is typed, by the terminal's number."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, feed: Feed) -> None:
+        self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
+        self._open: dict[int, _Open] = {}
+        self._count = 0
+
+    @property
+    def verbs(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {"shell_input": self.shell_input}
+
+    @property
+    def streams(self) -> dict[str, Streaming]:
+        """Verbs that answer with many items."""
+        return {"shell": self.shell}
+
+    async def run(self) -> None:
+        """Keep open what is open, for ever."""
+        while True:
+            await anyio.sleep(HELD_EVERY_S)
+            for found in list(self._open.values()):
+                with contextlib.suppress(ClusterError):  # whoever reads from it is told
+                    await self._hosts.request(found.host, "terminal_hold", terminal=found.name)
+
+    async def shell(
+        self,
+        peer: Peer,
+        job: str,
+        argv: list[str] | None = None,
+        rank: int = 0,
+        screen: dict[str, Any] | None = None,
+        holds: bool = False,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Run `argv`, or a shell, beside a rank: ``{terminal, host, device}``, then ``{data}``, then ``{exit_code}``.
+
+        Where the attempt is ended and the command with it, the last has the reason beside it, as ``why``; the code of a
+        time limit is 124, as it is the job's.
+
+        Args:
+            screen: (term, columns, rows) of the person's terminal; None: pipes.
+            holds: the job is only there for this shell: waited for, with ``{waits}``, and cancelled when the shell ends
+                or its person goes.
+        """
+        known = admission.find_own_job(self._engine.scheduler.state, job, peer.user, peer.is_operator)
+        lost = False
+        number = 0
+        try:
+            if holds:
+                async for reason in self._until_it_runs(known):
+                    yield {"waits": reason}
+            attempt = known.attempt
+            if attempt is None or attempt.state is not AttemptState.RUNNING:
+                what = known.reason if holds else "only inside a running job"
+                raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: {what}")
+            if rank not in attempt.ranks:
+                raise UsageError(f"job {known.id} ({known.spec.name}) has no rank {rank}: 0 to {max(attempt.ranks)}")
+            place = attempt.ranks[rank].place
+            answer = await self._hosts.request(
+                place.host, "terminal_open", job=known.id, attempt=attempt.number, generation=attempt.generation,
+                rank=rank, argv=argv or [], screen=screen, secrets=await self._archive.secrets(known.id),
+            )  # fmt: skip
+            self._count += 1
+            number = self._count
+            self._open[number] = _Open(peer.uid, place.host, str(answer["terminal"]))
+            yield {"terminal": number, "host": place.host, "device": place.device}
+            while True:
+                piece = await self._hosts.request(place.host, "terminal_read", terminal=answer["terminal"])
+                if piece["data"]:
+                    yield {"data": piece["data"]}
+                if piece["exit_code"] is not None:
+                    yield _ended(attempt, piece["exit_code"])
+                    return
+        except AgentLost:
+            lost = True  # nobody gave the devices back
+            raise
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_S):
+                await self._close(number)
+                if holds and not lost:
+                    await self._cancel(known, peer)
+
+    async def _until_it_runs(self, job: Job) -> AsyncIterator[str]:
+        """What it waits for, each time that changes; until it runs, or is over."""
+        told = ""
+        while not job.state.is_final and (job.attempt is None or job.attempt.state is not AttemptState.RUNNING):
+            number = self._feed.number
+            if job.state is JobState.QUEUED and job.reason and job.reason != told:
+                told = job.reason
+                yield told
+            await self._feed.wait(number)
+
+    async def shell_input(
+        self,
+        peer: Peer,
+        terminal: int,
+        data: bytes = b"",
+        screen: dict[str, Any] | None = None,
+        end: bool = False,
+    ) -> None:
+        """What was typed; `screen`: the window has another size; `end`: of the input, where it comes through a pipe."""
+        found = self._open.get(terminal)
+        if found is None or found.uid != peer.uid:
+            raise ClusterError(f"there is no terminal {terminal} of yours")
+        await self._hosts.request(
+            found.host, "terminal_write", TYPING_S, terminal=found.name, data=data, screen=screen, end=end
+        )
+
+    async def _close(self, number: int) -> None:
+        found = self._open.pop(number, None)
+        if found is None:
+            return
+        try:
+            await self._hosts.request(found.host, "terminal_close", terminal=found.name)
+        except ClusterError:
+            return  # the agent hangs up by itself on whoever is silent
+
+    async def _cancel(self, job: Job, peer: Peer) -> None:
+        ends = job.attempt is not None and job.attempt.outcome in (Outcome.CANCELLED, Outcome.TIME_LIMIT)
+        if not job.state.is_final and not ends:
+            await self._engine.post(e.JobCancelled(at_s=time.time(), job=job.id, by=peer.user))
+
+
+def _ended(attempt: Attempt, exit_code: int) -> dict[str, Any]:
+    if attempt.state is AttemptState.RUNNING:
+        return {"exit_code": exit_code}
+    timed_out = attempt.outcome is Outcome.TIME_LIMIT
+    return {"exit_code": TIMED_OUT if timed_out else exit_code, "why": attempt.why}

@@ -1,0 +1,1 @@
+"""Execution of decisions: launches, stops, migrations."""

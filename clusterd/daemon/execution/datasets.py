@@ -1,0 +1,93 @@
+"""Where jobs' data sets are: each host is told which folder to serve, and to whom to turn for the others."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from clusterd.core.data_locality import places_of
+from clusterd.core.state import State
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.errors import AgentLost, ClusterError, TryLater
+from clusterd.types import HostId, JobSpec
+
+log = logging.getLogger(__name__)
+
+Where = dict[str, dict[str, Any]]
+"""By name: ``path`` on the host that is told, or none; ``from``, addresses of hosts that serve it; ``token``."""
+
+
+class DataSets:
+    """Arranges who serves what; keeps nothing that a restart would lose."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, key: str) -> None:
+        """`key`: a secret of this cluster, from which each job's tokens are made."""
+        self._engine = engine
+        self._hosts = hosts
+        self._key = key.encode()
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    async def where(self, job: str, spec: JobSpec, hosts: Iterable[HostId]) -> dict[HostId, Where]:
+        """What ranks of a job on each host are told of its data sets; hosts that have them serve them from now on.
+
+        Raises:
+            TryLater: no host that has one can be reached.
+            ClusterError: a host that is named has no such folder, or is not part of the cluster.
+        """
+        found: dict[HostId, Where] = {host: {} for host in hosts}
+        for name, text in spec.datasets.items():
+            token = self._token(job, name)
+            places = places_of(text)
+            paths = {host: next((path for at, path in places if at in (None, host)), None) for host in found}
+            serving: list[list[Any]] = []
+            if None in paths.values():
+                serving = await self._serve_all(name, places, token)
+                if not serving:
+                    raise TryLater(f"no host that has the data set {name!r} is connected ({text})")
+            for host, mine in paths.items():
+                found[host][name] = {"path": mine, "from": serving if mine is None else [], "token": token}
+        return found
+
+    async def host_is_up(self, host: HostId) -> None:
+        """An agent that is new knows nothing of what it is to serve, and listens elsewhere: those who read are told."""
+        for job_id in list(self._state.active):
+            job = self._state.jobs[job_id]
+            if job.attempt is None or not any(at == host for t in job.spec.datasets.values() for at, _ in places_of(t)):
+                continue
+            try:
+                told = await self.where(job_id, job.spec, job.attempt.all_hosts)
+            except ClusterError as error:
+                log.info("the ranks of %s are not told where their data is: %s", job_id, error)
+                continue
+            which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
+            for reader, known in told.items():
+                try:
+                    await self._hosts.request(reader, "data_from", datasets=known, **which)
+                except ClusterError as error:
+                    log.info("%s is not told where the data of %s is: %s", reader, job_id, error)
+
+    async def _serve_all(self, name: str, places: Iterable[tuple[str | None, str]], token: str) -> list[list[Any]]:
+        answers = [await self._serve(name, HostId(str(at)), path, token) for at, path in places]
+        return [address for address in answers if address is not None]
+
+    async def _serve(self, name: str, host: HostId, path: str, token: str) -> list[Any] | None:
+        if host not in self._state.hosts:
+            raise ClusterError(
+                f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"
+            )
+        known = self._state.hosts[host].facts
+        try:
+            answer = await self._hosts.request(host, "data_serve", dataset=name, path=path, token=token)
+        except AgentLost:
+            return None
+        return [known.address if known else "127.0.0.1", answer["port"]]
+
+    def _token(self, job: str, name: str) -> str:
+        return hmac.new(self._key, f"{job}/{name}".encode(), hashlib.sha256).hexdigest()[:32]

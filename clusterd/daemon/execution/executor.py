@@ -1,0 +1,291 @@
+"""Carries decisions out. Chooses nothing: every outcome, failure included, goes back to the scheduler as an event."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.daemon.execution.launching import LAUNCH_TIMEOUT_S, Launches
+from clusterd.daemon.execution.migrations import Mover
+from clusterd.daemon.execution.model_description import Describer
+from clusterd.daemon.execution.stops import Stops
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.timers import Timers
+from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.storage.snapshot_replicas import Keeper
+from clusterd.daemon.unexpected import in_a_line
+from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, said_by
+from clusterd.types import AttemptState, HostId, JobKind
+
+log = logging.getLogger(__name__)
+
+
+class Executor:
+    """One coroutine per decision, in the daemon's task group."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hosts: Hosts,
+        archive: Archive,
+        timers: Timers,
+        tasks: anyio.abc.TaskGroup,
+        launches: Launches,
+        describer: Describer,
+        keeper: Keeper,
+    ) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._launches = launches
+        self._describer = describer
+        self._keeper = keeper
+        self._timers = timers
+        self._tasks = tasks
+        self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
+        self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
+        self._stops = Stops(engine, hosts, archive)
+        self._mover = Mover(engine, hosts, self._launch_standby)
+
+    def carry_out(self, decisions: Iterable[d.Decision]) -> None:
+        """Begin; returns at once."""
+        for decision in decisions:
+            match decision:
+                case d.LaunchAttempt():
+                    self._begin(self._launch, decision)
+                case d.StopAttempt():
+                    self._begin(self._stop, decision)
+                case d.DescribeModel():
+                    self._begin(self._describer.describe, decision)
+                case d.StartMigration():
+                    self._begin(self._mover.run, decision)
+                case d.AbortMigration():
+                    self._begin(self._mover.abort, decision)
+                case d.ResumeAttempt():
+                    self._begin(self._mover.resume, decision)
+                case d.CutOffSurvivors():
+                    self._begin(self._cut_off, decision)
+                case d.UseCores():
+                    self._begin(self._use_cores, decision)
+                case d.TakeCheckpoint():
+                    self._begin(self._checkpoint, decision)
+                case d.SetTimer():
+                    self._timers.changed()
+                case d.EndJob():
+                    self._begin(self._forget, decision)
+                case _:
+                    pass  # said, not done: HoldJob and RequeueJob are for people
+
+    def _begin(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
+        self._tasks.start_soon(self._guarded, work, decision)
+
+    async def _guarded(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
+        """A bug in carrying out one decision must not take the daemon, and all other jobs, with it."""
+        try:
+            await work(decision)
+        except Exception:
+            log.exception("%s was not carried out: %s", type(decision).__name__, decision.reason)
+
+    async def _forget(self, decision: d.EndJob) -> None:
+        self._describer.job_is_over(decision.job)
+        try:
+            await self._archive.forget_secrets(decision.job)  # first: hosts that are silent take their time
+        finally:
+            await self._keeper.forget(decision.job)
+
+    # --- launch -------------------------------------------------------------------------------------------------------
+
+    async def _launch(self, decision: d.LaunchAttempt) -> None:
+        key = (decision.job, decision.attempt)
+        if key in self._launching:  # a reconnect asked again while the first is under way
+            self._asked_again[key] = decision
+            return
+        done = anyio.Event()
+        event: e.Event | None = None
+        with anyio.CancelScope() as scope:
+            self._launching[key] = (scope, done)
+            try:
+                event = await self._launched(decision)
+            except AgentLost as lost:
+                # The reconnect tells what became of it, and the scheduler asks again.
+                log.info("launching %s.%d: %s", decision.job, decision.attempt, lost)
+            except Exception as error:
+                # Said as an event, or nobody would end it: its job would be starting, and hold its devices, for ever.
+                log.exception("launching %s.%d failed by a bug", decision.job, decision.attempt)
+                event = _launch_failed(decision, decision.hosts[0], in_a_line(error))
+            finally:
+                del self._launching[key]
+                done.set()
+        again = self._asked_again.pop(key, None)
+        if scope.cancelled_caught:
+            return
+        if event is not None:
+            await self._engine.report(event)
+        elif again is not None and not scope.cancel_called:  # the host that was lost is back already
+            await self._launch(again)
+
+    async def _launched(self, decision: d.LaunchAttempt) -> e.Event:
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        secrets = await self._archive.secrets(decision.job)
+        failures: list[e.LaunchFailed] = []
+        try:
+            restored = await self._restored(decision)
+        except AgentLost:
+            raise
+        except NotStarted as error:
+            return _launch_failed(decision, HostId(error.host), str(error))
+        except ClusterError as error:
+            return _launch_failed(decision, decision.hosts[0], f"the snapshot in memory could not be used: {error}")
+        if restored is not None:
+            return e.AttemptLaunched(
+                at_s=time.time(),
+                job=decision.job,
+                attempt=decision.attempt,
+                generation=decision.generation,
+                restored_step=restored,
+            )
+
+        def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
+            failures.append(_launch_failed(decision, host, said_by(host, error), is_infrastructure, error.lasts))
+
+        async def on(host: HostId, request: dict[str, Any]) -> None:
+            attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
+            if attempt is None or attempt.state is not AttemptState.LAUNCHING:
+                # The host went and came back meanwhile, and its devices may be somebody else's by now.
+                raise AgentLost(f"{decision.job}.{decision.attempt} is not wanted any more")
+            try:
+                await self._hosts.request(host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request)
+            except AgentLost:
+                raise
+            except ClusterError as error:
+                failed(host, error)
+
+        async def prepare(host: HostId) -> None:
+            try:
+                await self._launches.send_snapshot(host, spec)
+            except AgentLost:
+                raise
+            except ClusterError as error:
+                failed(host, error)
+
+        try:
+            async with anyio.create_task_group() as group:
+                for host in decision.hosts:
+                    group.start_soon(prepare, host)
+            requests: dict[HostId, dict[str, Any]] = {}
+            if not failures:
+                try:
+                    requests = await self._launches.requests(decision, spec, secrets)
+                except AgentLost:
+                    raise
+                except NotStarted as error:
+                    failed(HostId(error.host), error)
+                except ClusterError as error:  # data that is not where it was said to be
+                    failed(decision.hosts[0], error, is_infrastructure=isinstance(error, TryLater))
+            if not failures:
+                async with anyio.create_task_group() as group:
+                    for host, request in requests.items():
+                        group.start_soon(on, host, request)
+        except* AgentLost as lost:
+            raise lost.exceptions[0] from None
+        if failures:
+            return failures[0]
+        return e.AttemptLaunched(
+            at_s=time.time(), job=decision.job, attempt=decision.attempt, generation=decision.generation
+        )
+
+    async def _restored(self, decision: d.LaunchAttempt) -> int | None:
+        """The step of the snapshot in memory that the new ranks were filled from; None: there is none, or it failed."""
+        job = self._engine.scheduler.state.jobs[decision.job]
+        if job.spec.kind is not JobKind.ELASTIC or decision.attempt == 1 or decision.generation != 1:
+            return None
+        whole = self._keeper.newest(job)
+        if whole is None or whole.step <= job.checkpoint_step:
+            return None
+        try:
+            return await self._mover.restore(decision, whole, await self._keeper.admit(whole))
+        except ClusterError as error:
+            log.warning("%s cannot go on from the snapshot of step %d: %s", decision.job, whole.step, error)
+            if not isinstance(error, AgentLost | NotStarted):  # then it is not the snapshot that is at fault
+                await self._keeper.forget(decision.job)
+            which: dict[str, Any] = {
+                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
+            }  # fmt: skip
+            why = "the snapshot was not whole"
+            for host in decision.hosts:
+                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason=why, **which)
+            raise
+
+    async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
+        """Start the new ranks of a migration; they wait to be told that the state is theirs."""
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        target = d.LaunchAttempt(
+            cause=decision.cause,
+            reason=decision.reason,
+            job=decision.job,
+            attempt=decision.attempt,
+            generation=decision.new_generation,
+            plan=decision.new_plan,
+            ranks=decision.new_ranks,
+        )
+        async with anyio.create_task_group() as group:
+            for host in target.hosts:
+                group.start_soon(self._launches.send_snapshot, host, spec)
+        requests = await self._launches.requests(target, spec, await self._archive.secrets(decision.job))
+
+        async def on(host: HostId, request: dict[str, Any]) -> None:
+            here = {**move, "host": host}
+            try:
+                await self._hosts.request(
+                    host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **request, standby=True, move=here
+                )
+            except AgentLost:
+                raise
+            except ClusterError as error:
+                raise NotStarted(host, said_by(host, error)) from error
+
+        async with anyio.create_task_group() as group:
+            for host, request in requests.items():
+                group.start_soon(on, host, request)
+
+    async def _checkpoint(self, decision: d.TakeCheckpoint) -> None:
+        await self._hosts.everywhere(decision, "tell", message={"event": "checkpoint", "path": decision.path})
+
+    async def _use_cores(self, decision: d.UseCores) -> None:
+        await self._hosts.everywhere(decision, "tell", message={"event": "cores", "each": decision.each})
+
+    async def _cut_off(self, decision: d.CutOffSurvivors) -> None:
+        await self._hosts.everywhere(decision, "tell", message={"event": "peers_lost", "reason": decision.reason})
+
+    # --- stop ---------------------------------------------------------------------------------------------------------
+
+    async def _stop(self, decision: d.StopAttempt) -> None:
+        launching = self._launching.get((decision.job, decision.attempt))
+        if launching is not None:  # a launch still on its way must not arrive after the stop
+            scope, done = launching
+            scope.cancel()
+            await done.wait()
+        await self._stops.stop(decision)
+
+
+def _launch_failed(
+    decision: d.LaunchAttempt, host: HostId, why: str, is_infrastructure: bool = True, lasts: bool = False
+) -> e.LaunchFailed:
+    return e.LaunchFailed(
+        at_s=time.time(),
+        job=decision.job,
+        attempt=decision.attempt,
+        generation=decision.generation,
+        host=host,
+        why=why,
+        is_infrastructure=is_infrastructure,
+        lasts=lasts,
+    )

@@ -1,0 +1,205 @@
+"""What agents are asked when ranks are to start: everything a host needs to know, and the job's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import anyio
+
+from clusterd.agent.spawners import START_TIMEOUT_S
+from clusterd.core import decisions as d
+from clusterd.daemon.execution.datasets import DataSets
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archive import Archive
+from clusterd.errors import NotStarted
+from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+CHUNK_BYTES = 1 << 20
+LAUNCH_TIMEOUT_S = START_TIMEOUT_S + 60.0
+"""An agent that waits for an environment to start gives up first, and says so."""
+
+SNAPSHOT_EVERY = 20
+"""Steps between snapshots in memory, where the job does not say."""
+
+SNAPSHOT_EVERY_S = 2.0
+"""Less often where steps are short: of two seconds' work little is lost."""
+
+SNAPSHOT_MEMORY_SHARE = 0.25
+"""Of a host's memory that snapshots may take for that."""
+
+
+class Launches:
+    """Makes launch requests, and sends ahead what they name."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, datasets: DataSets) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._datasets = datasets
+        self._sending: dict[tuple[str, str], anyio.Lock] = {}
+        self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
+        """Whether devices of these types, and links between so many hosts, are still to be measured."""
+
+    async def requests(
+        self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
+    ) -> dict[HostId, dict[str, Any]]:
+        """What to ask of each host's agent.
+
+        Raises:
+            NotStarted: a host does not have a device any more that its ranks were given.
+            ClusterError: a host is silent or refuses, or data is not where it was said to be.
+        """
+        state = self._engine.scheduler.state
+        address, interface, port = "", "", 0
+        first = decision.hosts[0]
+        if spec.kind is not JobKind.COMMAND:
+            who: dict[str, Any] = {
+                "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
+            }  # fmt: skip
+            port = (await self._hosts.request(first, "port", **who))["port"]
+            if len(decision.hosts) == 1:
+                address, interface = "127.0.0.1", "lo"
+            else:
+                known = state.hosts[first].facts
+                address = known.address if known else "127.0.0.1"
+        requests: dict[HostId, dict[str, Any]] = {}
+        restore = decision.restore if decision.generation == 1 else None  # later ones get the state from ranks
+        names = {d.name for host in decision.hosts for d in state.hosts[host].devices}
+        probe = spec.kind is JobKind.ELASTIC and self.wants_probe(names, len(decision.hosts))
+        snapshot_every = self._snapshot_every(decision.job, spec, decision.plan)
+        datasets = await self._datasets.where(decision.job, spec, decision.hosts)
+        booked = self._cores(decision)
+        for host in decision.hosts:
+            here = [place for place in decision.ranks if place.host == host]
+            host_facts = state.hosts[host].facts
+            near = interface or (host_facts.interface if host_facts else "")
+            devices = {device.id: device for device in state.hosts[host].devices}
+            requests[host] = {
+                "restore": restore,
+                "snapshot_every": snapshot_every,
+                "probe": probe,
+                "datasets": datasets[host],
+                **self.request_base(decision.job, decision.attempt, decision.generation, spec, secrets),
+                "argv": filled_in(spec.command, decision.job, decision.plan, len(decision.hosts)),
+                "ranks": [
+                    {
+                        "rank": place.rank,
+                        "world_size": len(decision.ranks),
+                        "local_rank": index,
+                        "local_world_size": len(here),
+                        "master_addr": address,
+                        "master_port": port,
+                        "interface": near,
+                        "plan": decision.plan.to_dict() if decision.plan else None,
+                        "device": _device(place, devices, booked.get(host, 0) // len(here)),
+                        "hosts": len(decision.hosts),
+                    }
+                    for index, place in enumerate(here)
+                ],
+            }
+            if spec.kind is JobKind.COMMAND:
+                requests[host]["ranks"] = [_one_process(requests[host]["ranks"])]
+        return requests
+
+    def _snapshot_every(self, job: str, spec: JobSpec, plan: Plan | None) -> int:
+        """Steps between snapshots in memory: as asked, or where they take little of the hosts' memory.
+
+        On one host too: ranks die more often than hosts.
+        """
+        if spec.kind is not JobKind.ELASTIC or spec.snapshot_every is not None:
+            return spec.snapshot_every or 0
+        state = self._engine.scheduler.state
+        up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
+        told = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
+        if not up or told is None:
+            return 0
+        copies = 2 if len(up) == 1 else 4  # two take turns, and so do those that a second host has
+        if copies * ModelShape.from_dict(told).state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
+            return 0
+        known = state.jobs[JobId(job)]
+        outlook = state.outlooks.get(known.model)
+        predicted = [x.step_time_s for x in outlook.estimates if x.plan == plan] if outlook is not None else []
+        step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
+        return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
+
+    def _cores(self, decision: d.LaunchAttempt) -> Mapping[HostId, int]:
+        """That are booked for these ranks on each host."""
+        attempt = self._engine.scheduler.state.jobs[decision.job].attempt
+        if attempt is None:
+            return {}
+        coming = attempt.migration
+        return coming.cores if coming is not None and coming.generation == decision.generation else attempt.cores
+
+    def request_base(
+        self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
+    ) -> dict[str, Any]:
+        """What every launch of the job says."""
+        known = self._engine.scheduler.state.jobs.get(JobId(job))
+        return {
+            "job": job,
+            "born_s": known.born_s if known is not None else 0.0,
+            "attempt": attempt,
+            "generation": generation,
+            "kind": spec.kind.value,
+            "argv": list(spec.command),
+            "env": {"CLUSTERD_JOB_NAME": spec.name, **spec.env},
+            "secrets": secrets,
+            "snapshot": spec.snapshot,
+            "workdir": None if spec.snapshot else spec.workdir,
+            "python": spec.python,
+            "grace_s": spec.grace_s,
+            "final": spec.checkpoint_path(job, "final") if spec.checkpoint_directory is not None else None,
+        }
+
+    async def send_snapshot(self, host: HostId, spec: JobSpec) -> None:
+        """The job's workdir to the host, once per content."""
+        digest = spec.snapshot
+        if digest is None:
+            return
+        # Two launches at a time on one host must not send the same content twice.
+        async with self._sending.setdefault((host, digest), anyio.Lock()):
+            if (await self._hosts.request(host, "snapshot_has", digest=digest))["have"]:
+                return
+            offset = 0
+            async for data, last in self._archive.snapshot_chunks(digest, CHUNK_BYTES):
+                await self._hosts.request(
+                    host, "snapshot_put", timeout_s=120.0, digest=digest, offset=offset, data=data, last=last
+                )
+                offset += len(data)
+
+
+def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:
+    """The argv under a plan: ``--tp {tp} --save /shared/{job}``; braces around anything else stay as they are."""
+    if plan is None:
+        return list(command)
+    sizes = (job, plan.dp, plan.tp, plan.pp, plan.zero, plan.accumulation, plan.ranks, hosts)
+    values = dict(zip(TEMPLATE_NAMES, sizes, strict=True))
+    names = "|".join(values)
+    return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), word) for word in command]
+
+
+def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[str, Any]:
+    threads = max(cores, 1)
+    if place.device is None:
+        return {"kind": "cpu", "uuid": "", "cores": [], "threads": threads}
+    device = devices.get(place.device)
+    if device is None:
+        raise NotStarted(place.host, f"it has no {place.device} any more")
+    if device.kind == "cpu":  # its cores are its own
+        threads = max(len(device.cores), 1)
+    return {"kind": device.kind, "uuid": device.uuid, "cores": list(device.cores), "threads": threads}
+
+
+def _one_process(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """A command is one process, whatever devices it holds."""
+    devices = [r["device"] for r in ranks]
+    cores = sorted({core for device in devices for core in device["cores"]})
+    uuids = [device["uuid"] for device in devices if device["kind"] == "cuda"]
+    merged = {"kind": devices[0]["kind"], "uuid": ",".join(uuids), "cores": cores}
+    merged["threads"] = sum(device["threads"] for device in devices)
+    return {**ranks[0], "world_size": 1, "local_world_size": 1, "device": merged}

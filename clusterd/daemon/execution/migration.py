@@ -1,0 +1,355 @@
+"""Carries a migration out: a saga of six phases, each with its measured time, and an undo at every one.
+
+====================  =================================================================================================
+prepare               new ranks start, build the model without storage, meet, and allocate, while the old ones train
+quiesce               the old ranks end the same step
+transfer              they put what others need of them into the hosts' stores; hosts fetch what they lack; new ranks
+                      read their boxes
+verify                step, checksums and boxes are right on every new rank
+switch                one journaled event: from here on the new ranks are the job
+resume                they train
+====================  =================================================================================================
+
+Any failure before the switch is `MigrationFailed`: the scheduler lets the old ranks go on and ends the new ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.snapshot_replicas import Whole
+from clusterd.daemon.unexpected import first_of
+from clusterd.errors import ClusterError, NotStarted
+from clusterd.types import HostId, RankPlace
+from clusterd.units import size
+
+log = logging.getLogger(__name__)
+
+PREPARE_TIMEOUT_S = 180.0
+QUIESCE_TIMEOUT_S = 120.0
+STEPS_AWAITED = 4
+"""In either, on top: a word takes effect two steps later, and new ranks rehearse one beside the old ones."""
+
+TRANSFER_TIMEOUT_S = 600.0
+
+Launch = Callable[[d.StartMigration, dict[str, Any]], Coroutine[Any, Any, None]]
+
+
+class MoveFailed(ClusterError):
+    """A phase did not come to its end; the old ranks go on."""
+
+
+class Saga:
+    """Of one move; whoever began it cancels its scope to end it."""
+
+    def __init__(self, decision: d.StartMigration, engine: Engine, hosts: Hosts, launch_standby: Launch) -> None:
+        self.decision = decision
+        self.id = move_id(decision.job, decision.attempt, decision.new_generation)
+        self.scope = anyio.CancelScope()
+        self.verified = False
+        self.quiesced_at_s = 0.0
+        self.resume_asked_s = 0.0
+        self._engine = engine
+        self._hosts = hosts
+        self._launch_standby = launch_standby
+        self._heard: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+        self._news = anyio.Event()
+        self._failure: str | None = None
+        self._out_of_memory = False
+        self._refused = ""
+        self._phase = "prepare"
+        self._measured: list[e.MigrationAdvanced] = []
+        self._step = -1
+        self._began_s = time.perf_counter()
+
+    @property
+    def old_ranks(self) -> tuple[RankPlace, ...]:
+        """Those that live."""
+        return tuple(place for place in self.decision.ranks if place.rank not in self.decision.lost)
+
+    @property
+    def old_hosts(self) -> tuple[HostId, ...]:
+        return _distinct(self.old_ranks)
+
+    @property
+    def new_hosts(self) -> tuple[HostId, ...]:
+        return _distinct(self.decision.new_ranks)
+
+    @property
+    def all_hosts(self) -> tuple[HostId, ...]:
+        """Old and new, each once."""
+        return tuple(dict.fromkeys((*self.old_hosts, *self.new_hosts)))
+
+    def hear(self, generation: int, rank: int, said: dict[str, Any]) -> None:
+        """A rank said something about this move."""
+        if said["what"] == "failed":
+            self._out_of_memory |= bool(said.get("out_of_memory"))
+            self._refused = self._refused or str(said.get("refused", ""))
+            self.fail(f"rank {rank} of generation {generation}: {said['why']}")
+        self._heard.setdefault(said["what"], {})[generation, rank] = said
+        self._wake()
+
+    def fail(self, why: str) -> None:
+        """Something that this move needs is gone."""
+        self._failure = self._failure or why
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def run(self) -> None:
+        """All phases up to the switch; a failure becomes an event."""
+        try:
+            move = await self._describe()
+            if self.decision.makes_room:
+                await self._make_room(move)
+            else:
+                await self._prepare(move)
+                await self._quiesce()
+            await self._transfer()
+        except Exception as error:
+            cause = first_of(error)
+            if not isinstance(cause, ClusterError):
+                log.exception("the move of %s failed by a bug", self.id)
+            refused = HostId(cause.host) if isinstance(cause, NotStarted) else None
+            await self._failed(str(cause) or type(cause).__name__, refused)
+
+    async def restore(self, whole: Whole, served: dict[str, list[Any]]) -> int:
+        """New ranks alone, from what is kept of the old; returns their step."""
+        move = await self._describe()
+        move["fabric"] = {**served, **move["fabric"]}
+        move["snapshot"] = {"names": list(whole.names), "hosts": list(whole.hosts)}
+        move["sets"] = whole.tokens
+        try:
+            await self._launch_standby(self.decision, move)
+        except ExceptionGroup as errors:  # of several hosts
+            raise first_of(errors) from None
+        wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
+        loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
+        steps = {int(said["step"]) for said in loaded.values()}
+        if steps != {whole.step} or not all(said["verified"] for said in loaded.values()):
+            raise MoveFailed(f"the snapshot of step {whole.step} is not whole: ranks hold steps {sorted(steps)}")
+        for host in self.new_hosts:
+            await self._ask(host, "resume", self.decision.new_generation, {"move": self.id})
+            await self._hosts.request(host, "drop", move=self.id)
+        return whole.step
+
+    async def _prepare(self, move: dict[str, Any]) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._launch_standby, self.decision, move)
+            group.start_soon(self._tell_old, move)
+        await self._stand_by()
+
+    async def _make_room(self, move: dict[str, Any]) -> None:
+        """Old ranks that wait anyway hand over and let go of their devices' memory before the new ones are made."""
+        await self._tell_old(move)
+        await self._wait("prepared", self._old(), PREPARE_TIMEOUT_S + self._steps_s)
+        await self._quiesce()
+        self._phase = "prepare"
+        await self._launch_standby(self.decision, move)
+        await self._stand_by()
+
+    async def _tell_old(self, move: dict[str, Any]) -> None:
+        async with anyio.create_task_group() as group:
+            for host in self.old_hosts:
+                group.start_soon(self._ask, host, "move", self.decision.generation, {"move": {**move, "host": host}})
+
+    def _old(self) -> set[tuple[int, int]]:
+        return {(self.decision.generation, p.rank) for p in self.old_ranks}
+
+    async def _stand_by(self) -> None:
+        """Old and new ranks are ready, and mean the same move."""
+        new = {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
+        prepared = await self._wait("prepared", self._old() | new, PREPARE_TIMEOUT_S + self._steps_s)
+        digests = {said["digest"] for said in prepared.values()}
+        if len(digests) != 1:
+            raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
+        await self._advance(f"{len(self.decision.new_ranks)} ranks stand by", post=not self.decision.makes_room)
+
+    async def _describe(self) -> dict[str, Any]:
+        """What everyone has to know to compute the same move."""
+        state = self._engine.scheduler.state
+        fabric: dict[str, list[Any]] = {}
+        for host in self.all_hosts:
+            port = (await self._hosts.request(host, "fabric"))["port"]
+            known = state.hosts[host].facts
+            fabric[host] = [known.address if known else "127.0.0.1", port]
+        decision = self.decision
+        return {
+            "id": self.id,
+            "token": secrets.token_hex(16),
+            "shape": state.jobs[decision.job].shape,
+            "lost": list(decision.lost),
+            "step": decision.step,
+            "makes_room": decision.makes_room,
+            "old": _side(decision.generation, decision.plan.to_dict(), decision.ranks),
+            "new": _side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
+            "fabric": fabric,
+            "host": None,
+        }
+
+    async def _quiesce(self) -> None:
+        self._phase = "quiesce"
+        async with anyio.create_task_group() as group:
+            for host in self.old_hosts:
+                group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
+        quiesced = await self._wait("quiesced", self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
+        steps = {said["step"] for said in quiesced.values()}
+        if len(steps) != 1:
+            raise MoveFailed(f"old ranks stopped at different steps: {sorted(steps)}")
+        # Clocks of hosts differ by little, and the last to end is what counts.
+        self.quiesced_at_s = max(said["at_s"] for said in quiesced.values())
+        self._step = steps.pop()
+        # They said so after they had copied, by when new ranks have read most of it: the copying is the transfer's.
+        copying = [said["copied"][0] for said in quiesced.values() if said.get("copied")]
+        await self._advance(f"at step {self._step}", post=False, over_at_s=min(copying, default=self.quiesced_at_s))
+
+    async def _transfer(self) -> None:
+        self._phase = "transfer"
+        wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
+        loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
+        network = _once_per_host(loaded, self.decision.new_ranks)
+        local = sum(said["bytes_local"] for said in loaded.values())
+        copied_s = _copied_s([*self._heard["quiesced"].values(), *loaded.values()], self.quiesced_at_s)
+        words = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
+        await self._advance(words, post=False)
+        self._phase = "verify"
+        wrong = [rank for (_, rank), said in loaded.items() if said["step"] != self._step or not said["verified"]]
+        if wrong:
+            raise MoveFailed(f"new ranks {wrong} do not hold the state of step {self._step}")
+        await self._advance(f"{len(loaded)} ranks hold step {self._step}", post=False)
+        self._phase = "switch"
+        # The measured phases go into the same batch as the switch: one commit within the downtime, not four.
+        self.verified = True
+        which: dict[str, Any] = {
+            "job": self.decision.job,
+            "attempt": self.decision.attempt,
+            "generation": self.decision.new_generation,
+        }
+        async with anyio.create_task_group() as group:
+            for event in self._measured:
+                group.start_soon(self._engine.post, event)
+            switch = e.MigrationVerified(
+                at_s=time.time(), step=self._step, network_bytes=network, local_bytes=local, **which
+            )
+            group.start_soon(self._engine.post, switch)
+
+    @property
+    def _steps_s(self) -> float:
+        job = self._engine.scheduler.state.jobs[self.decision.job]
+        return STEPS_AWAITED * (job.step_time_s or 0.0)
+
+    # --- waiting and telling ------------------------------------------------------------------------------------------
+
+    async def _ask(self, host: HostId, verb: str, generation: int, more: dict[str, Any]) -> None:
+        which: dict[str, Any] = {
+            "job": self.decision.job,
+            "attempt": self.decision.attempt,
+            "generation": generation,
+        }
+        await self._hosts.request(host, verb, **which, **more)
+
+    async def _wait(
+        self, what: str, wanted: set[tuple[int, int]], timeout_s: float
+    ) -> dict[tuple[int, int], dict[str, Any]]:
+        """Until each of these ranks has said it."""
+        with anyio.move_on_after(timeout_s):
+            while True:
+                if self._failure is not None:
+                    raise MoveFailed(self._failure)
+                heard = self._heard.get(what, {})
+                if wanted <= heard.keys():
+                    return {key: heard[key] for key in wanted}
+                await self._news.wait()
+        missing = sorted(rank for _, rank in wanted - self._heard.get(what, {}).keys())
+        raise MoveFailed(f"ranks {missing} were not {what} within {timeout_s:.0f} s")
+
+    async def _advance(self, what: str, post: bool = True, over_at_s: float | None = None) -> None:
+        """The phase is over; its time goes to the journal, inside the downtime together with the switch.
+
+        Args:
+            over_at_s: when it was, by the clock of a host; None: now.
+        """
+        now_s = time.perf_counter()
+        if over_at_s is not None:
+            now_s = min(max(now_s - (time.time() - over_at_s), self._began_s), now_s)
+        log.info("%s: %s over after %.3f s: %s", self.id, self._phase, now_s - self._began_s, what)
+        event = e.MigrationAdvanced(
+            at_s=time.time(),
+            job=self.decision.job,
+            attempt=self.decision.attempt,
+            generation=self.decision.new_generation,
+            phase=self._phase,
+            seconds=now_s - self._began_s,
+            what=what,
+        )
+        self._began_s = now_s
+        if post:
+            await self._engine.post(event)
+            self._began_s = time.perf_counter()
+        else:
+            self._measured.append(event)
+
+    async def _failed(self, why: str, host: HostId | None) -> None:
+        log.warning("the move of %s failed in %s: %s", self.id, self._phase, why)
+        await self._engine.report(
+            e.MigrationFailed(
+                at_s=time.time(),
+                job=self.decision.job,
+                attempt=self.decision.attempt,
+                generation=self.decision.new_generation,
+                phase=self._phase,
+                why=why,
+                host=host,
+                out_of_memory=self._out_of_memory,
+                refused=self._refused,
+            )
+        )
+
+
+def move_id(job: str, attempt: int, generation: int) -> str:
+    return f"{job}.{attempt}.{generation}"
+
+
+def _distinct(places: Iterable[RankPlace]) -> tuple[HostId, ...]:
+    return tuple(dict.fromkeys(place.host for place in places))
+
+
+def _side(generation: int, plan: dict[str, Any], places: Iterable[RankPlace]) -> dict[str, Any]:
+    ordered = sorted(places, key=lambda place: place.rank)
+    return {
+        "generation": generation,
+        "plan": plan,
+        "hosts": [place.host for place in ordered],
+        "devices": [place.device for place in ordered],
+    }
+
+
+def _copied_s(said: Iterable[dict[str, Any]], quiesced_at_s: float) -> float:
+    """Of the downtime, from the first copy into a store to the last copy out of one; hosts' clocks differ by little.
+
+    Ranks that end their last step early copy while others train: that is no downtime.
+    """
+    times = [at_s for one in said for at_s in one.get("copied", ())]
+    return max(max(times) - max(min(times), quiesced_at_s), 0.0) if times else 0.0
+
+
+def _once_per_host(loaded: dict[tuple[int, int], dict[str, Any]], places: Iterable[RankPlace]) -> int:
+    """Ranks of one host read from one inbox: what came over the network counts once."""
+    host_of = {place.rank: place.host for place in places}
+    by_host: dict[HostId, int] = {}
+    for (_, rank), said in loaded.items():
+        by_host[host_of[rank]] = max(by_host.get(host_of[rank], 0), said["bytes_network"])
+    return sum(by_host.values())

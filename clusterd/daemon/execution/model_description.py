@@ -1,0 +1,170 @@
+"""Learning a job's model before its first launch: its script runs without devices until it tells what it trains."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import anyio
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.daemon.execution.datasets import DataSets
+from clusterd.daemon.execution.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, Launches
+from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.facts import DESCRIPTION
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archive import Archive
+from clusterd.daemon.unexpected import in_a_line
+from clusterd.errors import AgentLost, ClusterError
+from clusterd.types import HostId, JobId, JobSpec, Reason
+from plans.model_shape import ModelShape
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_TIMEOUT_S = 300.0
+TIDY_TIMEOUT_S = 30.0
+
+
+class Describer:
+    """Has hosts tell models."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, datasets: DataSets, launches: Launches) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._datasets = datasets
+        self._launches = launches
+        self._asked: dict[JobId, anyio.CancelScope] = {}
+        self._locks: dict[tuple[HostId, str], anyio.Lock] = {}
+
+    async def describe(self, decision: d.DescribeModel) -> None:
+        """Of a queued job; the outcome becomes an event."""
+        event: e.Event | None = None
+        with anyio.CancelScope() as scope:
+            self._asked[decision.job] = scope
+            try:
+                event = await self._described(decision)
+            except AgentLost:
+                pass  # HostDisconnected puts the question to another host
+            except ClusterError as error:
+                event = e.ModelNotDescribed(
+                    at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, lasts=error.lasts
+                )
+            except Exception as error:
+                # Nobody would ask again: its model would be learned for ever.
+                log.exception("learning the model of %s failed by a bug", decision.job)
+                why = in_a_line(error)
+                event = e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why, is_infrastructure=True)
+            finally:
+                if self._asked.get(decision.job) is scope:  # it may have been put to another host already
+                    del self._asked[decision.job]
+        if event is not None:
+            await self._engine.report(event)
+
+    def job_is_over(self, job: JobId) -> None:
+        """Nobody wants to know its model any more."""
+        if job in self._asked:
+            self._asked[job].cancel()
+
+    async def end_left(self, host: HostId, job: str) -> None:
+        """End a description that nobody waits for: its daemon ended, or lost the host in the middle of it."""
+        async with self._lock(host, job):
+            await self._tidy_description(host, {"job": job, "attempt": DESCRIPTION, "generation": 1})
+
+    def _lock(self, host: HostId, job: str) -> anyio.Lock:
+        """The end of one description must not hit the next one there."""
+        return self._locks.setdefault((host, job), anyio.Lock())
+
+    async def _described(self, decision: d.DescribeModel) -> e.Event:
+        spec = self._engine.scheduler.state.jobs[decision.job].spec
+        return await self._told(decision, spec)
+
+    async def describe_unsubmitted(self, spec: JobSpec, name: str) -> dict[str, Any]:
+        """The model of a job that is not submitted, told by the least busy host.
+
+        Raises:
+            ClusterError: no host is up, or the script did not tell its model; its words.
+        """
+        wanted = spec.resources.hosts
+        hosts = [h for h in self._engine.scheduler.state.hosts.values() if h.unusable is None]
+        usable = [h for h in hosts if not wanted or h.id in wanted]
+        if not usable:
+            raise ClusterError("no host that it may use is up (clusterd host ls)")
+        host = min(usable, key=lambda h: (h.cores_used, h.id)).id
+        decision = d.DescribeModel(cause=e.EventId(0), reason="estimate", job=JobId(name), host=host)
+        event = await self._told(decision, spec)
+        if isinstance(event, e.ModelDescribed):
+            return event.shape
+        raise ClusterError(event.why if isinstance(event, e.ModelNotDescribed) else f"{host} said nothing")
+
+    async def _told(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
+        async with self._lock(decision.host, decision.job):
+            return await self._told_alone(decision, spec)
+
+    async def _told_alone(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
+        secrets = await self._archive.secrets(decision.job)
+        await self._launches.send_snapshot(decision.host, spec)
+        base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)
+        who: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
+        base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
+        base["datasets"] = (await self._datasets.where(decision.job, spec, [decision.host]))[decision.host]
+        rank = {
+            "rank": 0,
+            "world_size": 1,
+            "local_rank": 0,
+            "local_world_size": 1,
+            "master_addr": "",
+            "master_port": 0,
+            "interface": "",
+            "plan": {},
+            "device": {"kind": "cpu", "uuid": "", "cores": [], "threads": 1},
+            "hosts": 1,
+        }
+        ended = self._hosts.expect_exit(decision.host, decision.job, DESCRIPTION)
+        try:
+            await self._hosts.request(decision.host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **base, ranks=[rank])
+            with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
+                report = await ended.wait()
+            if waiting.cancelled_caught:
+                why = f"its script did not reach clusterd.train.run within {DESCRIBE_TIMEOUT_S:.0f} s"
+                return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
+            if report is None:
+                raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
+            told = await self._hosts.request(decision.host, "model", job=decision.job, attempt=DESCRIPTION)
+            if told["model"] is None:
+                return await self._not_described(decision, report)
+            model = ModelShape.from_dict(told["model"]).signature
+            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=told["model"], model=model)
+        finally:
+            ended.close()
+            with anyio.CancelScope(shield=True):
+                await self._tidy_description(decision.host, who)
+
+    async def _not_described(self, decision: d.DescribeModel, report: dict[str, Any]) -> e.Event:
+        end = facts.rank_end(report)
+        said = await self._hosts.request(
+            decision.host, "logs", job=decision.job, attempt=DESCRIPTION, rank=0, offset=0, limit=CHUNK_BYTES
+        )
+        await self._archive.write_log(decision.job, DESCRIPTION, 0, said["data"])
+        lines = said["data"].decode(errors="replace").strip().splitlines()
+        tail = lines[-1] if lines else "it said nothing"
+        if end.is_success:
+            tail = 'its script ended without calling clusterd.train.run: call it, or submit with kind = "command"'
+        return e.ModelNotDescribed(
+            at_s=time.time(),
+            job=decision.job,
+            why=f"its model could not be built on {decision.host} ({end}): {tail}",
+            is_infrastructure=end.reason.is_infrastructure or end.reason is Reason.NO_TORCH,
+            lasts=end.reason is Reason.NO_TORCH,
+        )
+
+    async def _tidy_description(self, host: HostId, who: dict[str, Any]) -> None:
+        try:
+            with anyio.move_on_after(TIDY_TIMEOUT_S):
+                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason="described", **who)
+                await self._hosts.request(host, "forget", timeout_s=None, job=who["job"], attempt=DESCRIPTION)
+        except ClusterError as error:
+            log.info("%s keeps the description of %s for now: %s", host, who["job"], error)

@@ -1,0 +1,130 @@
+"""Attempts end: hosts are asked until nothing is left there, and what is worth keeping is brought here first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import anyio
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archive import Archive
+from clusterd.errors import AgentLost, ClusterError
+from clusterd.types import HostId, HostState
+
+log = logging.getLogger(__name__)
+
+AGAIN_S, AGAIN_MOST_S = 1.0, 60.0
+"""Between two tries to stop what a host could not stop, as with a full disk; doubled each time."""
+
+LATE_S = 60.0
+"""After the grace period: a host that has not stopped an attempt by then is worth a word."""
+
+
+class Stops:
+    """Has hosts stop attempts; that nothing is left on one is reported as an event."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+        self._engine, self._hosts, self._archive = engine, hosts, archive
+
+    async def stop(self, decision: d.StopAttempt) -> None:
+        """Until its host says that nothing is left, or is not there to say it."""
+        answer = await self._gone(decision)
+        if answer is None:
+            return
+        if answer.get("swept"):
+            log.info("%s: swept %d stragglers of %s", decision.host, len(answer["swept"]), decision.job)
+        try:
+            await self._collect(decision, answer["ranks"])
+        except Exception:
+            # Its devices are free all the same: nothing of it is left there but files.
+            log.exception("logs and steps of attempt %s.%d stay on %s", decision.job, decision.attempt, decision.host)
+        await self._engine.report(
+            e.AttemptStopped(
+                at_s=time.time(),
+                job=decision.job,
+                attempt=decision.attempt,
+                generation=decision.generation,
+                host=decision.host,
+                ranks=tuple(facts.rank_report(r) for r in answer["ranks"]),
+            )
+        )
+
+    async def _gone(self, decision: d.StopAttempt) -> dict[str, Any] | None:
+        """The host's word that nothing is left; None if it is not waited for here any more."""
+        pause_s = AGAIN_S
+        while True:
+            late = asyncio.get_running_loop().call_later(decision.grace_s + LATE_S, _say_late, decision)
+            try:
+                return await self._hosts.request(
+                    decision.host,
+                    "stop",
+                    timeout_s=None,  # what does not end, as in a read from a dead file server, holds its devices
+                    job=decision.job,
+                    attempt=decision.attempt,
+                    generation=decision.generation,
+                    grace_s=decision.grace_s,
+                    reason=decision.reason,
+                    keep=decision.keep,
+                    done=decision.done,
+                )
+            except AgentLost:
+                return None  # asked again when the host is back
+            except ClusterError as error:
+                which = f"attempt {decision.job}.{decision.attempt}"
+                log.error(
+                    "%s could not stop %s, and is asked again in %.0f s: %s", decision.host, which, pause_s, error
+                )
+            finally:
+                late.cancel()
+            await anyio.sleep(pause_s)
+            pause_s = min(2 * pause_s, AGAIN_MOST_S)
+            if not self._is_waited_for(decision):
+                return None
+
+    def _is_waited_for(self, decision: d.StopAttempt) -> bool:
+        """Whether the host is there, and its word is all that is missing."""
+        host = self._engine.scheduler.state.hosts.get(decision.host)
+        if host is None or host.state is not HostState.UP:
+            return False
+        attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt)
+        pending: set[HostId] = set()
+        if attempt is not None and attempt.generation == decision.generation:
+            pending = attempt.pending
+        elif attempt is not None and decision.generation in attempt.retired:
+            pending = attempt.retired[decision.generation].pending
+        return decision.host in pending or (decision.job, decision.attempt, decision.generation) in host.orphans
+
+    async def _collect(self, decision: d.StopAttempt, ranks: list[dict[str, Any]]) -> None:
+        """Bring its logs and steps here, and tell the newest step."""
+        which = (decision.job, decision.attempt, decision.generation)
+        await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks)
+        last = await self._archive.last_step(*which) if _has_first(ranks) else None
+        if last is not None:
+            await self._engine.report(
+                e.AttemptProgressed(
+                    at_s=time.time(),
+                    job=decision.job,
+                    attempt=decision.attempt,
+                    step=last["step"],
+                    loss=last["loss"],
+                    step_time_s=last["time_s"],
+                    first_loss=last["first_loss"],
+                )
+            )
+
+
+def _say_late(decision: d.StopAttempt) -> None:
+    which = f"attempt {decision.job}.{decision.attempt}"
+    log.warning("%s has not ended %s yet: until it does, its devices are not free", decision.host, which)
+
+
+def _has_first(ranks: list[dict[str, Any]]) -> bool:
+    """Rank 0, which writes the steps, was on this host."""
+    return any(report["rank"] == 0 for report in ranks)

@@ -1,0 +1,1 @@
+"""Links to hosts and the translation of agents' messages into events."""

@@ -1,0 +1,219 @@
+"""The loop at the heart of the daemon: events in, journal, scheduler, decisions out.
+
+Whatever waits when the loop comes round is one batch: one commit, one scheduling pass. That is what lets hundreds of
+submits a second be durable, and arrivals of one moment be judged together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import anyio
+import anyio.abc
+
+from clusterd.core.decisions import Decision
+from clusterd.core.events import ClockSet, Event, EventId
+from clusterd.core.scheduler import Scheduler
+from clusterd.daemon.journal import codec
+from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
+from clusterd.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_EVERY = 2000
+"""Events between two snapshots of the state: what a restart has to replay at most."""
+
+BATCH_MAX = 512
+
+SET_S = 1.0
+"""A clock that was set by less is left to be what it is."""
+
+REPORT_AGAIN_S = 1.0
+"""Between two tries to write down what has happened, while the disk is full."""
+
+
+@dataclass(slots=True)
+class _Posted:
+    event: Event
+    extra: tuple[Statement, ...]
+    done: anyio.Event
+    has_happened: bool = False  # it cannot be refused
+    error: ClusterError | None = None
+
+
+class _Clock:
+    """The wall clock against one that nobody sets."""
+
+    def __init__(self) -> None:
+        self._ahead_s = self._now_ahead_s()
+
+    @staticmethod
+    def _now_ahead_s() -> float:
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # which goes on while the machine sleeps
+
+    def set_by_s(self) -> float:
+        """By how much the wall clock was set since the last call; 0 where it was not, or by next to nothing."""
+        ahead_s, before_s = self._now_ahead_s(), self._ahead_s
+        self._ahead_s = ahead_s
+        return ahead_s - before_s if abs(ahead_s - before_s) > SET_S else 0.0
+
+
+class Engine:
+    """Owns journal and scheduler; everything else posts events to it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        scheduler: Scheduler,
+        on_handled: Callable[[Sequence[Event], Sequence[Decision]], None],
+    ) -> None:
+        """`on_handled` is called after each batch, in order; it must not block."""
+        self.journal = journal
+        self.scheduler = scheduler
+        self._on_handled = on_handled
+        self._posted: list[_Posted] = []
+        self._wake = anyio.Event()
+        self._last_id = 0
+        self._snapshot_at = 0
+        self._clock = _Clock()
+        self._unwritten: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
+        self.scheduling_s = 0.0
+        """Processor time spent in the scheduler since the start: the numerator of its cost."""
+        self.trouble = ""
+        """Why what has happened is not written down, and not acted upon, before that is over; empty: nothing waits."""
+
+    def restore(self) -> int:
+        """Bring the scheduler to where the journal ends, and return how many events were replayed."""
+        snapshot = self.journal.newest_snapshot()
+        after = 0
+        if snapshot is not None:
+            after, body = snapshot
+            try:
+                self.scheduler.state = codec.state(body)
+            except Exception as error:  # written by another version: the events are still all there
+                log.warning("the snapshot at event %d is of another version (%s): replaying every event", after, error)
+                after = 0
+        count = 0
+        for batch in self.journal.replay_after(after):
+            self.scheduler.replay(batch)
+            count += len(batch.events)
+            if batch.proposal is None:  # the daemon died before it was written: from now on this is what happened
+                self._keep_proposal(batch.events[0].id)
+        self._last_id = self.journal.last_event_id()
+        self._snapshot_at = after
+        return count
+
+    async def post(self, event: Event, extra: Iterable[Statement] = ()) -> None:
+        """Hand over an event and wait until it is durable and handled.
+
+        Raises:
+            ClusterError: the journal could not be written; the event did not happen.
+        """
+        await self._hand_over(_Posted(event, tuple(extra), anyio.Event()))
+
+    async def report(self, event: Event) -> None:
+        """Hand over what has happened and cannot be refused: it waits until the journal has room, in its order.
+
+        What was only logged here would be forgotten for ever: a rank whose end nobody heard of holds its devices.
+        """
+        await self._hand_over(_Posted(event, (), anyio.Event(), has_happened=True))
+
+    async def _hand_over(self, posted: _Posted) -> None:
+        codec.encode(posted.event)  # what cannot be written down fails its sender, and not all that waits with it
+        self._posted.append(posted)
+        self._wake.set()
+        await posted.done.wait()
+        if posted.error is not None:
+            raise posted.error
+
+    async def run(self) -> None:
+        """Serve for ever."""
+        while True:
+            with anyio.move_on_after(REPORT_AGAIN_S if self._posted else None):
+                await self._wake.wait()
+            self._wake = anyio.Event()
+            self.mind_the_clock()
+            is_written = True
+            while self._posted and is_written:
+                batch, self._posted = self._posted[:BATCH_MAX], self._posted[BATCH_MAX:]
+                is_written = await self._handle(batch)
+
+    def mind_the_clock(self) -> None:
+        """If the wall clock was set, that comes before all that waits: jobs would have run for hours in a second."""
+        by_s = self._clock.set_by_s()
+        if by_s:
+            log.warning("the clock of this machine was set by %+.0f s", by_s)
+            self._posted.insert(0, _Posted(ClockSet(at_s=time.time(), by_s=by_s), (), anyio.Event(), has_happened=True))
+            self._wake.set()
+
+    def _put_off(self, batch: list[_Posted], error: ClusterError) -> None:
+        """Refuse what can be refused of all that waits; the rest stays, before whatever happens next."""
+        waiting = [*batch, *self._posted]
+        self._posted = [posted for posted in waiting if posted.has_happened]
+        self.trouble = str(error) if self._posted else ""
+        for posted in waiting:
+            if not posted.has_happened:
+                posted.error = error
+                posted.done.set()
+
+    async def _handle(self, batch: list[_Posted]) -> bool:
+        """Whether it could be written down; if not, nothing of it happened."""
+        events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
+        try:
+            await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._unwritten])
+        except ClusterError as error:
+            log.error("%s", error)
+            self._put_off(batch, error)
+            return False
+        self.trouble = ""
+        self._last_id = events[-1].id
+        self._unwritten.clear()
+        started_s = time.process_time()
+        try:
+            decisions = self.scheduler.handle(*events)
+        except Exception:
+            # Nobody was told that it is done. Kept, it would end every later daemon too, in its replay.
+            await self._keep(self.journal.retract(events[0].id))
+            raise
+        self.scheduling_s += time.process_time() - started_s
+        self._keep_proposal(events[0].id)
+        self._on_handled(events, decisions)
+        for posted in batch:
+            posted.done.set()
+        if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._unwritten)):
+            self._unwritten.clear()
+        if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
+            await self.snapshot()
+        return True
+
+    async def snapshot(self) -> None:
+        """Keep the state as of now, so that a restart replays only what follows."""
+        body = codec.encode(self.scheduler.state)
+        written = await self._keep(
+            self.journal.execute(
+                [
+                    *self._unwritten,
+                    ("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._last_id, body)),
+                    ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
+                ]
+            )
+        )
+        if written:
+            self._unwritten.clear()
+        self._snapshot_at = self._last_id
+
+    def _keep_proposal(self, batch: int) -> None:
+        if self.scheduler.proposed is not None:
+            self._unwritten.append(proposal_row(batch, self.scheduler.proposed))
+
+    async def _keep(self, write: Awaitable[None]) -> bool:
+        """A write that can wait, or that history can do without: on a full disk the daemon goes on, and says so."""
+        try:
+            await write
+        except ClusterError as error:
+            log.error("%s", error)
+            return False
+        return True

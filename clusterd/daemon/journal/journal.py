@@ -1,0 +1,309 @@
+"""The journal: what happened and what was decided, in one SQLite file, written before it is acted upon.
+
+One thread owns the connection; the event loop waits for it without blocking. Commits reach the disk (WAL with
+``synchronous=FULL``): an event that was acknowledged survives a power cut. What waits together is committed together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+
+from clusterd.core.events import Event
+from clusterd.core.scheduler import Batch
+from clusterd.core.view import Proposal
+from clusterd.daemon.journal import codec
+from clusterd.errors import ClusterError
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+Statement = tuple[str, tuple[Any, ...]]
+
+MIGRATIONS = (
+    """
+    CREATE TABLE events (
+        id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL
+    );
+    CREATE TABLE decisions (
+        id INTEGER PRIMARY KEY, cause INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL,
+        job TEXT, host TEXT, reason TEXT NOT NULL, body BLOB NOT NULL
+    );
+    CREATE INDEX decisions_of_job ON decisions (job, id);
+    CREATE TABLE snapshots (event INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    CREATE TABLE hosts (name TEXT PRIMARY KEY, address TEXT NOT NULL, options BLOB NOT NULL);
+    CREATE TABLE secrets (job TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (job, name));
+    CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+    """,
+    """
+    CREATE TABLE proposals (batch INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    """,
+)
+"""Each brings the file one version further; a version once released is never changed."""
+
+SELECT_BATCHES = """
+    SELECT events.batch, events.kind, events.body, proposals.body
+    FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > ? ORDER BY events.id
+"""
+"""What `batches` reads; of the first format, which kept no proposals, see `clusterd.replay`."""
+
+_NETWORK_FILE_SYSTEMS = {
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs",
+}  # fmt: skip
+
+
+class Journal:
+    """The file and its writer thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Open, or make, the journal and bring it to this version.
+
+        Raises:
+            ClusterError: on a network file system; of a newer version; no journal at all.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        refuse_network_file_system(path.parent)
+        self.path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._db = self._thread.submit(self._open).result()
+
+    def _open(self) -> sqlite3.Connection:
+        with ExitStack() as stack:
+            try:
+                db = sqlite3.connect(self.path, isolation_level=None)
+                stack.callback(db.close)
+                self._bring_to_format(db)
+                self._inode = self.path.stat().st_ino
+            except (sqlite3.Error, OSError) as error:
+                raise self._unusable(error) from None
+            stack.pop_all()
+        return db
+
+    def _bring_to_format(self, db: sqlite3.Connection) -> None:
+        self.path.chmod(0o600)
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=FULL")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version == 0 and tables:
+            raise self._unusable("it is a database of another program")
+        if version > len(MIGRATIONS):
+            raise ClusterError(
+                f"{self.path} was written by a newer clusterd (format {version}, this one knows {len(MIGRATIONS)}): "
+                "run that version"
+            )
+        for number, script in enumerate(MIGRATIONS[version:], version + 1):
+            db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
+
+    def _unusable(self, why: object) -> ClusterError:
+        return ClusterError(
+            f"{self.path} cannot be used as the journal: {why}: see that its disk has room and may be written, "
+            "or move it away, or restore a copy"
+        )
+
+    def _at_start(self, work: Callable[[], R]) -> R:
+        """Let the writer thread do `work` before the loop runs.
+
+        Raises:
+            ClusterError: the file is damaged, or cannot be written.
+        """
+        try:
+            return self._thread.submit(work).result()
+        except sqlite3.Error as error:
+            raise self._unusable(error) from None
+
+    async def _run(self, work: Callable[[], R]) -> R:
+        """Let the writer thread do `work` to its end, whatever becomes of the waiting task."""
+        with anyio.CancelScope(shield=True):
+            result = await asyncio.wrap_future(self._thread.submit(work))
+        return result
+
+    async def append(self, events: Sequence[Event], extra: Iterable[Statement] = ()) -> None:
+        """Make one batch durable, with further statements that must hold exactly if it does.
+
+        Raises:
+            ClusterError: the disk is full or failing; nothing of the batch was kept.
+        """
+        batch = events[0].id
+        rows = [(event.id, batch, event.at_s, type(event).__name__, codec.encode(event)) for event in events]
+        await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
+
+    async def retract(self, first: int) -> None:
+        """Take back the events from `first` on, which nobody was told of; rows beside them go at the next start."""
+        await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
+
+    async def record(self, at_s: float, decisions: Sequence[Any], extra: Iterable[Statement] = ()) -> None:
+        """Keep decisions with their reasons, for people: replay makes them again from what the policy proposed."""
+        rows = [
+            (
+                d.cause,
+                at_s,
+                type(d).__name__,
+                getattr(d, "job", None),
+                getattr(d, "host", None),
+                d.reason,
+                codec.encode(d),
+            )
+            for d in decisions
+        ]
+        statement = "INSERT INTO decisions (cause, at_s, kind, job, host, reason, body) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        await self._transaction([(statement, row) for row in rows] + list(extra))
+
+    async def execute(self, statements: Iterable[Statement]) -> None:
+        """Other tables' rows, in one transaction."""
+        await self._transaction(list(statements))
+
+    async def query(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        """All rows.
+
+        Raises:
+            ClusterError: the file is damaged, or its disk fails.
+        """
+        try:
+            return await self._run(lambda: self._db.execute(statement, arguments).fetchall())
+        except sqlite3.Error as error:
+            raise ClusterError(f"the journal {self.path} cannot be read: {error}: look at its disk") from None
+
+    async def _transaction(self, statements: list[Statement]) -> None:
+        def write() -> None:
+            self._see_that_it_is_there()
+            self._db.execute("BEGIN")
+            try:
+                for statement, arguments in statements:
+                    self._db.execute(statement, arguments)
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+        try:
+            await self._run(write)
+        except (sqlite3.Error, OSError) as error:
+            locked = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+            advice = "end the other program that has it open" if locked else "free space on its disk"
+            raise ClusterError(f"the journal {self.path} cannot be written: {error}: {advice}") from None
+
+    def _see_that_it_is_there(self) -> None:
+        """Puts the file back where somebody removed it: what it held is whole for as long as it is open.
+
+        Raises:
+            ClusterError: another file is in its place.
+            sqlite3.Error, OSError: it cannot be put back.
+        """
+        try:
+            found = self.path.stat().st_ino
+        except FileNotFoundError:
+            pass
+        else:
+            if found == self._inode:
+                return
+            raise ClusterError(
+                f"the journal {self.path} was replaced while the daemon runs: put the old file back, or stop the "
+                "daemon and start it with the new one"
+            )
+        log.error("the journal %s was removed: it is written anew", self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        anew = self.path.with_suffix(".anew")
+        anew.unlink(missing_ok=True)
+        self._db.execute("VACUUM INTO ?", (str(anew),))
+        self._db.close()
+        for rest in ("-wal", "-shm"):  # of the old one: they would be taken for the new one's
+            self.path.with_name(self.path.name + rest).unlink(missing_ok=True)
+        os.replace(anew, self.path)
+        self._db = self._open()
+
+    def replay_after(self, event: int) -> Iterator[Batch]:
+        """The batches after an event that a snapshot covers, in order; for the start of the daemon."""
+        rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES, (event,)).fetchall())
+        try:
+            yield from batches(rows)
+        except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors
+            raise self._unusable(f"it holds what this version does not know ({error})") from None
+
+    def newest_snapshot(self) -> tuple[int, bytes] | None:
+        """The last event a snapshot covers, and the snapshot; None before the first."""
+        statement = "SELECT event, body FROM snapshots ORDER BY event DESC LIMIT 1"
+        row = self._at_start(lambda: self._db.execute(statement).fetchone())
+        return (row[0], row[1]) if row else None
+
+    def last_event_id(self) -> int:
+        """The newest event's number; 0 for an empty journal."""
+        row = self._at_start(lambda: self._db.execute("SELECT max(id) FROM events").fetchone())
+        return int(row[0] or 0)
+
+    def fact(self, name: str, default: str) -> str:
+        """A lasting value, such as the cluster's id; `default` is kept if there is none yet."""
+
+        def read() -> str:
+            self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
+            return str(self._db.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()[0])
+
+        return self._at_start(read)
+
+    async def keep_fact(self, name: str, value: str) -> None:
+        """Change a lasting value."""
+        await self.execute([("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))])
+
+    def close(self) -> None:
+        """Finish what was handed over, and close the file."""
+        self._thread.submit(self._db.close).result()
+        self._thread.shutdown()
+
+
+def proposal_row(batch: int, proposal: Proposal) -> Statement:
+    """Keeps what the policy wanted after a batch, so that a replay need not ask it again."""
+    body = codec.encode(proposal) if proposal != Proposal() else b""
+    return "INSERT OR REPLACE INTO proposals VALUES (?, ?)", (batch, body)
+
+
+def batches(rows: Iterable[tuple[int, str, bytes, bytes | None]]) -> Iterator[Batch]:
+    """Events that were handled together, out of rows of batch, kind, body and proposal in the order of their numbers.
+
+    Raises:
+        KeyError, msgspec.ValidationError: an event that this version does not know.
+    """
+    for _, together in groupby(rows, key=itemgetter(0)):
+        some = list(together)
+        kept = some[0][3]
+        proposal = None if kept is None else codec.proposal(kept) if kept else Proposal()
+        yield Batch([codec.event(kind, body) for _, kind, body, _ in some], proposal)
+
+
+def refuse_network_file_system(directory: Path) -> None:
+    """SQLite's locks do not hold on network file systems: a journal there corrupts without a word.
+
+    Raises:
+        ClusterError: `directory` is on one.
+    """
+    kind, mount = _file_system(directory.resolve())
+    if kind in _NETWORK_FILE_SYSTEMS:
+        raise ClusterError(
+            f"{directory} is on a network file system ({kind} at {mount}), where the journal would corrupt: "
+            "set CLUSTERD_STATE_DIR to a directory on a local disk"
+        )
+
+
+def _file_system(directory: Path) -> tuple[str, str]:
+    best = ("", "")
+    try:
+        lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # no Linux: nothing to tell by
+        return best
+    for line in lines:
+        _, mount, kind, *_ = line.split()
+        mount = mount.replace("\\040", " ")
+        if directory.is_relative_to(mount) and len(mount) >= len(best[1]):
+            best = (kind, mount)
+    return best

@@ -1,0 +1,43 @@
+"""Timers: `SetTimer` decisions become `TimerFired` events at their time."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+
+from clusterd.core.events import TimerFired
+from clusterd.core.state import State
+from clusterd.daemon.journal.engine import Engine
+
+LOOK_S = 10.0
+"""A clock that was set is seen after this long, if nothing happens meanwhile."""
+
+
+class Timers:
+    """Fires what the state has due: the state holds the timers, so that a restart forgets none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._changed = anyio.Event()
+
+    def changed(self) -> None:
+        """A timer was set; look again."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Serve for ever."""
+        state: State = self._engine.scheduler.state
+        while True:
+            state = self._engine.scheduler.state
+            due_s = min(state.timers.values(), default=None)
+            wait_s = max(due_s - time.time(), 0.0) if due_s is not None else LOOK_S
+            if wait_s:
+                with anyio.move_on_after(min(wait_s, LOOK_S)):
+                    await self._changed.wait()
+            self._changed = anyio.Event()
+            self._engine.mind_the_clock()
+            now_s = time.time()
+            for name, at_s in sorted(state.timers.items(), key=lambda item: item[1]):
+                if at_s <= now_s:
+                    await self._engine.report(TimerFired(at_s=now_s, timer=name))

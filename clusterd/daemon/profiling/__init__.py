@@ -1,0 +1,1 @@
+"""Trial selection and the performance models learned from measurements."""

@@ -1,0 +1,300 @@
+"""What is known of the speed of models on this cluster's devices, and the tables of it that the core decides by.
+
+Out of what was measured here, ever, of the same model on the same type of device, and out of beliefs about the hardware
+where nothing was.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from clusterd.core import events as e
+from clusterd.core.lifecycle import trials
+from clusterd.core.performance_table import Estimate, Outlook, evenly
+from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.daemon.journal.engine import Engine
+from plans.model_shape import ModelShape
+from plans.plan import replicas
+from profiling import fleet
+from profiling.coefficients import INDEX, Prior
+from profiling.fit import FitOptions, share_cards, share_hardware
+from profiling.fleet import DeviceType
+from profiling.knowledge import Knowledge, Ranked, workload_of
+from profiling.model import Row
+from profiling.online import Observation, OnlineFit
+from profiling.store import Key, Measurement, Store
+
+log = logging.getLogger(__name__)
+
+KEPT_PER_SHAPE = 4
+SHAPES_MOST = 256
+
+ENOUGH_CORES = 1.01
+"""Times the step time with a fair share of the host's cores: what a guaranteed job's cores must keep to."""
+
+
+class Learned:
+    """Knowledge by model and type of device; fits are made in a thread."""
+
+    def __init__(self, engine: Engine, store: Path) -> None:
+        self._engine = engine
+        self._path = store
+        self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
+        self._software: dict[str, str] = {}  # of the newest job of each model
+        self._told_s: dict[str, float] = {}
+        self._forgot = 0  # how often: what was being read meanwhile is old
+        self._stale: set[str] = set()  # models of which the core was told before that
+        self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    def of(self, job: Job, attempt: Attempt) -> Knowledge | None:
+        """Of the job's model on what it holds; None: nothing yet, or it holds devices of several types."""
+        names = {d.name for d in trials.held(attempt, self._state.hosts)}
+        if len(names) != 1:
+            return None
+        return self._known.get((job.model, names.pop(), self._environment(job.model)))
+
+    def has_steps_of(self, model: str) -> bool:
+        """Whether steps of this model were ever measured."""
+        return any(name == model and known.online.observations for (name, _, _), known in self._known.items())
+
+    def key(self, job: Job, device_type: str, counts: Sequence[int]) -> Key:
+        """Under which a measurement of this job on so many devices of each host is kept."""
+        link = self._link(device_type) if len(counts) > 1 else ""
+        return Key(job.model, device_type, _environment(job), link)
+
+    async def on_each(self, model: str, shape: ModelShape) -> list[Knowledge]:
+        """Of a model on each type of device, the best-measured first."""
+        found = [await self._on(model, shape, devices) for devices in types_of(self._state).values()]
+        return sorted(found, key=lambda k: (-len(k.online.observations), k.devices.kind != "cuda", k.devices.name))
+
+    async def keep(self, measurement: Measurement) -> None:
+        """For later jobs of the same model."""
+
+        def write() -> None:
+            with Store(self._path) as store:
+                store.add(measurement)
+
+        await anyio.to_thread.run_sync(write)
+
+    async def phases(self, model: str, device_type: str) -> dict[Row, tuple[tuple[str, float], ...]]:
+        """Where the time of a step went under each plan that was measured, the newest of each."""
+        key = Key(model, device_type, self._environment(model), self._link(device_type))
+        found = await anyio.to_thread.run_sync(self._stored, key)
+        return {m.row: m.phases for m in found if m.phases}
+
+    # --- probes -------------------------------------------------------------------------------------------------------
+
+    def wants_probe(self, device_types: Iterable[str], hosts: int) -> bool:
+        """Whether one of these types, or the links between so many hosts, was never measured on this cluster."""
+        link = "network_rate" if hosts > 1 else "compute_rate"
+        return any(link not in self._probes.get(name, {}) for name in device_types)
+
+    async def probed(self, device_type: str, figures: dict[str, Any]) -> None:
+        """New beliefs about a type of device; what was measured stays."""
+        usable = {k: float(v) for k, v in figures.items() if k in INDEX and v > 0}
+        self._probes[device_type] = {**self._probes.get(device_type, {}), **usable}
+        await self._engine.journal.keep_fact("probes", json.dumps(self._probes))
+        log.info("%s does %s", device_type, ", ".join(f"{k} {v:.3g}" for k, v in sorted(usable.items())))
+        for (model, name, _), known in list(self._known.items()):
+            if name == device_type:
+                prior, options = self._beliefs(model, known.devices)
+                kept = known.online.observations
+                known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, kept, options)
+                await self.tell(model, f"{name} was probed")
+
+    # --- tables for the core ------------------------------------------------------------------------------------------
+
+    def age_s(self, model: str) -> float:
+        """Since the core was last told of a model; infinite: never."""
+        return time.monotonic() - self._told_s.get(model, float("-inf"))
+
+    async def devices_changed(self) -> None:
+        """Other shapes for every model that may still run, and new tables for those whose old ones were forgotten."""
+        now = types_of(self._state)
+        self._known = {key: known for key, known in self._known.items() if now.get(key[1]) == known.devices}
+        models = {job.model for job in self._state.jobs.values() if job.model and not job.state.is_final}
+        stale, self._stale = self._stale, set()
+        for model in sorted(models | stale):
+            await self.tell(model, "what was measured changed" if model in stale else "the cluster's devices changed")
+
+    async def described(self, model: str) -> None:
+        """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
+        self._software.pop(model, None)
+        outlook = self._state.outlooks.get(model)
+        wishes = {job.spec.resources.plan for job in self._alive(model)} - {None}
+        if outlook is None or model not in self._told_s or not wishes <= {x.plan for x in outlook.estimates}:
+            await self.tell(model, "its model is known")
+
+    async def tell(self, model: str, why: str) -> None:
+        """A new table of the model."""
+        jobs = [j for j in self._state.jobs.values() if j.model == model and j.shape is not None]
+        if not jobs:
+            return
+        shape = ModelShape.from_dict(jobs[-1].shape or {})
+        always = {evenly(a.plan) for j in jobs for a in j.attempts[-1:] if a.plan is not None}
+        always |= {j.spec.resources.plan for j in jobs if j.spec.resources.plan is not None}
+        forgot = self._forgot
+        estimates: list[Estimate] = []
+        beyond: list[Estimate] = []
+        measured = 0
+        types = types_of(self._state)
+        for devices in types.values():
+            known = await self._on(model, shape, devices)
+            measured += len({o.row.plan for o in known.online.observations})
+            shapes = fleet.shapes(devices)[:SHAPES_MOST]
+            found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, KEPT_PER_SHAPE, always))
+            found = await anyio.to_thread.run_sync(known.with_cores, found)
+            estimates += [_estimate(devices, one) for one in found]
+            if more := shapes_together(devices, types.values()):
+                # On devices of unequal speed a batch need not be one that plain replicas can cut evenly.
+                plain = {replicas(count, shape.global_batch) for count in {sum(s) for s in more}}
+                uneven = {plan for plan in plain if plan.shares}
+                found = await anyio.to_thread.run_sync(partial(known.ranked, more, KEPT_PER_SHAPE, always | uneven))
+                told = {(x.plan, x.shape) for x in estimates if x.device_type == devices.name}
+                beyond += [
+                    _estimate(devices, one) for one in found if one.plan.pp == 1 and (one.plan, one.shape) not in told
+                ]
+        if forgot == self._forgot:
+            self._told_s[model] = time.monotonic()
+        outlook = Outlook(tuple(estimates), shape.global_batch, measured, tuple(beyond))
+        await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, outlook=outlook, why=why))
+
+    def forget(self) -> None:
+        """What is in the store has changed: it is read, and told, again."""
+        self._stale |= self._told_s.keys()
+        self._known.clear()
+        self._told_s.clear()
+        self._forgot += 1
+
+    def _alive(self, model: str) -> Iterator[Job]:
+        return (job for job in self._state.jobs.values() if job.model == model and not job.state.is_final)
+
+    async def _on(self, model: str, shape: ModelShape, devices: DeviceType) -> Knowledge:
+        key = (model, devices.name, self._environment(model))
+        while key not in self._known:
+            forgot = self._forgot
+            wanted = Key(*key, self._link(devices.name))
+            known = await anyio.to_thread.run_sync(
+                self._remembered, wanted, shape, devices, *self._beliefs(model, devices)
+            )
+            if forgot == self._forgot:
+                self._known[key] = known
+        return self._known[key]
+
+    def _beliefs(self, model: str, devices: DeviceType) -> tuple[Prior, FitOptions]:
+        """What is believed of a model on such devices before it is measured: what probes and other models have shown.
+
+        Of CPUs other models show nothing that holds: their ranks disturb each other, which one model shows as a slow
+        link and another as slow caches.
+        """
+        prior = fleet.prior(devices.kind, self._probes.get(devices.name))
+        options = fleet.beliefs(devices.kind)
+        others = {
+            other: known.online.fit
+            for (other, name, _), known in self._known.items()
+            if other != model and name == devices.name and known.online.observations
+        }
+        if devices.kind == "cpu" or not others:
+            return prior, options
+        return share_hardware(prior, others), share_cards(options, others)
+
+    def _environment(self, model: str) -> str:
+        """Software of the newest job of a model: the next will likely run under that too."""
+        if model not in self._software:  # it is asked for with every step that is heard of
+            newest = (j for j in reversed(self._state.jobs.values()) if j.model == model and j.shape is not None)
+            self._software[model] = next((_environment(job) for job in newest), "")
+        return self._software[model]
+
+    def _link(self, device_type: str) -> str:
+        """Between hosts with such devices, by the slowest; empty: not known of all."""
+        hosts = [h for h in self._state.hosts.values() if any(d.name == device_type for d in h.devices)]
+        slowest = min((h.facts.link_mbit for h in hosts if h.facts is not None), default=0)
+        return f"{slowest} Mbit/s" if slowest else ""
+
+    def _remembered(
+        self, key: Key, shape: ModelShape, devices: DeviceType, prior: Prior, options: FitOptions
+    ) -> Knowledge:
+        """With what was measured of the model before, whichever job it was."""
+        found = self._stored(key)
+        observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
+        online = OnlineFit.start(prior, observations, options)
+        refused = {m.row.plan for m in found if m.kind == "out-of-memory"}
+        return Knowledge(shape, workload_of(shape), devices, online, refused)
+
+    def _stored(self, key: Key) -> list[Measurement]:
+        """What was measured under other software or over another link stands in until there is something under this."""
+        with Store(self._path) as store:
+            return store.find(key) or store.find(key, any_environment=True)
+
+
+def _environment(job: Job) -> str:
+    return str((job.shape or {}).get("environment", ""))
+
+
+def types_of(state: State) -> dict[str, DeviceType]:
+    """The cluster's devices by name."""
+    hosts: dict[str, list[Host]] = {}
+    for host in state.hosts.values():
+        for name in {d.name for d in host.devices}:
+            hosts.setdefault(name, []).append(host)
+    found: dict[str, DeviceType] = {}
+    for name, some in sorted(hosts.items()):
+        mine = [[d for d in host.devices if d.name == name] for host in some]
+        cores = min(host.facts.cpu_cores // max(len(host.devices), 1) for host in some if host.facts is not None)
+        most = min(host.facts.cpu_cores for host in some if host.facts is not None)
+        found[name] = DeviceType(
+            name=name,
+            kind=mine[0][0].kind,
+            per_host=tuple(sorted((len(devices) for devices in mine), reverse=True)),
+            memory_bytes=min(d.memory_bytes for devices in mine for d in devices),
+            cores_per_device=cores,
+            cores_most=0 if mine[0][0].kind == "cpu" else most,
+        )
+    return found
+
+
+def shapes_together(devices: DeviceType, all_types: Iterable[DeviceType]) -> list[tuple[int, ...]]:
+    """Shapes over several hosts that a type makes up with the others of its kind; none where it has no such others."""
+    alike = [one for one in all_types if one.kind == devices.kind]
+    if len(alike) < 2:
+        return []
+    together = replace(devices, per_host=tuple(sorted((n for one in alike for n in one.per_host), reverse=True)))
+    return [shape for shape in fleet.shapes(together)[:SHAPES_MOST] if len(shape) > 1]
+
+
+def _estimate(devices: DeviceType, one: Ranked) -> Estimate:
+    return Estimate(
+        plan=one.plan,
+        device_type=devices.name,
+        shape=one.shape,
+        step_time_s=one.step_time_s,
+        lower_s=one.lower_s,
+        upper_s=one.upper_s,
+        device_bytes=one.memory.device_bytes,
+        host_bytes=one.memory.host_bytes,
+        cores_per_device=_enough_cores(devices, one),
+        core_times=one.core_times,
+    )
+
+
+def _enough_cores(devices: DeviceType, one: Ranked) -> int:
+    """The fewest beside each device with which it is as fast as with a fair share; 0: any number."""
+    if not one.core_times:
+        return 0
+    fair = devices.cores_per_device
+    return min(
+        (n for n, step_s in one.core_times if step_s <= ENOUGH_CORES * one.step_time_s and n < fair), default=fair
+    )

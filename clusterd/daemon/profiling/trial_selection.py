@@ -1,0 +1,131 @@
+"""Which plans are tried on which job: what would teach most, as long as the job has more from it than it costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import anyio.to_thread
+
+from clusterd.core import events as e
+from clusterd.core.allocation.migration_cost import RESTART_S
+from clusterd.core.ledger import shape_of
+from clusterd.core.lifecycle import migrations, trials
+from clusterd.core.state import Attempt, Job, State
+from clusterd.daemon.journal.engine import Engine
+from clusterd.types import JobKind
+from profiling.knowledge import Knowledge
+
+WARM_UP_STEPS = 3
+"""Of each generation of ranks: caches, connections and allocators settle."""
+
+TRIAL_STEPS = 10
+TRIAL_STEPS_MOST = 100
+TRIAL_S = 1.5
+SLOW_TRIAL_STEPS = 4
+SLOW_STEP_S = 2.0
+
+MOVE_S = 0.2
+"""What the moves of a trial cost a job beside slower steps, until it was moved once."""
+
+SHARE = 0.05
+"""Of a job's remaining time that may go into learning from it."""
+
+
+class Trying:
+    """Asks for trials, one job of a model at a time, until nothing more is worth one."""
+
+    def __init__(self, engine: Engine, known_of: Callable[[Job, Attempt], Knowledge | None], *, trials: bool) -> None:
+        """`trials`: whether jobs may be asked to run under other plans at all."""
+        self._engine = engine
+        self._known_of = known_of
+        self._trials = trials
+        self._spent_s: dict[str, float] = {}
+        self._nothing_to_try: dict[str, tuple[int, int, int]] = {}
+
+    @property
+    def _state(self) -> State:
+        return self._engine.scheduler.state
+
+    def forget(self, job: str) -> None:
+        """It is over."""
+        self._spent_s.pop(job, None)
+        self._nothing_to_try.pop(job, None)
+
+    async def look(self) -> None:
+        """Every running job: is there something to try?"""
+        for job_id in list(self._state.active):
+            await self.look_at(self._state.jobs[job_id])
+
+    async def look_at(self, job: Job) -> None:
+        """One job: ask for its next trial, or say that there is none."""
+        attempt = trials.ready(job)
+        if attempt is None or job.trial is not None or not job.model or job.spec.kind is not JobKind.ELASTIC:
+            return
+        if not job.step_time_s or (not job.being_tried and not self._may_begin(job)):
+            return
+        known = self._known_of(job, attempt)
+        if known is None:
+            return
+        self._note_refused(job, known)
+        answer, restarts = None, False
+        held = trials.held(attempt, self._state.hosts)
+        known_so_far = (len(known.online.observations), len(known.refused), len(held))
+        if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
+            return  # asked before, and nothing was learned since
+        tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
+        if self._is_worth_it(job, self._move_s(job)):
+            shapes = [shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
+            ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
+            answer = await anyio.to_thread.run_sync(ask)
+        if answer is None and self._restarts(job, attempt) and self._is_worth_it(job, self._restart_s(job)):
+            # Nothing fits beside what trains there: a plan of all its devices can be tried through host memory.
+            restarts = True
+            answer = await anyio.to_thread.run_sync(partial(known.next_trial, [shape_of(held)], tried))
+        if answer is None:
+            self._nothing_to_try[job.id] = known_so_far
+            if job.being_tried:
+                said = "nothing more is worth a trial"
+                await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=said))
+            return
+        choice, why = answer
+        steps = SLOW_TRIAL_STEPS if choice.step_time_s > SLOW_STEP_S else TRIAL_STEPS
+        # Short steps are tried for a while: what disturbs a host for a moment must not be taken for the plan's speed.
+        steps = max(steps, min(round(TRIAL_S / choice.step_time_s), TRIAL_STEPS_MOST))
+        extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.step_time_s, 0.0)
+        extra_s += self._restart_s(job) if restarts else self._move_s(job)
+        self._spent_s[job.id] = self._spent_s.get(job.id, 0.0) + extra_s
+        await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=choice.plan, steps=steps, why=why))
+
+    def _may_begin(self, job: Job) -> bool:
+        """One job of a model is tried at a time: others learn from it."""
+        if job.pinned is not None or not self._trials or not job.spec.trials:
+            return False
+        others = [self._state.jobs[other] for other in self._state.active]
+        return all(not other.being_tried or other.model != job.model for other in others)
+
+    def _is_worth_it(self, job: Job, move_s: float) -> bool:
+        left = (job.shape or {}).get("steps", 0) - job.step
+        left_s = left * (job.step_time_s or 0.0)
+        spent_s = self._spent_s.get(job.id, 0.0)
+        expected_s = (TRIAL_STEPS + WARM_UP_STEPS) * (job.step_time_s or 0.0) * 0.5 + move_s
+        return bool(spent_s + expected_s <= SHARE * (left_s + spent_s))
+
+    def _restarts(self, job: Job, attempt: Attempt) -> bool:
+        """Whether the job's devices have no room for new ranks like its own beside those that train."""
+        assert attempt.plan is not None
+        return migrations.crowded(self._state.hosts, job, attempt, attempt.plan, attempt.devices) is not None
+
+    def _restart_s(self, job: Job) -> float:
+        return self._state.restart_costs_s.get(job.model, RESTART_S)
+
+    def _move_s(self, job: Job) -> float:
+        took = [m.downtime_s for m in job.migrations if m.downtime_s is not None and not m.restarts]
+        return median(took) if took else MOVE_S
+
+    def _note_refused(self, job: Job, known: Knowledge) -> None:
+        """Plans that cannot run are not tried again; those that something came in between of may be."""
+        known.refused.update(trial.plan for trial in job.trials if trial.is_refused)
+        known.refused.update(plan for plan, _ in job.refused)

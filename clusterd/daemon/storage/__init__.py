@@ -1,0 +1,1 @@
+"""Files that the head node keeps for jobs: workdirs, secrets, logs, results."""

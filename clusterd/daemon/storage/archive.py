@@ -1,0 +1,279 @@
+"""What the head node keeps for jobs beside the journal: code snapshots, secrets, and what came back (logs, steps)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import AsyncIterator, Container, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import msgpack
+
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.journal import Journal
+from clusterd.errors import ClusterError, UsageError
+from clusterd.types import HostId
+
+log = logging.getLogger(__name__)
+
+LOG_BYTES_KEPT = 16 << 20
+"""Of each rank's log, the end; the whole of it stays on its host."""
+
+CHUNK_BYTES = 1 << 20
+
+
+class Tail(NamedTuple):
+    """The last words of a rank that runs, as its host had them some time ago."""
+
+    begin: int  # bytes of the log before them
+    end: int
+    data: bytes
+
+
+class Archive:
+    """Files below the state directory, and the secrets table."""
+
+    def __init__(self, directory: Path, journal: Journal) -> None:
+        self.directory = directory
+        self._journal = journal
+        try:
+            for name in ("snapshots", "attempts"):
+                (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+            for left in (directory / "snapshots").glob("*.partial"):  # of clients of a daemon that was killed
+                left.unlink()
+        except OSError as error:
+            raise ClusterError(
+                f"{error.filename}: {error.strerror}: make it a directory that can be written, or move it away"
+            ) from None
+
+    # --- code snapshots -----------------------------------------------------------------------------------------------
+
+    def has_snapshot(self, digest: str) -> bool:
+        """It was received whole."""
+        return self._snapshot(digest).exists()
+
+    async def put_snapshot(self, digest: str, offset: int, data: bytes, last: bool, sender: int = 0) -> None:
+        """Take one chunk of a snapshot; the last one is checked against the digest.
+
+        Each `sender` has a file of its own: two that submit the same directory at once do not write into each other's.
+
+        Raises:
+            UsageError: chunks out of order, or content that is not what the digest says.
+            ClusterError: no room.
+        """
+        partial = self._snapshot(digest).with_suffix(f".{sender}.partial")
+        try:
+            await anyio.to_thread.run_sync(self._write_chunk, partial, offset, data)
+        except OSError as error:
+            raise ClusterError(
+                f"{partial.parent} cannot be written: {error.strerror}: free space on the head node"
+            ) from None
+        if last:
+            found = await anyio.to_thread.run_sync(_digest, partial)
+            if found != digest:
+                partial.unlink()
+                raise UsageError("the workdir's snapshot arrived damaged: submit again")
+            await anyio.to_thread.run_sync(_make_durable, partial, self._snapshot(digest))
+
+    def drop_partial(self, sender: int) -> None:
+        """It will send no more of what it began."""
+        for left in (self.directory / "snapshots").glob(f"*.{sender}.partial"):
+            left.unlink(missing_ok=True)
+
+    def _write_chunk(self, partial: Path, offset: int, data: bytes) -> None:
+        partial.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with partial.open("r+b" if offset else "wb") as file:
+            if offset != os.fstat(file.fileno()).st_size:
+                raise UsageError("the workdir's snapshot arrived out of order: submit again")
+            file.seek(offset)
+            file.write(data)
+
+    async def snapshot_chunks(self, digest: str, size: int) -> AsyncIterator[tuple[bytes, bool]]:
+        """The snapshot's bytes, each with whether it is the last."""
+        async with await anyio.open_file(self._snapshot(digest), "rb") as file:
+            data = await file.read(size)
+            while True:
+                following = await file.read(size)
+                yield data, not following
+                if not following:
+                    return
+                data = following
+
+    def _snapshot(self, digest: str) -> Path:
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise UsageError(f"{digest!r} is no sha256 digest")
+        return self.directory / "snapshots" / f"{digest}.tar"
+
+    # --- secrets ------------------------------------------------------------------------------------------------------
+
+    async def secrets(self, job: str) -> dict[str, str]:
+        """By name; kept until the job ends."""
+        rows = await self._journal.query("SELECT name, value FROM secrets WHERE job = ?", (job,))
+        return dict(rows)
+
+    async def forget_secrets(self, job: str) -> None:
+        """The job is over."""
+        await self._journal.execute([("DELETE FROM secrets WHERE job = ?", (job,))])
+
+    async def keep_secrets_of(self, jobs: Container[str]) -> None:
+        """Forget all others: the last daemon ended before it could, or before they were jobs."""
+        for (job,) in await self._journal.query("SELECT DISTINCT job FROM secrets"):
+            if job not in jobs:
+                await self.forget_secrets(job)
+
+    # --- logs and steps -----------------------------------------------------------------------------------------------
+
+    def log_file(self, job: str, attempt: int, generation: int, rank: int) -> Path:
+        """Where a rank's log is kept once it is over; it need not exist."""
+        return self._attempt(job, attempt) / f"rank-{rank}.{generation}.log"
+
+    def log_begins_at(self, job: str, attempt: int, generation: int, rank: int) -> int:
+        """Bytes of the rank's log before what is kept here; the host alone has them."""
+        try:
+            return int(_begin(self.log_file(job, attempt, generation, rank)).read_text())
+        except FileNotFoundError:
+            return 0
+
+    def steps_file(self, job: str, attempt: int, generation: int) -> Path:
+        """Where the training steps of one generation are kept; it need not exist."""
+        return self._attempt(job, attempt) / f"steps.{generation}.jsonl"
+
+    def _attempt(self, job: str, attempt: int) -> Path:
+        return self.directory / "attempts" / f"{job}.{attempt}"
+
+    async def write_log(self, job: str, attempt: int, rank: int, data: bytes) -> None:
+        """Keep a log that is at hand."""
+        await anyio.to_thread.run_sync(_write, self.log_file(job, attempt, 1, rank), data)
+
+    async def write_tail(self, job: str, attempt: int, generation: int, rank: int, tail: Tail) -> None:
+        """Keep it until the whole log comes."""
+        file = _tail(self.log_file(job, attempt, generation, rank))
+        await anyio.to_thread.run_sync(_write_at_once, file, msgpack.packb(tail))
+
+    def tail(self, job: str, attempt: int, generation: int, rank: int) -> Tail | None:
+        """What is known of a log that has not come yet."""
+        try:
+            return Tail(*msgpack.unpackb(_tail(self.log_file(job, attempt, generation, rank)).read_bytes()))
+        except FileNotFoundError:
+            return None
+
+    async def fetch_attempt(
+        self, hosts: Hosts, host: HostId, job: str, attempt: int, generation: int, ranks: Iterable[dict[str, Any]]
+    ) -> None:
+        """Bring the end of each rank's log, and the steps, to the head node: hosts come and go.
+
+        A failure is logged and no more: the files are still on the host.
+        """
+        which: dict[str, Any] = {"job": job, "attempt": attempt, "generation": generation}
+        try:
+            for report in ranks:
+                rank = int(report["rank"])
+                await self._fetch(
+                    hosts, host, "logs", self.log_file(job, attempt, generation, rank), rank=rank, **which
+                )
+                if rank == 0:
+                    await self._fetch(hosts, host, "steps", self.steps_file(job, attempt, generation), **which)
+        except (ClusterError, OSError) as error:
+            log.warning("logs of attempt %s.%d stay on %s alone: %s", job, attempt, host, error)
+
+    async def _fetch(self, hosts: Hosts, host: HostId, verb: str, target: Path, **which: Any) -> None:
+        answer = await hosts.request(host, verb, offset=0, limit=0, **which)
+        offset = max(int(answer["size"]) - LOG_BYTES_KEPT, 0)
+        partial = target.with_suffix(".partial")
+        await anyio.to_thread.run_sync(_write, partial, b"")
+        if offset:
+            await anyio.to_thread.run_sync(_write, _begin(target), str(offset).encode())
+        async with await anyio.open_file(partial, "wb") as file:
+            while True:
+                answer = await hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+                await file.write(answer["data"])
+                offset = answer["offset"]
+                if not answer["data"] or offset >= answer["size"]:
+                    break
+        await anyio.to_thread.run_sync(partial.replace, target)
+        _tail(target).unlink(missing_ok=True)
+
+    async def last_step(self, job: str, attempt: int, generation: int) -> dict[str, Any] | None:
+        """The newest training step of a generation that was fetched; None if it trained none."""
+        return await anyio.to_thread.run_sync(_last_step, self.steps_file(job, attempt, generation))
+
+    def jobs(self) -> set[str]:
+        """Ids of those of which something is kept here."""
+        return {directory.name.rpartition(".")[0] for directory in (self.directory / "attempts").iterdir()}
+
+    def remove_job(self, job: str) -> int:
+        """Logs and steps of all its attempts; how many bytes that were."""
+        freed = 0
+        for directory in (self.directory / "attempts").glob(f"{job}.*"):
+            freed += sum(file.stat().st_size for file in directory.iterdir())
+            shutil.rmtree(directory)
+        return freed
+
+    def remove_snapshot(self, digest: str) -> int:
+        """What no job will be started from any more; how many bytes that were."""
+        file = self._snapshot(digest)
+        freed = file.stat().st_size if file.exists() else 0
+        file.unlink(missing_ok=True)
+        return freed
+
+
+def _last_step(file: Path) -> dict[str, Any] | None:
+    """With the loss of step 1 as ``first_loss``, if that is the first that was kept."""
+    if not file.exists():
+        return None
+    lines = file.read_bytes().splitlines()
+    last = next(filter(None, map(_step, reversed(lines))), None)
+    first = next(filter(None, map(_step, lines)), None)
+    if last is None or first is None:
+        return None
+    return {**last, "first_loss": first["loss"] if first["step"] == 1 else None}
+
+
+def _step(line: bytes) -> dict[str, Any] | None:
+    """A line of steps.jsonl; None for what is none: words about a restart, or a line that a crash or we cut off."""
+    try:
+        step = json.loads(line)
+    except ValueError:
+        return None
+    return step if isinstance(step, dict) and {"step", "loss", "time_s"} <= step.keys() else None
+
+
+def _begin(log: Path) -> Path:
+    return log.with_suffix(".begin")
+
+
+def _tail(log: Path) -> Path:
+    return log.with_suffix(".tail")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _make_durable(partial: Path, target: Path) -> None:
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(target)
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _write(target: Path, data: bytes) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target.write_bytes(data)
+
+
+def _write_at_once(target: Path, data: bytes) -> None:
+    """Whoever reads it has the old words or the new ones."""
+    partial = target.with_name(f"{target.name}.partial")
+    _write(partial, data)
+    partial.replace(target)

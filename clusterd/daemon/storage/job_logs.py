@@ -1,0 +1,317 @@
+"""A job's output, wherever it is: on its hosts while it runs, on the head node when it is over or its host is away."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from clusterd import projection
+from clusterd.core.queueing import admission
+from clusterd.core.state import Attempt, Job
+from clusterd.daemon.api.server import Peer
+from clusterd.daemon.api.watch import Feed
+from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.storage.archive import Archive, Tail
+from clusterd.errors import AgentLost, ClusterError, UsageError
+from clusterd.ssh.host import AgentRefused
+from clusterd.types import AttemptState, HostId, HostState, JobState
+from clusterd.units import size
+
+CHUNK_BYTES = 1 << 18
+POLL_S = 0.2
+"""Between two looks at a log that did not grow."""
+
+ANSWER_S = 10.0
+"""For a piece of a log, before what was copied here is shown in its place."""
+
+BLINK_S = 2.0
+"""Whoever follows is not told of a host that does not answer for less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far a job's logs were read: all of what came before this generation, and so many bytes of each log of it."""
+
+    attempt: int
+    generation: int
+    offsets: dict[str, int]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What of each attempt's logs."""
+
+    rank: int | None
+    follow: bool
+    last_bytes: int | None
+    is_last: bool
+    """No later attempt will be looked at."""
+
+
+class JobLogs:
+    """Pulls by offset: what a broken connection swallowed is asked for again."""
+
+    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, feed: Feed) -> None:
+        self._engine = engine
+        self._hosts = hosts
+        self._archive = archive
+        self._feed = feed
+
+    async def follow(
+        self,
+        peer: Peer,
+        job: str,
+        rank: int | None = None,
+        attempt: int | None = None,
+        follow: bool = False,
+        after: Position | None = None,
+        last_bytes: int | None = None,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Pieces of one rank's log, or of all: ``{attempt, generation, rank, data, offset}``.
+
+        Whoever follows is told what there is to wait for: a piece without data has it as ``says``.
+
+        `follow`: until the job is over; `after`: what came before is left out; `last_bytes`: of each log, at most.
+        """
+        state = self._engine.scheduler.state
+        known = admission.find_job(state, job, peer.user)
+        number = attempt
+        if number is None and after is not None and after.attempt:  # 0 described it, and is no attempt
+            number = after.attempt
+        wanted = _Wanted(rank, follow, last_bytes, is_last=not follow or attempt is not None)
+        while True:
+            if number is None and not known.attempts:
+                if _is_over(known):
+                    if after is None:
+                        async for piece in self._description(known):
+                            yield piece
+                    return
+                if not follow:
+                    raise ClusterError(
+                        f"job {known.id} ({known.spec.name}) has not started yet: clusterd why {known.id}"
+                    )
+                await self._feed.wait(self._feed.number)
+                continue
+            current = self._attempt(known, number)
+            begin = after if after is not None and after.attempt == current.number else None
+            last: dict[str, Any] = {"attempt": current.number, "generation": current.generation, "rank": rank or 0}
+            async for piece in self._attempt_logs(known, current, wanted, begin):
+                last = piece
+                yield piece
+            if wanted.is_last:
+                return
+            told = False
+            while known.attempts[-1].number == current.number:  # over, and the next one not begun
+                if _is_over(known):
+                    return
+                if known.state is JobState.QUEUED and not told:
+                    told = True
+                    yield {
+                        "offset": 0,
+                        **last,
+                        "data": b"",
+                        "says": f"is queued again: {projection.reason(known, state)}",
+                    }
+                await self._feed.wait(self._feed.number)
+            number = current.number + 1
+
+    async def _attempt_logs(
+        self, job: Job, attempt: Attempt, wanted: _Wanted, after: Position | None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """One generation after the other: a move goes on in another log, on another host.
+
+        Raises:
+            ClusterError: there is nothing, and no later attempt will be looked at.
+        """
+        done = after.generation - 1 if after is not None else 0
+        while True:
+            generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
+            if generation is None:
+                return
+            offsets = after.offsets if after is not None and after.generation == generation else {}
+            async for piece in self._generation_logs(job, attempt, generation, wanted, offsets):
+                yield piece
+            done = generation
+
+    async def _generation_logs(
+        self, job: Job, attempt: Attempt, generation: int, wanted: _Wanted, offsets: dict[str, int]
+    ) -> AsyncIterator[dict[str, Any]]:
+        hosts, rank = _hosts_of(attempt, generation), wanted.rank
+        if rank is not None and rank not in hosts:
+            if generation != attempt.generation:
+                return  # that plan had fewer ranks
+            raise UsageError(f"attempt {attempt.number} of job {job.id} has ranks 0 to {len(hosts) - 1}, not {rank}")
+        at = {
+            r: max(offsets[str(r)], 0)
+            if str(r) in offsets
+            else await self._near_end(job, attempt, generation, r, wanted.last_bytes)
+            for r in (sorted(hosts) if rank is None else [rank])
+        }
+        silent: dict[HostId, float] = {}  # since when; infinity: that is told
+        while True:
+            # Looked up before reading: nothing comes after it.
+            is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
+            grew, unknown = False, 0
+            for number in at:
+                try:
+                    answer = await self._read(job, attempt, generation, number, at[number])
+                except AgentLost as lost:
+                    if not wanted.follow:
+                        raise ClusterError(f"{hosts[number]} cannot be reached now: {lost}") from None
+                    answer = {"data": b"", "offset": at[number], "is_away": True}
+                if not answer.pop("is_away", False):
+                    silent.pop(hosts[number], None)
+                elif wanted.follow and self._is_away(hosts[number], silent):
+                    why = projection.reason(job, self._engine.scheduler.state)
+                    which = {"attempt": attempt.number, "generation": generation, "rank": number}
+                    yield {**which, "data": b"", "offset": at[number], "says": why}
+                unknown += bool(answer.pop("is_unknown", False))
+                if answer["data"]:
+                    grew = True
+                    at[number] = answer["offset"]
+                    yield {"attempt": attempt.number, "generation": generation, "rank": number, **answer}
+            if not grew:
+                nothing = unknown == len(at) and generation == attempt.generation
+                if nothing and wanted.is_last and attempt.state is AttemptState.ENDED:
+                    said = "it never started, or was forgotten"
+                    raise ClusterError(f"attempt {attempt.number} of job {job.id} ({job.spec.name}) has no log: {said}")
+                if is_over or not wanted.follow:
+                    return
+                await anyio.sleep(POLL_S)
+
+    async def _near_end(self, job: Job, attempt: Attempt, generation: int, rank: int, last_bytes: int | None) -> int:
+        """The offset of a log's last so many bytes; 0 where nobody knows its size now."""
+        if last_bytes is None:
+            return 0
+        kept = self._archive.log_file(job.id, attempt.number, generation, rank)
+        which: dict[str, Any] = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
+        if kept.exists():
+            whole = self._archive.log_begins_at(job.id, attempt.number, generation, rank) + kept.stat().st_size
+        else:
+            host = _hosts_of(attempt, generation)[rank]
+            try:
+                answer = await self._hosts.request(host, "logs", offset=0, limit=0, **which)
+            except ClusterError:  # not there yet, or away: whoever reads meets it
+                return 0
+            whole = int(answer["size"])
+        return max(whole - last_bytes, 0)
+
+    def _is_away(self, host: HostId, silent: dict[HostId, float]) -> bool:
+        """Whether it is to be told now that the host does not answer: once, and not of a blink."""
+        known, now_s = self._engine.scheduler.state.hosts.get(host), time.monotonic()
+        if known is None or known.state is HostState.UP or now_s - silent.setdefault(host, now_s) < BLINK_S:
+            return False
+        silent[host] = math.inf
+        return True
+
+    def _is_kept(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
+        return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)
+
+    async def _read(self, job: Job, attempt: Attempt, generation: int, rank: int, offset: int) -> dict[str, Any]:
+        kept = self._archive.log_file(job.id, attempt.number, generation, rank)
+        which = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
+        host = _hosts_of(attempt, generation)[rank]
+        if not kept.exists():
+            try:
+                return await self._pull(host, "logs", offset, which)
+            except AgentLost:
+                tail = self._archive.tail(job.id, attempt.number, generation, rank)
+                if tail is None:
+                    raise
+                return _last_words(host, tail, offset)
+        begin = self._archive.log_begins_at(job.id, attempt.number, generation, rank)
+        if offset >= begin:
+            return await _read_file(kept, offset, begin)
+        try:
+            answer = await self._pull(host, "logs", offset, which)
+        except ClusterError:
+            answer = {"data": b""}
+        if answer["data"]:
+            return answer
+        rest = await _read_file(kept, begin, begin)
+        return {**rest, "data": _missing(host, begin - offset) + rest["data"]}
+
+    async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
+        try:
+            with anyio.fail_after(ANSWER_S):
+                answer = await self._hosts.request(host, verb, offset=offset, limit=CHUNK_BYTES, **which)
+        except TimeoutError:  # of a host that is silent the connection ends later
+            raise AgentLost(f"it has not answered for {ANSWER_S:.0f} s") from None
+        except AgentRefused as refused:
+            if refused.kind != "unknown":
+                raise
+            return {"data": b"", "offset": offset, "is_unknown": True}  # not launched there yet, or forgotten
+        return {"data": answer["data"], "offset": answer["offset"]}
+
+    async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+        kept = self._archive.log_file(job.id, 0, 1, 0)
+        if kept.exists():
+            yield {"attempt": 0, "generation": 1, "rank": 0, **await _read_file(kept, 0)}
+
+    async def steps(self, job: Job, attempt: int | None) -> bytes:
+        """All training steps of an attempt, one JSON object a line."""
+        if not job.attempts:
+            return b""
+        current = self._attempt(job, attempt)
+        pieces = [await self._steps_of(job, current, g) for g in (*sorted(current.past), current.generation)]
+        return b"".join(pieces)
+
+    async def _steps_of(self, job: Job, attempt: Attempt, generation: int) -> bytes:
+        kept = self._archive.steps_file(job.id, attempt.number, generation)
+        if kept.exists():
+            return await anyio.Path(kept).read_bytes()
+        which = {"job": job.id, "attempt": attempt.number, "generation": generation}
+        pieces: list[bytes] = []
+        offset = 0
+        while True:
+            answer = await self._pull(_hosts_of(attempt, generation)[0], "steps", offset, which)
+            if not answer["data"]:
+                return b"".join(pieces)
+            pieces.append(answer["data"])
+            offset = answer["offset"]
+
+    def _attempt(self, job: Job, number: int | None) -> Attempt:
+        if number is None:
+            return job.attempts[-1]
+        if not 1 <= number <= len(job.attempts):
+            raise UsageError(f"job {job.id} has had {len(job.attempts)} attempts; there is no attempt {number}")
+        return job.attempts[number - 1]
+
+
+def _is_over(job: Job) -> bool:
+    return job.state.is_final
+
+
+def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
+    """Host by rank."""
+    if generation in attempt.past:
+        return attempt.past[generation]
+    return {number: rank.place.host for number, rank in attempt.ranks.items()}
+
+
+def _last_words(host: HostId, tail: Tail, offset: int) -> dict[str, Any]:
+    """What was brought here before the host fell silent; nothing, where `offset` is beyond it."""
+    if offset >= tail.end:
+        return {"data": b"", "offset": offset, "is_away": True}
+    before = _missing(host, tail.begin - offset) if offset < tail.begin else b""
+    after = f"\n[clusterd: {host} does not answer; what this rank said last is there]\n".encode()
+    return {"data": before + tail.data[max(offset - tail.begin, 0) :] + after, "offset": tail.end, "is_away": True}
+
+
+def _missing(host: HostId, bytes_: int) -> bytes:
+    return f"\n[clusterd: {size(bytes_)} of this log are on {host} alone, which does not answer]\n".encode()
+
+
+async def _read_file(file: Path, offset: int, begin: int = 0) -> dict[str, Any]:
+    """From `offset` of a log on; the file holds what comes after its first `begin` bytes."""
+    async with await anyio.open_file(file, "rb") as opened:
+        await opened.seek(offset - begin)
+        data = await opened.read(CHUNK_BYTES)
+    return {"data": data, "offset": offset + len(data)}
