@@ -12,21 +12,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one of the four; the exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if verb == "attach":
-        from clusterd.agent import attach
+        from clusterd.agent.server import attach
 
         return attach.main(rest)
     if verb == "serve":
-        from clusterd.agent import server
+        from clusterd.agent.server import server
 
         return server.main()
     if verb == "spawner":
-        from clusterd.agent import spawner
+        from clusterd.agent.forkserver import server
 
-        return spawner.main(rest)
+        return server.main(rest)
     if verb == "inside":
-        from clusterd.agent import inside
+        from clusterd.agent.ranks import exec_in_rank
 
-        return inside.main(rest)
+        return exec_in_rank.main(rest)
     print("usage: python3 -m clusterd.agent attach|serve|spawner|inside", file=sys.stderr)
     return 2
 

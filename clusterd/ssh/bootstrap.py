@@ -14,7 +14,7 @@ from typing import Any
 import asyncssh
 
 from clusterd import protocol
-from clusterd.agent.bundle import Bundle
+from clusterd.agent.host.bundle import Bundle
 from clusterd.errors import AgentLost, HostError
 
 # The same bytes for every host and user: nothing is ever put into it. Parses alike in sh, bash, zsh, csh and fish.

@@ -14,7 +14,7 @@ import anyio
 import asyncssh
 
 from clusterd import protocol
-from clusterd.agent.bundle import Bundle, bundle
+from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
 from clusterd.ssh.connection import Dialer

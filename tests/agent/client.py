@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent import attach, processes
-from clusterd.agent.home import Home, read_json
+from clusterd.agent.host import processes
+from clusterd.agent.host.home import Home, read_json
+from clusterd.agent.server import attach
 
 DEADLINE_S = 30.0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent import processes
-from clusterd.agent.home import Home
+from clusterd.agent.host import processes
+from clusterd.agent.host.home import Home
 from tests.agent.client import AgentClient, end_all, launch, rank, wait_until
 
 Connect = Callable[..., AgentClient]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.bundle import bundle
+from clusterd.agent.host.bundle import bundle
 from tests.agent.client import end_all
 
-MAKE = "from clusterd.agent.bundle import bundle; print(bundle().sha256)"
+MAKE = "from clusterd.agent.host.bundle import bundle; print(bundle().sha256)"
 
 
 def test_the_bundle_is_the_same_in_every_process(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_the_bundle_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 def test_the_bundle_holds_what_hosts_run_and_nothing_of_the_head() -> None:
     names = zipfile.ZipFile(io.BytesIO(bundle().data)).namelist()
-    assert {"__main__.py", "clusterd/agent/server.py", "clusterd/protocol.py", "plans/plan.py"} <= set(names)
+    assert {"__main__.py", "clusterd/agent/server/server.py", "clusterd/protocol.py", "plans/plan.py"} <= set(names)
     assert {"vendor/msgpack/fallback.py", "clusterd/train/process/preload.py"} <= set(names)
     assert not [n for n in names if n.startswith(("clusterd/core", "clusterd/daemon", "clusterd/ssh", "clusterd/cli"))]
 

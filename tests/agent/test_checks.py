@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent import checks
+from clusterd.agent.host import checks
 from tests.agent.client import AgentClient
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterd.agent.datasets import Datasets, make_room
+from clusterd.agent.tensors.datasets import Datasets, make_room
 
 
 def test_what_was_fetched_longest_ago_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

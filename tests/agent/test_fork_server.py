@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent import processes, spawners
-from clusterd.agent.home import Home
+from clusterd.agent.forkserver import client
+from clusterd.agent.host import processes
+from clusterd.agent.host.home import Home
 from clusterd.ssh.host import AgentRefused
 from tests.agent.client import AgentClient, end_all, launch, rank, wait_until
 
@@ -348,13 +349,13 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
 ) -> None:
     """Before the daemon stops waiting for the launch: it would never hear why."""
     (tmp_path / "imports_for_ever.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(spawners, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(client, "START_TIMEOUT_S", 1.0)
     home = Home(tmp_path / "agent")
     home.make()
 
     async def start() -> None:
-        started = spawners.Spawners(home, lambda state, record: None, "imports_for_ever")
-        with pytest.raises(spawners.SpawnFailed, match="did not start within 1 s"):
+        started = client.Spawners(home, lambda state, record: None, "imports_for_ever")
+        with pytest.raises(client.SpawnFailed, match="did not start within 1 s"):
             await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
         wait_until(lambda: started.wait_for_ended() or not started._processes, "what was killed to be gone")
 
@@ -397,8 +398,8 @@ def refusal(tmp_path: Path, preload: str) -> AgentRefused:
     home.make()
 
     async def start() -> AgentRefused:
-        started = spawners.Spawners(home, lambda state, record: None, preload)
-        with pytest.raises(spawners.SpawnFailed) as failed:
+        started = client.Spawners(home, lambda state, record: None, preload)
+        with pytest.raises(client.SpawnFailed) as failed:
             await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
         return AgentRefused(failed.value.kind, str(failed.value))
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from clusterd import protocol
-from clusterd.agent import attach, processes
-from clusterd.agent.home import Home
-from clusterd.agent.ports import Ports
+from clusterd.agent.host import processes
+from clusterd.agent.host.home import Home
+from clusterd.agent.host.ports import Ports
+from clusterd.agent.server import attach
 from tests.agent.client import AgentClient, rank, wait_until
 
 Connect = Callable[..., AgentClient]

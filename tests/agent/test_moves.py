@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent.datasets import Datasets
-from clusterd.agent.moves import Moves
-from clusterd.agent.records import Attempt
+from clusterd.agent.host.attempt_records import Attempt
+from clusterd.agent.tensors.datasets import Datasets
+from clusterd.agent.tensors.moves import Moves
 from tests.agent.client import launch
 
 SIZE = 4 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.nvml import Probe, parse_query
+from clusterd.agent.host.nvml import Probe, parse_query
 from tests.agent.client import AgentClient, rank
 
 OUTSIDE = 1 << 30

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from clusterd import protocol
-from clusterd.agent.fabric import FetchFailed, SliceServer, fetch
-from clusterd.agent.records import Refused
-from clusterd.agent.segments import Segment, Store
+from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.tensors.fabric import FetchFailed, SliceServer, fetch
+from clusterd.agent.tensors.segments import Segment, Store
 from tests.agent.client import wait_until
 
 
@@ -82,18 +82,18 @@ def test_what_does_not_fit_memory_goes_to_a_file_and_what_fits_nowhere_is_refuse
 ) -> None:
     """Before the move begins, with the numbers."""
     monkeypatch.setattr(
-        "clusterd.agent.segments._free_bytes", lambda place: 1 << 20 if place.name == "shm" else 1 << 30
+        "clusterd.agent.tensors.segments._free_bytes", lambda place: 1 << 20 if place.name == "shm" else 1 << 30
     )
     assert store.make("big", 2 << 20, "m").path.parent.name == "files"
-    monkeypatch.setattr("clusterd.agent.segments._free_bytes", lambda place: 1 << 20)
+    monkeypatch.setattr("clusterd.agent.tensors.segments._free_bytes", lambda place: 1 << 20)
     with pytest.raises(Refused, match=r"no room for a segment of 8 MiB .*1 MiB free"):
         store.make("bigger", 8 << 20, "m")
 
 
 def test_shared_memory_is_left_for_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL fails for good where it finds none, as the very ranks would that a segment is made for."""
-    monkeypatch.setattr("clusterd.agent.segments._free_bytes", lambda place: 16 << 20)
-    monkeypatch.setattr("clusterd.agent.segments._total_bytes", lambda place: 40 << 20)
+    monkeypatch.setattr("clusterd.agent.tensors.segments._free_bytes", lambda place: 16 << 20)
+    monkeypatch.setattr("clusterd.agent.tensors.segments._total_bytes", lambda place: 40 << 20)
     assert store.make("first", 10 << 20, "m").path.parent.name == "shm"
     assert store.make("second", 12 << 20, "m").path.parent.name == "files"
 

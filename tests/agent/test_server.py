@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.agent.home import Home
-from clusterd.agent.ports import Ports
+from clusterd.agent.host.home import Home
+from clusterd.agent.host.ports import Ports
 from tests.agent.client import AgentClient, end_all, launch, processes_of, rank, wait_until
 from tests.agent.test_snapshots import tar_of
 

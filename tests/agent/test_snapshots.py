@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent import snapshots
-from clusterd.agent.records import Refused
-from clusterd.agent.snapshots import Snapshots
+from clusterd.agent.host import workdirs
+from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.host.workdirs import Snapshots
 
 
 def tar_of(*members: dict[str, bytes] | tarfile.TarInfo) -> tuple[str, bytes]:
@@ -130,7 +130,7 @@ def test_a_full_disk_is_said_and_nothing_is_kept(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if what_fails == "_write":
-        monkeypatch.setattr(snapshots, "_write", full)
+        monkeypatch.setattr(workdirs, "_write", full)
     else:
         monkeypatch.setattr(Snapshots, "_unpack", full)
     with pytest.raises(Refused, match=r"no space for snapshot .* MB are free; nothing of it was kept") as refused:

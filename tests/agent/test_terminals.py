@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent import programs
-from clusterd.agent.records import Refused
-from clusterd.agent.terminals import SILENT_S, Terminal, Terminals
+from clusterd.agent.host import programs
+from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.ranks.terminals import SILENT_S, Terminal, Terminals
 from tests.agent.client import AgentClient, wait_until
 
 SCREEN = {"term": "xterm", "columns": 97, "rows": 31}

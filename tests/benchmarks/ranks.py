@@ -9,7 +9,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from clusterd.agent.environment import LARGE_PAGES
+from clusterd.agent.host.rank_environment import LARGE_PAGES
 
 
 def started(

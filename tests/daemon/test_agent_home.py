@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from clusterd.agent.home import Home, read_json
+from clusterd.agent.host.home import Home, read_json
 from tests.conftest import RunningCluster, cut_power, processes_of, until
 
 

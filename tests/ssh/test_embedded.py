@@ -13,7 +13,7 @@ import asyncssh
 import pytest
 
 from clusterd import protocol
-from clusterd.agent.bundle import Bundle, bundle
+from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import HostError
 from clusterd.ssh.bootstrap import COMMAND, BootstrapFailed, attach
 from clusterd.ssh.connection import Dialer

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from clusterd.agent.bundle import Bundle, bundle
-from clusterd.agent.home import Home, read_json
+from clusterd.agent.host.bundle import Bundle, bundle
+from clusterd.agent.host.home import Home, read_json
 from clusterd.errors import AgentLost
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent.environment import SURVIVES_PEERS
+from clusterd.agent.host.rank_environment import SURVIVES_PEERS
 from plans.plan import Plan
 
 HERE = Path(__file__).resolve()

@@ -28,7 +28,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd import __version__, protocol
-from clusterd.agent.home import inode, is_still
+from clusterd.agent.host.home import inode, is_still
 from clusterd.errors import ClusterError, UsageError
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 
-from clusterd.agent.spawners import START_TIMEOUT_S
+from clusterd.agent.forkserver.client import START_TIMEOUT_S
 from clusterd.core import decisions as d
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.hosts.registry import Hosts

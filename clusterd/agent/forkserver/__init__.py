@@ -1,0 +1,1 @@
+"""Fork servers: parents of ranks with torch already imported, one per environment."""

@@ -1,0 +1,197 @@
+"""From a fork to a rank: what happens in the child between the fork server and the job's own code."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing.process
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from clusterd.agent import CODE_ROOT
+from clusterd.agent.host import processes
+from clusterd.agent.log import say
+
+EXIT_CANNOT_START = 126
+EXIT_NOT_FOUND = 127
+
+SHOW_THREADS = signal.SIGURG
+"""Has a rank write into its log what its threads are doing; who knows nothing of that ignores it."""
+
+
+def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], None]) -> NoReturn:
+    """Turn this freshly forked process into the rank that `request` describes; never returns.
+
+    Waits at `gate` until the parent has the rank on disk: a rank that no record names could never be found again. A
+    parent that dies before opens it with nothing, and the child ends too.
+    """
+    code = EXIT_CANNOT_START
+    try:
+        os.setsid()
+        opened = os.read(gate, 1)
+        os.close(gate)
+        if not opened:
+            os._exit(EXIT_CANNOT_START)
+        reset_signals()
+        close_inherited()
+        _redirect(request["log"])
+        code = _run(request)
+    except SystemExit as end:
+        code = _exit_code(end)
+    except KeyboardInterrupt:
+        _print_exception()
+        code = 128 + signal.SIGINT
+    except BaseException:  # nothing may unwind into the fork server's loop
+        _print_exception()
+        code = 1
+    finally:
+        _leave(code)
+
+
+def reset_signals() -> None:
+    """As a newly started interpreter has them, whatever the parent ignores or blocks."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        try:
+            if signal.getsignal(number) is not None and number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):
+            continue  # the C library keeps some real-time signals for itself
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as Python itself starts; an exec'ed program gets the default back
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _redirect(log: str) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    if null != 0:
+        os.close(null)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(out)
+
+
+def _run(request: dict[str, Any]) -> int:
+    argv: list[str] = request["argv"]
+    env: dict[str, str] = request["env"]
+    if not settle(request["cwd"], request["cores"]):
+        return EXIT_CANNOT_START
+    if request["mode"] != "python":
+        execute(argv, env)
+    if not processes.claim_environment(processes.TAG, env[processes.TAG]):
+        # Slower, but a cancel finds it: an interpreter of its own shows its own environment.
+        path = os.pathsep.join(filter(None, [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH")]))
+        execute([sys.executable, *argv[1:]], {**env, "PYTHONPATH": path})
+    os.environ.clear()
+    os.environ.update(env)
+    _freshen(request["threads"])
+    faulthandler.register(SHOW_THREADS, file=2)  # needs no interpreter that still listens
+    return _run_python(argv[1:])
+
+
+def settle(directory: str, cores: list[int]) -> bool:
+    """Go to a directory, and to cores if any are given; false where that cannot be, after saying so."""
+    try:
+        os.chdir(directory)
+        if cores:
+            os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:
+        say(f"clusterd: cannot start in {directory} on cores {cores}: {error}")
+        return False
+    return True
+
+
+def execute(argv: list[str], env: dict[str, str]) -> NoReturn:
+    """Become `argv`, or end with a word about why not, as a shell would."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvpe(argv[0], argv, env)
+    except FileNotFoundError:
+        named = "/" in argv[0]
+        where = ", or the interpreter that its first line names" if named else f" in PATH={env.get('PATH', '')}"
+        say(f"clusterd: {argv[0]}: not found{where}")
+        os._exit(EXIT_NOT_FOUND)
+    except OSError as error:
+        say(f"clusterd: {argv[0]}: {error.strerror}")
+        os._exit(EXIT_CANNOT_START)
+
+
+def _freshen(threads: int) -> None:
+    """What a newly started interpreter would have of its own, and a fork would share with its siblings."""
+    multiprocessing.process.current_process().authkey = os.urandom(32)
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # undocumented, but spawned workers start there
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.seed()
+        if threads:  # OMP_NUM_THREADS was read when the OpenMP library was loaded, in the parent
+            torch.set_num_threads(threads)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _run_python(arguments: list[str]) -> int:
+    """Run what would follow ``python`` on a command line: a script, or ``-m`` and a module."""
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return 0
+    script = arguments[0]
+    sys.argv = list(arguments)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    try:
+        with open(script, "rb") as source:
+            code = compile(source.read(), script, "exec")
+    except OSError as error:
+        say(f"clusterd: can't open file {os.path.abspath(script)!r}: {error.strerror}")
+        return 2
+    # Not runpy.run_path: it takes the script's module out of sys.modules when the script's last line is done, before
+    # its threads and exit handlers are.
+    module.__dict__.update(__file__=script, __spec__=None, __cached__=None)
+    exec(code, module.__dict__)
+    return 0
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    say(f"{end.code}")
+    return 1
+
+
+def _print_exception() -> None:
+    kind, value, trace = sys.exc_info()
+    # The frames of this file are no part of the user's program.
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    if kind is not None and value is not None:
+        sys.excepthook(kind, value.with_traceback(trace), trace)
+
+
+def _leave(code: int) -> NoReturn:
+    """End as the interpreter would: threads, exit handlers, buffers; but tear nothing down that the parent loaded."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as a normal exit does
+        atexit._run_exitfuncs()
+    except BaseException:
+        _print_exception()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120  # as Python does when the last output cannot be written
+    os._exit(code)

@@ -1,0 +1,380 @@
+"""The fork server: parent of ranks, one process per environment, alive when agents come and go.
+
+Single-threaded, so that a fork is safe. For elastic jobs it runs under the job's Python with torch imported once, and
+a rank is a fork of it; for commands it runs under the agent's Python and a rank is a fork and an exec. It writes what
+became of its children itself, before it tells an agent: an exit is known even if no agent lived to hear of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clusterd import protocol
+from clusterd.agent.forkserver import child, exit_reason
+from clusterd.agent.forkserver.pending_records import Unwritten
+from clusterd.agent.host import processes
+from clusterd.agent.host.home import forget_directory, inode, is_still, read_json, write_json
+from clusterd.agent.log import say
+
+IDLE_S = 600.0
+"""Without children and without an agent, a fork server ends after this long."""
+
+UNUSED_S = 3600.0
+"""Without children it ends after this long, agent or not: an imported torch holds a few hundred MB."""
+
+LOCK_WAIT_S = 10.0
+"""For another fork server of this environment that just ends."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class _Child:
+    state: Path
+    record: dict[str, Any]
+    kind: str
+    stop_marker: Path
+
+
+@dataclass
+class _Peer:
+    connection: socket.socket
+    decoder: protocol.Decoder = field(default_factory=protocol.Decoder)
+    outgoing: bytearray = field(default_factory=bytearray)
+
+
+class Spawner:
+    """Forks ranks on request, reaps them, and records their ends.
+
+    Verbs: ``hello`` -> who is alive, and ends that no disk knows of; ``spawn`` -> pid and start time; ``shutdown`` ->
+    ends once the last child has.
+    Events: ``exited`` with the record and its path; it is on disk by then, unless that is full.
+    """
+
+    def __init__(self, path: Path, listener: socket.socket, lock: int) -> None:
+        self._path = path
+        self._made = inode(path)
+        self._listener = listener
+        self._lock = lock
+        self._children: dict[int, _Child] = {}
+        self._peers: dict[socket.socket, _Peer] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._wake_read, self._wake_write = os.pipe()
+        for descriptor in (self._wake_read, self._wake_write):
+            os.set_blocking(descriptor, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._unwritten = Unwritten()
+        self._oom = exit_reason.OomWatch()
+        self._leaving = False
+        self._quiet_since = time.monotonic()
+        self._used_at = time.monotonic()
+
+    def run(self) -> None:
+        """Serve until told to end, or unused for long."""
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        while not self._finished():
+            for key, mask in self._selector.select(timeout=1.0):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                else:
+                    self._serve(self._peers[key.fileobj], mask)  # type: ignore[index]
+            self._reap()
+            self._unwritten.try_again()
+            self._listen_again()
+            if self._children:
+                self._oom.look()
+        self._listener.close()
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent is there that stays: it will want other fork servers in the same place."""
+        return bool(self._peers) and not self._leaving
+
+    def _finished(self) -> bool:
+        now = time.monotonic()
+        if self._children:
+            self._used_at = now
+        if self._children or self._peers:
+            self._quiet_since = now
+        if self._children or self._unwritten:
+            return False
+        return self._leaving or now - self._quiet_since > IDLE_S or now - self._used_at > UNUSED_S
+
+    def _listen_again(self) -> None:
+        """Where somebody removed the socket: the next agent would start another server, which finds the lock taken."""
+        if is_still(self._path, self._made):
+            return
+        try:
+            listener = _listen(self._path)
+        except OSError:
+            return  # its directory is gone too: the agent makes it
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener, self._made = listener, inode(self._path)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setblocking(False)
+        self._peers[connection] = _Peer(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _serve(self, peer: _Peer, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                self._flush(peer)
+            if mask & selectors.EVENT_READ:
+                data = peer.connection.recv(1 << 16)
+                if not data:
+                    self._drop(peer)
+                    return
+                for message in peer.decoder.feed(data):
+                    self._send(peer, {"id": message.get("id"), **self._answer(message)})
+        except BlockingIOError:
+            return
+        except (OSError, protocol.ProtocolError):
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        if self._peers.pop(peer.connection, None):
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
+
+    def _send(self, peer: _Peer, message: protocol.Message) -> None:
+        peer.outgoing += protocol.encode(message)
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while peer.outgoing:
+                del peer.outgoing[: peer.connection.send(peer.outgoing)]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
+        self._selector.modify(peer.connection, events)
+
+    def _answer(self, message: protocol.Message) -> protocol.Message:
+        verb = message.get("verb")
+        if verb == "hello":
+            ranks = {str(child.state): pid for pid, child in self._children.items()}
+            return {"ok": {"pid": os.getpid(), "ranks": ranks, "ended": self._unwritten.all()}}
+        if verb == "spawn":
+            try:
+                return {"ok": self._spawn(message)}
+            except OSError as error:
+                return {"error": {"kind": "spawn", "message": f"cannot start a process: {error}"}}
+        if verb == "shutdown":
+            self._leaving = True
+            return {"ok": {}}
+        return {"error": {"kind": "verb", "message": f"a fork server knows no {verb!r}"}}
+
+    def _spawn(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._used_at = time.monotonic()
+        gate_read, gate_write = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(gate_read)
+            os.close(gate_write)
+            raise
+        if pid == 0:
+            os.close(gate_write)
+            child.become(request, gate_read, self._close_inherited)
+        os.close(gate_read)
+        try:
+            found = processes.stat(pid)
+            record = {
+                "pid": pid,
+                "start_time": found.start_time if found else 0,
+                "boot_id": processes.boot_id(),
+                "state": "running",
+                "exit_code": None,
+                "signal": None,
+                "reason": None,
+                "at_s": time.time(),
+                "generation": request["generation"],
+                "spawner": {"pid": os.getpid(), "start_time": own_start_time()},
+            }
+            state = Path(request["state"])
+            self._unwritten.drop(state)
+            self._children[pid] = _Child(state, record, request["kind"], Path(request["stop_marker"]))
+            write_json(state, record)
+            os.write(gate_write, b"!")
+        finally:
+            os.close(gate_write)
+        return {"pid": pid, "start_time": record["start_time"]}
+
+    def _close_inherited(self) -> None:
+        """In the child: what belongs to the server. What the preloaded libraries opened stays open."""
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        os.close(self._lock)  # or no other server could take it while a rank of a killed one lives
+        self._listener.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            ended = self._children.pop(pid, None)
+            if ended is not None:  # others are orphans of ranks, which come to us as their subreaper
+                self._record(ended, status)
+
+    def _record(self, ended: _Child, status: int) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        number = -code if code < 0 else None
+        marker = read_json(ended.stop_marker)
+        record = {
+            **ended.record,
+            "state": "exited",
+            "exit_code": None if number else code,
+            "signal": number,
+            "reason": exit_reason.reason_of(
+                exit_code=code,
+                number=number,
+                kind=ended.kind,
+                stopped=marker is not None and marker.get("generation", 0) >= ended.record["generation"],
+                out_of_memory=number == signal.SIGKILL and self._oom.killed_lately(),
+            ),
+            "at_s": time.time(),
+        }
+        self._unwritten.write(ended.state, record)
+        for peer in list(self._peers.values()):
+            try:
+                self._send(peer, {"event": "exited", "state": str(ended.state), "record": record})
+            except OSError:
+                self._drop(peer)
+
+
+def own_start_time() -> int:
+    """Of this process, in clock ticks since boot."""
+    found = processes.stat(os.getpid())
+    return found.start_time if found else 0
+
+
+def main(arguments: list[str]) -> int:
+    """Run a fork server; the exit code is 3 where another one holds the socket already."""
+    parser = argparse.ArgumentParser(prog="spawner")
+    parser.add_argument("--socket", required=True, type=Path)
+    parser.add_argument("--preload", default="")
+    options = parser.parse_args(arguments)
+    lock = options.socket.with_suffix(".lock")
+    held = _held(lock)
+    if held is None:
+        say(f"spawner: another process holds {lock}")
+        return 3
+    _adopt_orphans()
+    listener = _listen(options.socket)
+    is_last = False
+    try:
+        failure = _preload(options.preload)
+        if failure:
+            _refuse(listener, failure)
+            return 1
+        gc.collect()
+        gc.freeze()  # what is loaded now stays shared with every child
+        if threading.active_count() > 1:
+            say("spawner: the preloaded modules started threads; forks may hang")
+        server = Spawner(options.socket, listener, held)
+        server.run()
+        is_last = not server.has_agent
+    finally:
+        for ours in (options.socket, lock):
+            ours.unlink(missing_ok=True)
+        if is_last:
+            forget_directory(options.socket.parent)
+    return 0
+
+
+def _held(lock: Path) -> int | None:
+    """The lock, for the rest of this process' life; None where another has it. One that just ends may for a moment.
+
+    Who ends removes the file, so a lock counts on the one that is there: others would take theirs on a new one.
+    """
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while time.monotonic() < deadline:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                return descriptor
+        os.close(descriptor)
+        time.sleep(0.05)
+    return None
+
+
+def _listen(path: Path) -> socket.socket:
+    """Listening before the import of torch: an agent that connects meanwhile waits for the first answer."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(os.fspath(path))
+    path.chmod(0o600)
+    listener.listen(16)
+    return listener
+
+
+def _preload(module: str) -> dict[str, str] | None:
+    """Import `module`; what to tell whoever asks, where that failed."""
+    if not module:
+        return None
+    # A library that asks for GPUs while it loads would start CUDA here, and no fork could use it then: so torch asks
+    # the driver instead.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return {"kind": "no-torch", "message": f"{sys.executable} (Python {version}) cannot import torch: {error}"}
+    except Exception as error:
+        return {
+            "kind": "no-torch",
+            "message": f"{sys.executable} fails to import torch: {type(error).__name__}: {error}",
+        }
+    return None
+
+
+def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
+    """Tell the agent that started us, and end: torch may be there at the next try."""
+    listener.settimeout(30.0)
+    try:
+        connection, _ = listener.accept()
+        connection.settimeout(10.0)
+        decoder = protocol.Decoder()
+        while not (messages := decoder.feed(connection.recv(1 << 16))):
+            continue
+        connection.sendall(protocol.encode({"id": messages[0].get("id"), "error": failure}))
+        connection.close()
+    except (OSError, protocol.ProtocolError) as error:
+        say(f"spawner: {failure['message']} (and nobody asked: {error})")
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what ranks leave behind, so that it can be waited for even where pid 1 waits for nobody."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    except (ImportError, OSError, AttributeError) as error:
+        say(f"spawner: orphans of ranks will go to pid 1: {error}")

@@ -1,0 +1,1 @@
+"""Facts, files, processes, ports and GPUs of this host."""

@@ -1,0 +1,69 @@
+"""The code that hosts run, as one content-addressed zip. Made on the head, from whatever clusterd is installed from."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import NamedTuple
+
+from clusterd.agent.host import programs
+
+_WHOLE = ("clusterd.agent", "clusterd.train", "plans")
+_SINGLE = ("__init__.py", "datasets.py", "protocol.py", "errors.py", "patience.py")
+_MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+class Bundle(NamedTuple):
+    """The zip, and what names it."""
+
+    sha256: str
+    data: bytes
+
+    @property
+    def version(self) -> str:
+        """What an agent of this code calls its version: it runs from a directory of this name."""
+        return self.sha256[:16]
+
+
+@lru_cache(maxsize=1)
+def bundle() -> Bundle:
+    """The bundle of the installed code; the same bytes wherever and whenever it is made from the same files."""
+    files = sorted(_files())
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, data in files:
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.external_attr = 0o644 << 16
+            # Level and library version would make the bytes depend on the head's zlib; stored, they do not. SSH
+            # compresses nothing here either: it is a few hundred KB, once per host and version.
+            entry.compress_type = zipfile.ZIP_STORED
+            archive.writestr(entry, data)
+    data = buffer.getvalue()
+    return Bundle(hashlib.sha256(data).hexdigest(), data)
+
+
+def _files() -> Iterator[tuple[str, bytes]]:
+    yield "__main__.py", programs.MAIN.encode()
+    root = resources.files("clusterd")
+    for name in _SINGLE:
+        yield f"clusterd/{name}", root.joinpath(name).read_bytes()
+    for package in _WHOLE:
+        yield from _tree(package.replace(".", "/"), resources.files(package))
+    msgpack = resources.files("msgpack")
+    for name in _MSGPACK:
+        yield f"vendor/msgpack/{name}", msgpack.joinpath(name).read_bytes()
+
+
+def _tree(path: str, place: Traversable) -> Iterator[tuple[str, bytes]]:
+    for entry in place.iterdir():
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                yield from _tree(f"{path}/{entry.name}", entry)
+        elif entry.name.endswith(".py"):
+            yield f"{path}/{entry.name}", entry.read_bytes()

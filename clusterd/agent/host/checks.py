@@ -1,0 +1,115 @@
+"""What may be in the way of jobs here and shows only when it is tried: other hosts, a Python, the end of the login."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from clusterd.agent import CODE_ROOT
+from clusterd.agent.host import programs
+
+REACH_TIMEOUT_S = 5.0
+PYTHON_TIMEOUT_S = 120.0
+"""Importing torch from a cold network file system takes minutes, but not from one that is to be worked with."""
+
+LOGIND_TIMEOUT_S = 5.0
+AT_ONCE = 32
+
+_TRY_TORCH = """\
+import json, sys
+told = {"python": "%d.%d.%d" % sys.version_info[:3]}
+sys.path.append(sys.argv[1])
+try:
+    import torch
+    told["torch"] = torch.__version__
+    told["cuda"], told["gpus"] = torch.version.cuda, torch.cuda.device_count()
+    import clusterd.train.process.torch_version
+except Exception as error:
+    told["error"] = "%s: %s" % (type(error).__name__, error)
+print(json.dumps(told))
+"""
+
+_LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
+
+
+def check(peers: Mapping[str, Sequence[Any]], python: str | None) -> dict[str, Any]:
+    """Tries it all, for as long as that takes.
+
+    Args:
+        peers: address and port at which other hosts' agents serve slices, by host.
+        python: an interpreter or a virtual environment, as jobs name it; None: not asked for.
+    Returns: `peers`, each with `seconds` or an `error`; `ends_at_logout`, None where nobody can say; `environment`.
+    """
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        reached = pool.map(lambda place: _reach(str(place[0]), int(place[1])), peers.values())
+        answer: dict[str, Any] = {"ends_at_logout": _ends_at_logout()}
+        if python is not None:
+            answer["environment"] = _environment(python)
+        answer["peers"] = dict(zip(peers, reached, strict=True))
+    return answer
+
+
+def _reach(address: str, port: int) -> dict[str, Any]:
+    began_s = time.monotonic()
+    try:
+        socket.create_connection((address, port), REACH_TIMEOUT_S).close()
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    return {"seconds": time.monotonic() - began_s}
+
+
+def _environment(python: str) -> dict[str, Any]:
+    """Versions of Python and torch there, and how many GPUs torch sees; `error`: what keeps elastic jobs from it."""
+    try:
+        interpreter = programs.interpreter(python)
+        done = subprocess.run(
+            [interpreter, "-c", _TRY_TORCH, str(CODE_ROOT)],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=PYTHON_TIMEOUT_S,
+            env=programs.own_environment(os.environ),
+        )
+        lines = done.stdout.splitlines()
+        told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        if not told:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            told = {"error": f"{interpreter} ended with {done.returncode}: {said[-1] if said else 'without a word'}"}
+    except subprocess.TimeoutExpired:
+        told = {"error": f"importing torch takes more than {PYTHON_TIMEOUT_S:.0f} s"}
+    except (OSError, ValueError) as error:
+        told = {"error": str(error)}
+    return told
+
+
+def _ends_at_logout() -> bool | None:
+    """Whether logind ends what a login leaves running, agents and ranks among them; None: nobody can say."""
+    kills = _logind("KillUserProcesses")
+    if kills is None:
+        return None
+    only, spared = _logind("KillOnlyUsers") or "", _logind("KillExcludeUsers") or ""
+    try:
+        user = f'"{pwd.getpwuid(os.getuid()).pw_name}"'
+    except KeyError:  # a user of whom only the number is known
+        user = f'"{os.getuid()}"'
+    return kills.split() == ["b", "true"] and user not in spared and (user in only or '"' not in only)
+
+
+def _logind(name: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["busctl", "get-property", *_LOGIND, name],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=LOGIND_TIMEOUT_S,
+            text=True,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

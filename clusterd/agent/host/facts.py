@@ -1,0 +1,205 @@
+"""What this host is and has, from /proc, /sys and the GPU driver: no program but Python needed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import pwd
+import shutil
+import socket
+import struct
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.host import processes
+from clusterd.agent.host.nvml import Probe
+
+_SIOCGIFADDR = 0x8915
+
+Facts = dict[str, Any]
+
+
+def gather(probe: Probe, disk: Path, held: Collection[str] = (), own_tag: str = processes.TAG) -> Facts:
+    """The Facts of the protocol.
+
+    Args:
+        disk: a path on the file system that jobs write to.
+        held: uuids of the GPUs that ranks of ours run on.
+        own_tag: the variable that marks processes as ours; every other user of a GPU is foreign.
+    """
+    memory = memory_bytes()
+    gpus, gpu_error = probe.gpus()
+    for gpu in gpus:
+        gpu["processes"] = [_with_owner(process, own_tag, gpu["uuid"] in held) for process in gpu["processes"]]
+        gpu["unlisted_bytes"] = 0 if gpu["uuid"] in held else _unlisted_bytes(gpu)
+    shm = _space(Path("/dev/shm"))
+    return {
+        "hostname": socket.gethostname(),
+        "os": _os_name(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "user": _user(os.getuid()),
+        "cpu_cores": cpu_cores(),
+        "cpu_ids": sorted(os.sched_getaffinity(0)),
+        "cpu_model": _cpu_model(),
+        "memory_bytes": memory[0],
+        "memory_available_bytes": memory[1],
+        "disk_free_bytes": _space(disk)[1],
+        "shm_bytes": shm[0],
+        "shm_free_bytes": shm[1],
+        "boot_id": processes.boot_id(),
+        "now_s": time.time(),
+        "addresses": addresses(),
+        "gpus": gpus,
+        "gpu_error": gpu_error,
+    }
+
+
+def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, Any]:
+    """The process and whose it is.
+
+    In a container the driver may tell pids of outside, which cannot be looked up. On a GPU with a rank of ours they are
+    taken for that rank's.
+    """
+    pid = process["pid"]
+    try:
+        user = _user(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        # In another container, outside of ours, or just gone.
+        return {"pid": pid, "user": "?", "memory_bytes": process["memory_bytes"], "ours": held}
+    environment = processes.environment(pid)
+    ours = any(entry.startswith(f"{own_tag}=".encode()) for entry in environment.split(b"\0"))
+    return {"pid": pid, "user": user, "memory_bytes": process["memory_bytes"], "ours": ours}
+
+
+def _unlisted_bytes(gpu: dict[str, Any]) -> int:
+    """What is used by no process that the driver lists; it may leave out those of other containers."""
+    listed = sum(process["memory_bytes"] or 0 for process in gpu["processes"])
+    return max((gpu["memory_used_bytes"] or 0) - listed, 0)
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def cpu_cores() -> int:
+    """Cores that processes of ours may really use at once: the affinity mask, cut by the cgroup's quota."""
+    cores = len(os.sched_getaffinity(0))
+    for quota in _cgroup_values("cpu.max", "cpu", "cpu.cfs_quota_us"):
+        cores = min(cores, max(1, quota))
+    return cores
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Total and available memory, of the machine or of the cgroup, whichever is less."""
+    total, available = processes.machine_memory_bytes()
+    for limit, used in _memory_limits():
+        if limit < total:
+            total = limit
+        available = min(available, max(0, limit - used))
+    return total, available
+
+
+def _cgroup_directories(controller: str) -> list[Path]:
+    """The cgroup of this process and its ancestors, in version 2 or 1."""
+    found = []
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = Path("/sys/fs/cgroup")
+        elif controller in controllers.split(","):
+            root = Path("/sys/fs/cgroup") / controller
+        else:
+            continue
+        place = Path(path.lstrip("/"))
+        found += [root / place, *(root / parent for parent in place.parents)]
+    return found
+
+
+def _cgroup_values(file: str, controller: str, old_file: str) -> list[int]:
+    found = []
+    for directory in _cgroup_directories(controller):
+        words = _read(directory / file).split()
+        if len(words) == 2 and words[0].isdigit():
+            found.append(int(words[0]) // int(words[1]))
+        quota, period = _read(directory / old_file).strip(), _read(directory / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit():
+            found.append(int(quota) // int(period))
+    return found
+
+
+def _memory_limits() -> list[tuple[int, int]]:
+    found = []
+    for directory in _cgroup_directories("memory"):
+        for limit_file, used_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _read(directory / limit_file).strip(), _read(directory / used_file).strip()
+            if limit.isdigit() and used.isdigit():
+                found.append((int(limit), int(used) - _reclaimable(directory)))
+    return found
+
+
+def _reclaimable(directory: Path) -> int:
+    """Cached file pages count as used in a cgroup, but go when memory is needed."""
+    for line in _read(directory / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
+
+
+def addresses() -> list[dict[str, Any]]:
+    """IPv4 address of each interface that has one, loopback included, and its speed in Mbit/s, where that is known."""
+    found: list[dict[str, Any]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _index, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # an interface that is down, or has no IPv4 address
+            speed = _read(f"/sys/class/net/{name}/speed").strip()  # of virtual ones it cannot be read, or is -1
+            entry = {"interface": name, "address": socket.inet_ntoa(answer[20:24])}
+            found.append({**entry, "speed_mbit": int(speed)} if speed.isdigit() else entry)
+    return found
+
+
+def _space(path: Path) -> tuple[int, int]:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return 0, 0
+    return usage.total, usage.free
+
+
+def _os_name() -> str:
+    for line in _read("/etc/os-release").splitlines():
+        name, _, value = line.partition("=")
+        if name == "PRETTY_NAME":
+            return value.strip('"')
+    return platform.system()
+
+
+def _cpu_model() -> str:
+    for line in _read("/proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

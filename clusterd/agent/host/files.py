@@ -1,0 +1,112 @@
+"""What a job wrote into its working directory on this host: listed, and read piece by piece."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.host import rank_environment
+from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.host.growing_files import CHUNK_BYTES_MAX
+
+FILES_MAX = 10_000
+"""That are named; who writes more than so many fetches them by other means."""
+
+_NOISE = {"__pycache__", ".git"}
+
+
+def written(generations: list[Attempt]) -> dict[str, Any]:
+    """Files that are newer than the launch: those with a name to send, with path, bytes and time, and how many more.
+
+    The copy of what was submitted keeps its times, so what the job did not touch is older.
+
+    Args:
+        generations: of one attempt, the oldest first.
+    """
+    newest: dict[str, dict[str, Any]] = {}
+    for work, since_s in _works(generations).items():
+        for file in _newer(work, since_s):
+            before = newest.get(file["path"])
+            if before is None or before["at_s"] <= file["at_s"]:
+                newest[file["path"]] = file
+    named = [newest[path] for path in sorted(filter(_is_text, newest))[:FILES_MAX]]
+    return {"files": named, "more": len(newest) - len(named)}
+
+
+def _works(generations: list[Attempt]) -> dict[Path, float]:
+    """Working directories, each with when the first generation was launched that worked there."""
+    works: dict[Path, float] = {}
+    for attempt in generations:
+        try:
+            since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
+        except FileNotFoundError:  # somebody made room by hand
+            continue
+        works.setdefault(rank_environment.work_of(attempt), since_s)
+    return works
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
+    for folder, folders, names in os.walk(work):
+        folders[:] = [name for name in folders if name not in _NOISE]
+        for name in names:
+            path = Path(folder, name)
+            try:
+                known = path.lstat()
+                at_s = known.st_mtime
+                if stat.S_ISLNK(known.st_mode) and _leads_within(path, work):  # as `last.pt` to the newest of many
+                    known = path.stat()
+                    at_s = max(at_s, known.st_mtime)
+            except OSError:
+                continue  # gone meanwhile, or leads nowhere
+            if not stat.S_ISREG(known.st_mode) or at_s < since_s:
+                continue
+            yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": at_s}
+
+
+def _leads_within(link: Path, work: Path) -> bool:
+    return Path(os.path.realpath(link)).is_relative_to(os.path.realpath(work))
+
+
+def read(generations: list[Attempt], path: str, offset: int, limit: int) -> dict[str, Any]:
+    """Bytes of a file below the working directory, and its size now; of several the one that was written last.
+
+    Raises:
+        Refused: (``path``) it is not there, is no regular file, or leads out of the working directory.
+    """
+    works = _works(generations) or [rank_environment.work_of(generations[-1])]
+    work = max(works, key=lambda work: _written_s(work / path)).resolve()
+    target = (work / path).resolve()
+    if not target.is_relative_to(work):
+        raise Refused("path", f"{path} is outside the working directory of {generations[-1].name}")
+    try:
+        with open(target, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise Refused("path", f"{path} is no regular file")
+            size = file.seek(0, 2)
+            file.seek(min(max(offset, 0), size))
+            return {"data": file.read(max(0, min(limit, CHUNK_BYTES_MAX))), "size": size}
+    except OSError as error:
+        raise Refused("path", f"{path}: {error.strerror}") from None
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens what is there; of a pipe no writer is waited for."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -1,0 +1,271 @@
+"""GPUs of this host: through the driver's NVML library, or where that cannot be loaded, through `nvidia-smi`.
+
+Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have the entry points that are not looked
+for first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import threading
+from typing import Any
+
+from clusterd.agent.host import processes
+
+_SUCCESS = 0
+_NOT_SUPPORTED = 3
+_NO_PERMISSION = 4
+_INSUFFICIENT_SIZE = 7
+_DRIVER_NOT_LOADED = 9
+_LIBRARY_MISMATCH = 18
+_NOT_AVAILABLE = (1 << 64) - 1
+_PROCESSES_MAX = 1024
+_MODE_EXCLUSIVE, _MODE_PROHIBITED = 3, 2
+_MIG_IS_ON = "MIG is on: a GPU that is cut into instances is not offered (off: `nvidia-smi -mig 0`)"
+_PROHIBITED = "its compute mode lets nobody in (`nvidia-smi -c 0` as root does)"
+_NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
+
+
+class NvmlError(Exception):
+    """The driver answers, but with an error."""
+
+
+class _NotOffered(NvmlError):
+    """A GPU that is well, and not for us: to ask the driver anew would change nothing."""
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _Process(ctypes.Structure):  # nvmlProcessInfo_v2_t, of the _v2 and _v3 entry points
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    ]
+
+
+Gpu = dict[str, Any]
+
+
+class Nvml:
+    """The loaded library. One per agent: its first call costs the driver tens of milliseconds.
+
+    Attributes:
+        is_stale: something is wrong that the driver may have mended for those who load it anew.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.is_stale = False
+        self._check(self._call("nvmlInit_v2"))
+
+    def close(self) -> None:
+        """Let go of the driver: it counts those who hold it, and looks anew only for the first of them."""
+        self._call("nvmlShutdown")
+
+    def gpus(self) -> tuple[list[Gpu], str | None]:
+        """Devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
+
+        What is used of a memory that is the host's too, is not said: anything may be in it.
+
+        Returns:
+            Those that answer, and what is wrong with the others.
+        Raises:
+            NvmlError: the driver refused, as after its upgrade under a running kernel.
+        """
+        count = ctypes.c_uint()
+        self.is_stale = True
+        self._check(self._call("nvmlDeviceGetCount_v2", ctypes.byref(count)))
+        found, wrong = [], []
+        self.is_stale = False
+        for index in range(count.value):
+            try:
+                found.append(self._gpu(index))
+            except NvmlError as error:  # one that fell off the bus leaves the others as they are
+                wrong.append(f"GPU {index}: {error}")
+                self.is_stale |= not isinstance(error, _NotOffered)
+        return found, "; ".join(wrong) or None
+
+    def _gpu(self, index: int) -> Gpu:
+        handle = ctypes.c_void_p()
+        self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
+        mode, pending = ctypes.c_uint(), ctypes.c_uint()
+        if self._tell("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)) and mode.value:
+            raise _NotOffered(_MIG_IS_ON)
+        compute = ctypes.c_uint()
+        if not self._tell("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute)):
+            compute.value = 0
+        if compute.value == _MODE_PROHIBITED:
+            raise _NotOffered(_PROHIBITED)
+        memory = _Memory()
+        code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        if code == _NOT_SUPPORTED:
+            memory = _Memory(total=processes.machine_memory_bytes()[0])  # it has none of its own
+        else:
+            self._check(code)
+        utilisation = _Utilisation()
+        known = self._tell("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation))
+        # Where its memory is a NUMA node of the host, the kernel keeps there what nobody uses any more.
+        shared = code == _NOT_SUPPORTED or self._tell("nvmlDeviceGetNumaNodeId", handle, ctypes.byref(ctypes.c_uint()))
+        return {
+            "uuid": self._text("nvmlDeviceGetUUID", handle),
+            "index": index,
+            "name": self._text("nvmlDeviceGetName", handle),
+            "exclusive": compute.value == _MODE_EXCLUSIVE,
+            "memory_bytes": memory.total,
+            "memory_used_bytes": None if shared else memory.used,
+            "utilisation": utilisation.gpu / 100 if known else None,
+            "processes": self._processes(handle),
+        }
+
+    def _processes(self, handle: ctypes.c_void_p) -> list[dict[str, Any]]:
+        found: dict[int, int | None] = {}
+        for kind in ("Compute", "Graphics"):
+            for entry in self._process_list(f"nvmlDeviceGet{kind}RunningProcesses", handle):
+                found[entry.pid] = None if entry.used == _NOT_AVAILABLE else entry.used
+        return [{"pid": pid, "memory_bytes": used} for pid, used in sorted(found.items())]
+
+    def _process_list(self, name: str, handle: ctypes.c_void_p) -> list[_Process]:
+        entries = (_Process * _PROCESSES_MAX)()
+        for suffix in ("_v2", "_v3"):  # _v3 fills a longer structure in drivers 535.43 to 535.86
+            if not hasattr(self._library, name + suffix):
+                continue
+            count = ctypes.c_uint(_PROCESSES_MAX)
+            code = self._call(name + suffix, handle, ctypes.byref(count), entries)
+            if code in (_SUCCESS, _INSUFFICIENT_SIZE):
+                return list(entries[: min(count.value, _PROCESSES_MAX)])
+        return []
+
+    def _text(self, name: str, handle: ctypes.c_void_p) -> str:
+        buffer = ctypes.create_string_buffer(96)
+        self._check(self._call(name, handle, buffer, ctypes.c_uint(96)))
+        return buffer.value.decode(errors="replace")
+
+    def _tell(self, name: str, *arguments: Any) -> bool:
+        """Whether this driver and this GPU can tell that."""
+        return hasattr(self._library, name) and self._call(name, *arguments) == _SUCCESS
+
+    def _call(self, name: str, *arguments: Any) -> int:
+        return int(getattr(self._library, name)(*arguments))
+
+    def _check(self, code: int) -> None:
+        if code == _SUCCESS:
+            return
+        if code == _LIBRARY_MISMATCH:
+            raise NvmlError("driver/library version mismatch: the NVIDIA driver was upgraded in use; reboot this host")
+        if code == _DRIVER_NOT_LOADED:
+            raise NvmlError("the NVIDIA kernel driver is not loaded: run `nvidia-smi` as root, or reboot this host")
+        self._library.nvmlErrorString.restype = ctypes.c_char_p
+        text = self._library.nvmlErrorString(code)
+        kind = _NotOffered if code == _NO_PERMISSION else NvmlError
+        raise kind(f"the NVIDIA driver says: {text.decode(errors='replace') if text else f'error {code}'}")
+
+
+class Probe:
+    """Asks for the GPUs of this host, by the way that works here."""
+
+    def __init__(self, library: str = "libnvidia-ml.so.1", program: str = "nvidia-smi") -> None:
+        self._library = library
+        self._program = program
+        self._nvml: Nvml | None = None
+        self._lock = threading.Lock()  # no look closes what another one uses
+
+    def gpus(self) -> tuple[list[Gpu], str | None]:
+        """GPUs, and what is wrong with them; a host without NVIDIA's driver has none, and nothing is wrong."""
+        with self._lock:
+            return self._gpus()
+
+    def _gpus(self) -> tuple[list[Gpu], str | None]:
+        try:
+            if self._nvml is None:
+                self._nvml = Nvml(ctypes.CDLL(self._library))
+            found, wrong = self._nvml.gpus()
+        except OSError:
+            return self._by_program()
+        except (NvmlError, AttributeError) as error:
+            found, wrong = [], str(error)
+        if self._nvml is not None and self._nvml.is_stale:
+            self._nvml.close()
+            self._nvml = None  # to be loaded anew at the next look: a reset, or a driver that came back
+        return found, wrong
+
+    def _by_program(self) -> tuple[list[Gpu], str | None]:
+        try:
+            devices = self._query(
+                "--query-gpu=uuid,index,name,memory.total,memory.used,utilization.gpu,mig.mode.current,compute_mode"
+            )
+            apps = self._query("--query-compute-apps=gpu_uuid,pid,used_gpu_memory")
+        except FileNotFoundError:
+            return [], None
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return [], f"nvidia-smi does not answer: {error}"
+        except NvmlError as error:
+            return [], str(error)
+        try:
+            return parse_query(devices, apps)
+        except ValueError as error:
+            return [], f"nvidia-smi answers in an unknown form: {error}"
+
+    def _query(self, query: str) -> str:
+        command = [self._program, query, "--format=csv,noheader,nounits"]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
+        )
+        text = (done.stdout + done.stderr).strip()
+        if text.startswith("No devices were found"):  # some versions call it a success
+            return ""
+        if done.returncode != 0:
+            if "version mismatch" in text:
+                raise NvmlError(f"{text.splitlines()[0]}: reboot this host")
+            raise NvmlError(f"nvidia-smi fails: {text.splitlines()[0] if text else f'exit code {done.returncode}'}")
+        return done.stdout
+
+
+def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
+    """GPUs out of the two lists of `nvidia-smi`, and what is wrong with the others.
+
+    Raises:
+        ValueError: a line that is none of its.
+    """
+    users: dict[str, list[dict[str, Any]]] = {}
+    for line in filter(None, map(str.strip, apps.splitlines())):
+        uuid, pid, used = (part.strip() for part in line.split(","))
+        if pid.isdigit():  # of a process that it may not name, there is nothing to tell
+            users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
+    gpus, wrong = [], []
+    for line in filter(None, map(str.strip, devices.splitlines())):
+        uuid, index, name, total, memory_used, utilisation, mig, mode = (part.strip() for part in line.split(","))
+        if mig == "Enabled" or mode == "Prohibited":
+            wrong.append(f"GPU {index}: {_MIG_IS_ON if mig == 'Enabled' else _PROHIBITED}")
+            continue
+        memory_bytes = _mebibytes(total)
+        if total in _NO_SUCH_VALUE:
+            memory_bytes, _ = processes.machine_memory_bytes()  # it has none of its own
+        if memory_bytes is None:
+            wrong.append(f"GPU {index}: nvidia-smi says of its memory: {total}")
+            continue
+        gpus.append(
+            {
+                "uuid": uuid,
+                "index": int(index),
+                "name": name,
+                "exclusive": mode == "Exclusive_Process",
+                "memory_bytes": memory_bytes,
+                "memory_used_bytes": _mebibytes(memory_used),
+                "utilisation": int(utilisation) / 100 if utilisation.isdigit() else None,
+                "processes": users.get(uuid, []),
+            }
+        )
+    return gpus, "; ".join(wrong) or None
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.isdigit() else None

@@ -1,0 +1,1 @@
+"""Attempts on this host: launching, watching and stopping ranks."""

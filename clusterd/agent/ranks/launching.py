@@ -1,0 +1,141 @@
+"""Launches on this host: what is kept of a request, and the ranks that are started for it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.forkserver import exit_reason
+from clusterd.agent.forkserver.client import Spawners, SpawnFailed
+from clusterd.agent.host import programs, rank_environment
+from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+
+
+def kept(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int]) -> dict[str, Any]:
+    """What goes to disk of a launch: everything but the secrets.
+
+    Args:
+        data: where data sets are cached unless the request names a place.
+        gpu_indices: by uuid, if they are certain.
+    """
+    launch = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
+    more = ("born_s", "env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
+    launch |= {k: request.get(k) for k in more}
+    return launch | {
+        "standby": bool(request.get("standby")),
+        "datasets": request.get("datasets") or {},
+        "data_cache": request.get("data_cache") or str(data),
+        "snapshot_every": request.get("snapshot_every") or 0,
+        "probe": bool(request.get("probe")),
+        "gpu_indices": dict(gpu_indices),
+    }
+
+
+class Launcher:
+    """Starts ranks through the fork servers.
+
+    Args:
+        tag: marks the processes of an attempt of this name.
+        in_background: looks after work that nobody waits for any more.
+    """
+
+    def __init__(
+        self, spawners: Spawners, tag: Callable[[str], str], in_background: Callable[[Awaitable[object]], None]
+    ) -> None:
+        self._spawners = spawners
+        self._tag = tag
+        self._in_background = in_background
+
+    async def start_missing(
+        self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
+    ) -> None:
+        """Start what was never started, and wait until it runs.
+
+        Raises:
+            Refused: the working directory, the fork server or the disk of this host is in the way.
+        """
+        missing = [given for given in attempt.launch["ranks"] if _never_started(attempt, int(given["rank"]))]
+        if not missing:
+            return
+        try:
+            attempt.store()
+            loop = asyncio.get_running_loop()
+            work = await loop.run_in_executor(None, rank_environment.working_directory, attempt, snapshot)
+            for given in missing:
+                number = int(given["rank"])
+                attempt.ranks[number] = Rank(number)
+                rank_environment.write_rank_file(attempt, given, control_socket)
+            if await self._server_is_ready(attempt, missing[0], secrets):
+                for given in missing:
+                    if attempt.stopped:
+                        return
+                    await self._start(attempt, given, secrets, work)
+        except SpawnFailed as failed:
+            if failed.kind != "no-torch":
+                raise Refused(failed.kind, str(failed)) from failed
+            for given in missing:
+                _end_without_torch(attempt, attempt.ranks[int(given["rank"])], str(failed))
+        except OSError as error:
+            kind = "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "host"
+            raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
+
+    async def _server_is_ready(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str]) -> bool:
+        """Wait for the fork server; False where a stop came first, which an import of torch shall not delay."""
+        forked = rank_environment.runs_in_fork(attempt.launch)
+        python = programs.interpreter(attempt.launch.get("python")) if forked else None
+        env = rank_environment.variables(attempt, given, self._tag(attempt.name), secrets)
+        server = asyncio.ensure_future(self._spawners.ready(env, python, forked))
+        stop = asyncio.ensure_future(attempt.stop_asked.wait())
+        try:
+            await asyncio.wait({server, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+        if server.done():
+            server.result()
+            return not attempt.stopped
+        self._in_background(server)  # goes on: the next job of this environment finds it ready
+        return False
+
+    async def _start(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str], work: Path) -> None:
+        launch = attempt.launch
+        rank = attempt.ranks[int(given["rank"])]
+        forked = rank_environment.runs_in_fork(launch)
+        device = given.get("device") or {}
+        env = rank_environment.variables(attempt, given, self._tag(attempt.name), secrets)
+        request = {
+            "generation": attempt.generation,
+            "kind": launch["kind"],
+            "mode": "python" if forked else "exec",
+            "argv": rank_environment.forked_argv(launch) if forked else rank_environment.exec_argv(launch),
+            "env": env,
+            "cwd": str(work),
+            "cores": [int(core) for core in device.get("cores") or ()],
+            "threads": int(env["OMP_NUM_THREADS"]) if env["OMP_NUM_THREADS"].isdigit() else 0,
+            "log": str(attempt.log(rank.rank)),
+            "state": str(attempt.state_file(rank.rank)),
+            "stop_marker": str(attempt.stop_marker),
+        }
+        python = programs.interpreter(launch.get("python")) if forked else None
+        await self._spawners.spawn(request, python, forked)
+        # Its end may have been recorded, and reported, before this line.
+        if rank.end is None and (record := attempt.read_rank(rank.rank)):
+            rank.take(record)
+            if record["state"] == "exited":
+                rank.state, rank.end = "running", record
+
+
+def _never_started(attempt: Attempt, number: int) -> bool:
+    rank = attempt.ranks.get(number)
+    return rank is None or (rank.state == "lost" and attempt.read_rank(number) is None)
+
+
+def _end_without_torch(attempt: Attempt, rank: Rank, message: str) -> None:
+    with open(attempt.log(rank.rank), "ab") as log:
+        log.write(f"clusterd: {message}\n".encode())
+    attempt.record_end(rank.rank, exit_reason.EXIT_NO_TORCH, "no-torch", time.time())
+    rank.message = message
+    rank.state, rank.end = "running", attempt.read_rank(rank.rank)

@@ -1,0 +1,1 @@
+"""The agent process: its socket, sessions, verbs and housekeeping."""

@@ -1,0 +1,190 @@
+"""``attach``: a bridge from stdin and stdout to the agent's socket; starts the agent where none lives.
+
+What is written to stdout before the bridge stands is one line of text, ``clusterd-attached`` or ``clusterd-failed``
+and a JSON object; after the former, frames flow both ways. The agent is another process in a session of its own: it
+lives on when this one ends with its SSH connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from clusterd.agent.host import programs
+from clusterd.agent.host.home import Home, UnsafeDirectory, default_home
+
+START_DEADLINE_S = 30.0
+_CHUNK = 1 << 16
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Attach; the exit code is 0 once the agent was reached, whatever ended the connection.
+
+    With ``living`` no agent is started, and nothing made where none lives.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    home = default_home()
+    try:
+        if "living" in arguments:
+            connection = _living(home)
+        else:
+            home.make()
+            connection = reach(home)
+    except (OSError, UnsafeDirectory, TimeoutError) as error:
+        _say("clusterd-failed", {"message": str(error), "home": str(home.root)})
+        return 1
+    _say("clusterd-attached", {"home": str(home.root)})
+    bridge(connection, 0, 1)
+    return 0
+
+
+def _say(word: str, what: dict[str, str]) -> None:
+    sys.stdout.write(f"{word} {json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def reach(home: Home) -> socket.socket:
+    """A connection to the living agent of `home`, started if there is none.
+
+    Raises:
+        TimeoutError: it was started and does not answer; names its log and quotes its end.
+    """
+    deadline = time.monotonic() + START_DEADLINE_S
+    pause_s = 0.005
+    started = False
+    while True:
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            return _living(home)
+        if not started and not held(home):
+            start(home)
+            started = True
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"the agent did not start within {START_DEADLINE_S:.0f} s; {home.log} ends with: {_tail(home)}"
+            )
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.1)
+
+
+def _living(home: Home) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(os.fspath(home.socket))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def start(home: Home) -> None:
+    """Start an agent in a session of its own; which of several stays is decided by its lock.
+
+    The process in between ends at once, so that the agent is nobody's child who could wait for it.
+    """
+    log = os.open(home.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        between = os.fork()
+        if between == 0:
+            try:
+                os.setsid()
+                subprocess.Popen(
+                    programs.command("serve", heeds_environment=False),
+                    stdin=null,
+                    stdout=log,
+                    stderr=log,
+                    cwd="/",
+                    env={**_environment(), "CLUSTERD_AGENT_HOME": str(home.root)},
+                )
+            finally:
+                os._exit(0)
+        os.waitpid(between, 0)
+    finally:
+        os.close(log)
+        os.close(null)
+
+
+def _environment() -> dict[str, str]:
+    # The one variable of ours that a user may set: what fork servers import (server.PRELOAD).
+    return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n == "CLUSTERD_PRELOAD"}
+
+
+def held(home: Home) -> bool:
+    """Whether an agent holds the lock: one that does not listen yet, or one that just dies."""
+    descriptor = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _tail(home: Home) -> str:
+    try:
+        lines = home.log.read_text(errors="replace").strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return lines[-1] if lines else "(nothing)"
+
+
+def bridge(connection: socket.socket, source: int, sink: int) -> None:
+    """Copy both ways until either side ends; a slow reader slows its writer, nothing piles up here."""
+    connection.setblocking(False)
+    os.set_blocking(source, False)
+    os.set_blocking(sink, False)
+    to_agent, to_daemon = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        while True:
+            wanted: dict[int, int] = {}
+            for descriptor, mask, active in (
+                (source, selectors.EVENT_READ, not to_agent),
+                (connection.fileno(), selectors.EVENT_WRITE, bool(to_agent)),
+                (connection.fileno(), selectors.EVENT_READ, not to_daemon),
+                (sink, selectors.EVENT_WRITE, bool(to_daemon)),
+            ):
+                if active:
+                    wanted[descriptor] = wanted.get(descriptor, 0) | mask
+            _select_only(selector, wanted)
+            for key, mask in selector.select():
+                try:
+                    if key.fd == source:
+                        data = os.read(source, _CHUNK)
+                        if not data:
+                            return
+                        to_agent += data
+                    elif key.fd == sink:
+                        del to_daemon[: os.write(sink, to_daemon)]
+                    else:
+                        if mask & selectors.EVENT_WRITE:
+                            del to_agent[: connection.send(to_agent)]
+                        if mask & selectors.EVENT_READ:
+                            data = connection.recv(_CHUNK)
+                            if not data:
+                                return
+                            to_daemon += data
+                except BlockingIOError:
+                    continue
+                except (BrokenPipeError, ConnectionResetError):
+                    return
+
+
+def _select_only(selector: selectors.BaseSelector, wanted: dict[int, int]) -> None:
+    have = {key.fd: key.events for key in selector.get_map().values()}
+    for descriptor in have.keys() - wanted.keys():
+        selector.unregister(descriptor)
+    for descriptor, mask in wanted.items():
+        if descriptor not in have:
+            selector.register(descriptor, mask)
+        elif have[descriptor] != mask:
+            selector.modify(descriptor, mask)

@@ -1,0 +1,215 @@
+"""What a daemon may ask of a host, verb by verb; the connection it asks over is `server`'s business."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from clusterd.agent.host import checks, files, growing_files
+from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.host.home import Home, read_json
+from clusterd.agent.host.ports import Ports
+from clusterd.agent.host.workdirs import Snapshots
+from clusterd.agent.ranks.attempts import Attempts
+from clusterd.agent.ranks.progress import Progress
+from clusterd.agent.ranks.terminals import Terminals
+from clusterd.agent.server.connection import Message
+from clusterd.agent.tensors.datasets import Datasets, make_room
+from clusterd.agent.tensors.moves import Moves
+from clusterd.agent.threads import in_thread
+
+Verb = Callable[[Message], Awaitable[Message]]
+
+
+class Verbs:
+    """One method each: they take the request, and return the answer."""
+
+    def __init__(
+        self,
+        home: Home,
+        attempts: Attempts,
+        progress: Progress,
+        snapshots: Snapshots,
+        datasets: Datasets,
+        moves: Moves,
+        ports: Ports,
+        terminals: Terminals,
+    ) -> None:
+        self._home, self._attempts, self._progress = home, attempts, progress
+        self._snapshots, self._datasets, self._moves, self._ports = snapshots, datasets, moves, ports
+        self._terminals = terminals
+
+    @property
+    def table(self) -> dict[str, Verb]:
+        """By the name on the wire."""
+        return {
+            "launch": self._launch,
+            "stop": self._stop,
+            "forget": self._forget,
+            "logs": self._logs,
+            "steps": self._steps,
+            "files": self._files,
+            "file": self._file,
+            "model": self._model,
+            "snapshot_has": self._snapshot_has,
+            "snapshot_put": self._snapshot_put,
+            "port": self._port,
+            "fabric": self._fabric,
+            "check": self._check,
+            "snapshot_keep": self._snapshot_keep,
+            "snapshot_kept": self._snapshot_kept,
+            "snapshot_admit": self._snapshot_admit,
+            "data_serve": self._data_serve,
+            "data_from": self._data_from,
+            "move": self._move,
+            "quiesce": self._pass_on,
+            "abort": self._pass_on,
+            "resume": self._pass_on,
+            "tell": self._tell,
+            "drop": self._drop,
+            "terminal_open": self._terminal_open,
+            "terminal_read": self._terminal_read,
+            "terminal_write": self._terminal_write,
+            "terminal_hold": self._terminal_hold,
+            "terminal_close": self._terminal_close,
+        }
+
+    async def _launch(self, message: Message) -> Message:
+        snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
+        if message.get("datasets"):
+            await in_thread(lambda: make_room(self._home.root / "data"), "data")
+        if message.get("move"):
+            self._moves.admit(message["move"])
+        return await self._attempts.launch(message, self._home.socket, snapshot)
+
+    async def _stop(self, message: Message) -> Message:
+        job, attempt = message["job"], message["attempt"]
+        report = await self._attempts.stop(
+            job,
+            attempt,
+            int(message["generation"]),
+            float(message.get("grace_s") or 0.0),
+            str(message.get("reason") or "stopped"),
+            {wish: bool(message.get(wish)) for wish in ("keep", "done")},
+        )
+        if self._attempts.are_over(job, attempt):
+            self._moves.end(job, attempt)
+        return report
+
+    async def _forget(self, message: Message) -> Message:
+        generations = self._attempts.generations(message["job"], message["attempt"])
+        freed = await self._attempts.forget(message["job"], message["attempt"])
+        names = {attempt.name for attempt in generations}
+        self._datasets.forget(f"{message['job']}.{message['attempt']}")
+        for attempt in generations:
+            self._progress.forget(attempt.name)
+            self._moves.forget(attempt)
+        self._ports.release(lambda owner, _generation, _age_s: owner in names)
+        return {"bytes": freed}
+
+    async def _logs(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+        rank = int(message["rank"])
+        if rank not in attempt.ranks:
+            raise Refused(
+                "unknown", f"rank {rank} of {attempt.name} is not on this host; here are {sorted(attempt.ranks)}"
+            )
+        ended = attempt.ranks[rank].state != "running"  # asked before the file is: what it wrote last is then in it
+        return growing_files.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
+
+    async def _steps(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+        ended = not attempt.running
+        return growing_files.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+
+    async def _files(self, message: Message) -> Message:
+        found = self._attempts.any_of(message["job"], message["attempt"])
+        return await asyncio.get_running_loop().run_in_executor(None, files.written, found)
+
+    async def _file(self, message: Message) -> Message:
+        found = self._attempts.any_of(message["job"], message["attempt"])
+        asked = str(message["path"]), int(message["offset"]), int(message["limit"])
+        return await asyncio.get_running_loop().run_in_executor(None, files.read, found, *asked)
+
+    async def _model(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
+        return {"model": read_json(attempt.directory / "model.json")}
+
+    async def _snapshot_has(self, message: Message) -> Message:
+        return {"have": self._snapshots.have(message["digest"])}
+
+    async def _snapshot_put(self, message: Message) -> Message:
+        put = (message["digest"], int(message["offset"]), bytes(message["data"]), bool(message["last"]))
+        await asyncio.get_running_loop().run_in_executor(None, self._snapshots.put, *put)
+        return {}
+
+    async def _port(self, message: Message) -> Message:
+        name = self._home.attempt(message["job"], message["attempt"], int(message["generation"])).name
+        return {"port": self._ports.lease(name, int(message["generation"]))}
+
+    async def _snapshot_keep(self, message: Message) -> Message:
+        return await self._moves.copies.keep(message)
+
+    async def _snapshot_kept(self, message: Message) -> Message:
+        return self._moves.copies.kept(str(message["name"]))
+
+    async def _snapshot_admit(self, message: Message) -> Message:
+        self._moves.admit({"id": message["set"], "token": message["token"]})
+        return self._moves.fabric()
+
+    async def _data_serve(self, message: Message) -> Message:
+        self._datasets.serve(str(message["token"]), str(message["dataset"]), str(message["path"]))
+        return self._moves.fabric()
+
+    async def _data_from(self, message: Message) -> Message:
+        self._datasets.know(f"{message['job']}.{message['attempt']}", message["datasets"])
+        return {}
+
+    async def _fabric(self, _message: Message) -> Message:
+        return self._moves.fabric()
+
+    async def _check(self, message: Message) -> Message:
+        return await in_thread(lambda: checks.check(message["peers"], message.get("python")), "check")
+
+    async def _move(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        return self._moves.forward(attempt, {"event": "move", "move": message["move"]})
+
+    async def _pass_on(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        return self._moves.forward(attempt, {"event": message["verb"], "move": message["move"]})
+
+    async def _tell(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        return self._moves.forward(attempt, dict(message["message"]))
+
+    async def _drop(self, message: Message) -> Message:
+        return await asyncio.get_running_loop().run_in_executor(None, self._moves.drop, str(message["move"]))
+
+    async def _terminal_open(self, message: Message) -> Message:
+        attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
+        argv = [str(word) for word in message["argv"]]
+        secrets = {str(k): str(v) for k, v in message["secrets"].items()}
+        tag = self._attempts.tag(attempt.name)
+        name = await self._terminals.open(attempt, int(message["rank"]), argv, tag, secrets, message.get("screen"))
+        return {"terminal": name}
+
+    async def _terminal_read(self, message: Message) -> Message:
+        return await self._terminals.get(str(message["terminal"])).read()
+
+    async def _terminal_write(self, message: Message) -> Message:
+        terminal = self._terminals.get(str(message["terminal"]))
+        if message.get("screen"):
+            terminal.resize(message["screen"])
+        await terminal.write(bytes(message.get("data") or b""))
+        if message.get("end"):
+            terminal.end_input()
+        return {}
+
+    async def _terminal_hold(self, message: Message) -> Message:
+        self._terminals.get(str(message["terminal"]))
+        return {}
+
+    async def _terminal_close(self, message: Message) -> Message:
+        self._terminals.close(str(message["terminal"]))
+        return {}

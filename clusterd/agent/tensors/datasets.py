@@ -1,0 +1,150 @@
+"""Data sets by name: folders of this host for others to read, and other hosts' folders for the ranks here.
+
+The daemon says which folder of which host a name stands for. A host that has one serves it, to whoever shows the job's
+token, over the port that slices of tensors go through; a rank asks its own agent, which asks the host that has it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.tensors.fabric import FetchFailed, ask
+from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, File, Folders, Found
+from clusterd.protocol import FRAME_BYTES_MAX
+
+Message = dict[str, Any]
+
+RANGE_BYTES_MAX = 16 << 20
+ENTRY_BYTES = 48
+"""At most, of what is told of a file beside its name."""
+RETRY_S = 1.0
+PATIENCE_S = 30.0
+"""A host that has the data may be restarting its agent: the daemon tells where it is then."""
+
+
+class Datasets:
+    """What this host serves, and where the rest is."""
+
+    def __init__(self) -> None:
+        self._served: dict[str, tuple[str, Folders]] = {}  # name and folder by token
+        self._elsewhere: dict[str, dict[str, Message]] = {}  # by attempt, by data set
+        self._lock = threading.Lock()
+
+    # ---- for other hosts -----------------------------------------------------------------------------------------
+
+    def serve(self, token: str, dataset: str, folder: str) -> None:
+        """From now on, whoever shows `token` may read this folder.
+
+        Raises:
+            Refused: there is no such folder on this host.
+        """
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            raise Refused("dataset", f"the data set {dataset!r} has no folder {path} on this host")
+        with self._lock:
+            self._served[token] = (dataset, Folders({dataset: path}))
+
+    def answer(self, request: Message) -> Message | None:
+        """To another agent; None: nothing is served under this token."""
+        with self._lock:
+            known = self._served.get(str(request.get("token")))
+        if known is None:
+            return None
+        dataset, folders = known
+        try:
+            path = str(request["path"])
+            if request["data"] == "look":
+                return _told(f"{path or '.'} of data set {dataset!r}", folders.look(dataset, path))
+            offset, length = int(request["offset"]), int(request["length"])
+            if not 0 <= length <= RANGE_BYTES_MAX or offset < 0:
+                return {"error": f"a range of {length} bytes at {offset} cannot be read at once"}
+            return {"data": folders.read(dataset, path, File(*request["file"]), offset, length)}
+        except DataUnavailable as error:
+            return {"error": str(error)}
+
+    # ---- for the ranks here --------------------------------------------------------------------------------------
+
+    def know(self, attempt: str, datasets: dict[str, Message]) -> None:
+        """Where an attempt's data sets are: ``{name: {"token": ..., "from": [[host, port], ...]}}``."""
+        with self._lock:
+            self._elsewhere.setdefault(attempt, {}).update(datasets)
+
+    def forget(self, attempt: str) -> None:
+        """Nobody of it will ask again."""
+        with self._lock:
+            self._elsewhere.pop(attempt, None)
+
+    def ask(self, attempt: Attempt, verb: str, message: Message) -> Message:
+        """What a rank wants to know of a data set that is not here; blocks.
+
+        Raises:
+            Refused: no host has it, or none that has it can be reached.
+        """
+        dataset = str(message["dataset"])
+        request = {"data": verb.removeprefix("data_")}
+        request |= {k: message[k] for k in ("path", "file", "offset", "length") if k in message}
+        deadline_s = time.monotonic() + PATIENCE_S
+        while True:
+            known = self._where(attempt, dataset)
+            answer, why = self._first(known, request)
+            if answer is not None:
+                if "error" in answer:
+                    raise Refused("dataset", str(answer["error"]))
+                return answer
+            if time.monotonic() >= deadline_s:
+                raise Refused(UNREACHABLE, f"no host that has the data set {dataset!r} answers: {why}")
+            time.sleep(RETRY_S)
+
+    def _where(self, attempt: Attempt, dataset: str) -> Message:
+        name = f"{attempt.job}.{attempt.attempt}"
+        with self._lock:
+            known = self._elsewhere.get(name, {}).get(dataset)
+        if known is None:
+            known = (attempt.launch.get("datasets") or {}).get(dataset)
+        if known is None or not known.get("from"):
+            raise Refused(
+                "dataset", f"job {attempt.job} names no data set {dataset!r}: [datasets] in its job file does"
+            )
+        return dict(known)
+
+    @staticmethod
+    def _first(known: Message, request: Message) -> tuple[Message | None, str]:
+        why = "none is named"
+        for host, port in known["from"]:
+            try:
+                return ask((str(host), int(port)), {"token": known["token"], **request}), ""
+            except FetchFailed as failed:
+                why = str(failed)
+        return None, why
+
+
+def make_room(cache: Path) -> None:
+    """Take the files that were fetched longest ago out of the cache, until twice what it leaves free is free."""
+    try:
+        files = sorted((file for some in cache.iterdir() for file in some.iterdir()), key=lambda f: f.stat().st_mtime)
+        for file in files:
+            disk = shutil.disk_usage(cache)
+            if disk.free >= 2 * FREE_SHARE * disk.total:
+                return
+            shutil.rmtree(file, ignore_errors=True)
+    except OSError:
+        return  # no cache yet, or somebody else makes room: a launch does not fail for that
+
+
+def _told(what: str, found: Found) -> Message:
+    if found is None:
+        return {}
+    if isinstance(found, File):
+        return {"file": [found.size, found.version]}
+    try:
+        count = sum(len(name.encode()) + ENTRY_BYTES for name in found)
+    except UnicodeEncodeError as error:
+        return {"error": f"{what} has a name that is not UTF-8: {error.object!r}"}
+    if count > FRAME_BYTES_MAX:
+        return {"error": f"{what} has {len(found)} entries, more than can be told at once: divide it into folders"}
+    return {"folder": {name: [file.size, file.version] if file else None for name, file in found.items()}}

@@ -1,0 +1,301 @@
+"""The tensor store: files in shared memory that ranks map, kept by the agent, outliving the ranks.
+
+The first write into fresh shared memory costs a page fault per 4 KiB, many times a warm write, and so does the first
+look of each process through a new mapping (three times a warm copy, measured): segments are faulted in and mapped when
+they are made, which is while the old plan still trains, stay mapped, and what is dropped is kept for the next move.
+Not what somebody still writes, as at an abort: that would come to lie in another's segment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import mmap
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from clusterd.agent.host.attempt_records import Refused
+from clusterd.agent.host.home import read_json
+
+SPARE_SHARE = 0.1
+"""Of a segment's size, that must stay free beside it: others use shared memory too."""
+
+OTHERS_BYTES_MAX = 1 << 30
+OTHERS_SHARE = 0.1
+"""Of all shared memory, that stays free too: NCCL and loaders of data have theirs there, and go without warning."""
+
+OWNER = "owner"
+"""File of a store in memory that names its agent's directory, and is locked while that agent lives."""
+
+POOL_BYTES_MAX = 4 << 30
+"""Of dropped segments that are kept for reuse."""
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+
+
+@dataclass
+class Segment:
+    """One file of the store.
+
+    Attributes:
+        size: as it was asked for; the file may be larger.
+        rank_writes: a rank has it mapped for writing and has not said that it is done.
+        fetches: how many threads write what comes over the network.
+    """
+
+    name: str
+    path: Path
+    size: int
+    move: str
+    mapped: mmap.mmap = field(repr=False, compare=False)
+    complete: bool = False
+    meta: dict[str, Any] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    dropped: bool = False
+    rank_writes: bool = False
+    fetches: int = 0
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, which never changes: whoever has it mapped may still write to its last page."""
+        return len(self.mapped)
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[memoryview]:
+        """To write it from here: until the end of this block nobody else gets the file.
+
+        Raises:
+            EOFError: it was dropped.
+        """
+        with self.changed:
+            if self.dropped:
+                raise EOFError("its segment was dropped")
+            self.fetches += 1
+        try:
+            with memoryview(self.mapped) as view:
+                yield view
+        finally:
+            with self.changed:
+                self.fetches -= 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until it is complete; False when it was dropped, or the time is over."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.complete or self.dropped, timeout_s)
+            return self.complete and not self.dropped
+
+
+class Store:
+    """All segments of one agent. Methods may be called from any thread."""
+
+    def __init__(self, shared: Path, files: Path, limits: Path | None = None) -> None:
+        """`shared` is in memory (below /dev/shm), `files` on disk, for what does not fit. Both are emptied.
+
+        Args:
+            limits: a JSON file that may say how much the store may take, ``{"memory_bytes": ..., "disk_bytes": ...}``,
+                on hosts where others need the room; looked at for every new segment.
+        """
+        self._places = (shared, files)
+        self._limits = limits
+        self._segments: dict[str, Segment] = {}
+        self._pool: list[Segment] = []
+        self._pooled = itertools.count(1)
+        self._lock = threading.Lock()
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._owned = os.open(shared / OWNER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._owned, fcntl.LOCK_EX)
+        os.write(self._owned, os.fsencode(files.parent))
+        _sweep(shared)
+
+    def make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
+        """A segment of at least one page, every page of it present; the same again for the same name and size.
+
+        Args:
+            rank_writes: a rank will fill it; otherwise this agent does.
+        Raises:
+            Refused: neither memory nor disk has room ("disk-full"), or the name is no name.
+        """
+        if not _NAME.fullmatch(name):
+            raise Refused("request", f"{name!r} is no name for a segment")
+        size = max(size, mmap.PAGESIZE)
+        with self._lock:
+            known = self._segments.get(name)
+            if known is not None and known.size == size:
+                return known
+            if known is not None:
+                self._discard(known)
+            segment = self._recycled(name, size, move)
+        if segment is None:
+            segment = self._fresh(name, size, move)
+        segment.rank_writes = rank_writes
+        with self._lock:
+            self._segments[name] = segment
+        return segment
+
+    def find(self, name: str) -> Segment | None:
+        """The segment of this name."""
+        with self._lock:
+            return self._segments.get(name)
+
+    def all(self) -> list[Segment]:
+        """Every segment that is in use."""
+        with self._lock:
+            return list(self._segments.values())
+
+    def of(self, move: str) -> list[Segment]:
+        """The segments of a move."""
+        with self._lock:
+            return [s for s in self._segments.values() if s.move == move]
+
+    def publish(self, name: str, meta: dict[str, Any], *, last: bool = True) -> Segment:
+        """What its writer put there is whole.
+
+        Args:
+            last: its writer will not write again.
+
+        Raises:
+            Refused: there is no such segment.
+        """
+        segment = self.find(name)
+        if segment is None:
+            raise Refused("unknown", f"there is no segment {name!r} here")
+        with segment.changed:
+            segment.meta, segment.complete = meta, True
+            segment.rank_writes = segment.rank_writes and not last
+            segment.changed.notify_all()
+        return segment
+
+    def drop(self, move: str) -> None:
+        """Forget a move's segments: whoever waits for them is told, and memory that nobody writes goes to the pool."""
+        with self._lock:
+            for segment in [s for s in self._segments.values() if s.move == move]:
+                del self._segments[segment.name]
+                self._discard(segment)
+
+    def close(self) -> None:
+        """Remove everything."""
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
+        os.close(self._owned)
+
+    def _discard(self, segment: Segment) -> None:
+        with segment.changed:
+            segment.dropped = True
+            written = segment.rank_writes or segment.fetches > 0
+            segment.changed.notify_all()
+        kept = sum(s.file_bytes for s in self._pool)
+        in_memory = segment.path.parent == self._places[0]
+        if written or not in_memory or kept + segment.file_bytes > POOL_BYTES_MAX:
+            segment.path.unlink(missing_ok=True)
+            return
+        # Under a name that nobody can ask for: its own may be made again, of another size.
+        path = segment.path.with_name(f"~{next(self._pooled)}")
+        segment.path.rename(path)
+        self._pool.append(replace(segment, path=path))
+
+    def _recycled(self, name: str, size: int, move: str) -> Segment | None:
+        """The smallest pooled segment that is large enough, and not much larger."""
+        fits = [s for s in self._pool if size <= s.file_bytes <= 2 * size]
+        if not fits:
+            return None
+        old = min(fits, key=lambda s: s.file_bytes)
+        self._pool.remove(old)
+        path = old.path.with_name(name)
+        old.path.rename(path)
+        return Segment(name, path, size, move, old.mapped)
+
+    def _fresh(self, name: str, size: int, move: str) -> Segment:
+        last: OSError | None = None
+        wanted = size * (1 + SPARE_SHARE)
+        if self._room_bytes(self._places[0]) < wanted:
+            self._empty_pool()  # before a disk is written to
+        for place in self._places:
+            if self._room_bytes(place) < wanted:
+                continue
+            path = place / name
+            try:
+                mapped = _make_present(path, size)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                last = error
+                continue
+            return Segment(name, path, size, move, mapped)
+        said = f": {last}" if last else ""
+        free = " nor ".join(f"{place} ({self._room_bytes(place) >> 20} MiB free)" for place in self._places)
+        raise Refused("disk-full", f"no room for a segment of {size >> 20} MiB in {free}{said}")
+
+    def _room_bytes(self, place: Path) -> int:
+        free = _free_bytes(place)
+        if place == self._places[0]:
+            free -= min(OTHERS_BYTES_MAX, int(_total_bytes(place) * OTHERS_SHARE))
+        said = (read_json(self._limits) or {}) if self._limits is not None else {}
+        limit = said.get("memory_bytes" if place == self._places[0] else "disk_bytes")
+        if limit is None:
+            return max(free, 0)
+        with self._lock:
+            taken = sum(s.file_bytes for s in (*self._segments.values(), *self._pool) if s.path.parent == place)
+        return max(min(free, int(limit) - taken), 0)
+
+    def _empty_pool(self) -> None:
+        with self._lock:
+            for segment in self._pool:
+                segment.path.unlink(missing_ok=True)
+            self._pool.clear()
+
+
+def _free_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def _total_bytes(place: Path) -> int:
+    found = os.statvfs(place)
+    return found.f_blocks * found.f_frsize
+
+
+def _make_present(path: Path, size: int) -> mmap.mmap:
+    """Make a file whose every page exists; returns it mapped.
+
+    Raises:
+        OSError: no room. Writing to a page that cannot be had later would be a SIGBUS instead.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        # Never closed: threads may be sending from it. It goes with the last view of it.
+        mapped = mmap.mmap(descriptor, size)
+        _populate(mapped, size)
+        return mapped
+    finally:
+        os.close(descriptor)
+
+
+def _populate(mapped: mmap.mmap, size: int) -> None:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
+        return
+    for offset in range(0, size, mmap.PAGESIZE):  # an older kernel: touch each page
+        mapped[offset] = 0
+
+
+def _sweep(mine: Path) -> None:
+    """Removes stores that agents left who were killed and whose directories are gone: memory until the next boot."""
+    prefix = mine.name.rpartition("-")[0]
+    for owner in mine.parent.glob(f"{prefix}-*/{OWNER}"):
+        with contextlib.suppress(OSError), open(owner, "rb") as file:
+            if not Path(os.fsdecode(file.read())).exists():
+                # Containers share memory and not directories: one that lives elsewhere holds the lock.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent, ignore_errors=True)

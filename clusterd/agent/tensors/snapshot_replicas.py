@@ -1,0 +1,111 @@
+"""Snapshots of ranks' state in memory, and their copies on a second host, so that a host's death loses few steps.
+
+A rank publishes a segment every few steps; the daemon is told, and names the host that keeps a copy. The rank is not
+answered before the copy is there: it does not begin to write over what is still being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.tensors.fabric import FetchFailed, fetch
+from clusterd.agent.tensors.segments import Segment, Store
+from clusterd.agent.threads import in_thread
+from clusterd.patience import be_patient
+
+Message = dict[str, Any]
+
+NAME = re.compile(r"(.+\.g\d+)\.snap(\d+)\.\d$")
+"""Job, attempt and generation; the rank; the segment of two that take turns."""
+
+KEPT_TIMEOUT_S = 60.0
+
+
+def set_of(name: str) -> str | None:
+    """The name under which all snapshots of one generation are admitted and dropped; None: it is no snapshot."""
+    found = NAME.fullmatch(name)
+    return f"{found[1]}.snaps" if found else None
+
+
+class Copies:
+    """This host's part: what its ranks publish, and what it keeps for others."""
+
+    def __init__(self, store: Store, tokens: dict[str, str], tell: Callable[[Message], bool]) -> None:
+        """`tell` sends an event to the daemon; false: none is connected."""
+        self._store = store
+        self._tokens = tokens
+        self._tell = tell
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    async def published(self, attempt: Attempt, segment: Segment, wait: bool) -> None:
+        """A rank's snapshot is whole: returns when a second host has it, or when that is not to be.
+
+        Args:
+            wait: otherwise at once, for a rank that will not write again.
+        """
+        found = NAME.fullmatch(segment.name)
+        assert found is not None
+        answer = self._waiting[segment.name] = asyncio.get_running_loop().create_future()
+        heard = self._tell(
+            {
+                "event": "snapshot",
+                "job": attempt.job,
+                "attempt": attempt.attempt,
+                "generation": attempt.generation,
+                "rank": int(found[2]),
+                "name": segment.name,
+                "step": int(segment.meta.get("step", -1)),
+                "bytes": segment.size,
+            }
+        )
+        try:
+            if heard and wait:
+                await asyncio.wait_for(answer, KEPT_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            pass
+        finally:
+            self._waiting.pop(segment.name, None)
+
+    def kept(self, name: str) -> Message:
+        """The daemon says that the copy is made, or given up."""
+        answer = self._waiting.get(name)
+        if answer is not None and not answer.done():
+            answer.set_result(None)
+        return {}
+
+    async def keep(self, message: Message) -> Message:
+        """Bring a snapshot from the host of its rank.
+
+        Raises:
+            Refused: no room, or it could not be fetched.
+        """
+        name, group = str(message["name"]), str(message["set"])
+        self._tokens[group] = str(message["token"])
+        loop = asyncio.get_running_loop()
+        segment = await loop.run_in_executor(None, self._store.make, name, int(message["bytes"]), group)
+        segment.complete = False
+        host, port = message["address"]
+        request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
+
+        def bring() -> Message:
+            be_patient()
+            return fetch(*request, lambda: segment.dropped, patient=True)
+
+        try:
+            result = await in_thread(bring, "snapshot")
+        except FetchFailed as failed:
+            raise Refused("snapshot", str(failed)) from failed
+        self._store.publish(name, result)
+        return {"step": int(result.get("step", -1))}
+
+    def report(self) -> list[Message]:
+        """What is here, for a daemon that has just come."""
+        return [
+            {"name": s.name, "step": int(s.meta.get("step", -1)), "bytes": s.size}
+            for s in self._store.all()
+            if s.complete and NAME.fullmatch(s.name)
+        ]
