@@ -14,26 +14,26 @@ from textual.containers import Container
 from textual.screen import Screen
 
 from clusterd.errors import ClusterError
-from tui import rows, view
-from tui.boards import Board, TableBoard
-from tui.context import Context
-from tui.feeding import REFRESH_S, Feeding
-from tui.foot import footer, playback_line
-from tui.lines import Line, line, printable, wrap
-from tui.look import Look
-from tui.model import Touched
-from tui.screens import board as make_board
-from tui.sources import Source
-from tui.style import CSS
-from tui.table import Table
-from tui.text_pane import Bar
-from tui.unmarked import UnmarkedApp
-from tui.verbs import VERBS, Verb, offered
-from tui.view import Link
+from tui.model import rows, view
+from tui.model.context import Context
+from tui.model.keys import VERBS, Verb, offered
+from tui.model.lines import Line, line, printable, wrap
+from tui.model.model import Touched
+from tui.model.state_styles import Look
+from tui.model.view import Link
+from tui.screens.base import Board, TableBoard
+from tui.screens.footer import footer, playback_line
+from tui.screens.registry import board as make_board
+from tui.source.feed import REFRESH_S, Feeding
+from tui.source.sources import Source
+from tui.widgets.plain_text import UnmarkedApp
+from tui.widgets.style import CSS
+from tui.widgets.table import Table
+from tui.widgets.text_pane import Bar
 
 if TYPE_CHECKING:
-    from tui.acting import Acting
-    from tui.arranging import Arranging
+    from tui.commands.actions import Acting
+    from tui.commands.view_actions import Arranging
 
 HISTORY_AFTER_S = 0.3
 
@@ -87,14 +87,14 @@ class Top(UnmarkedApp):
     @cached_property
     def acting(self) -> Acting:
         """The verbs that concern the cluster; most who look never use one at once."""
-        from tui.acting import Acting
+        from tui.commands.actions import Acting
 
         return Acting(self)
 
     @cached_property
     def arranging(self) -> Arranging:
         """The verbs that concern the screens alone."""
-        from tui.arranging import Arranging
+        from tui.commands.view_actions import Arranging
 
         return Arranging(self)
 
@@ -297,13 +297,13 @@ class Top(UnmarkedApp):
 
     async def say(self, title: str, lines: list[Line], hang: int = 2) -> None:
         """Something to read."""
-        from tui.dialogs import Say
+        from tui.widgets.dialogs import Say
 
         await self.window(Say(title, lines, hang))
 
     async def confirm(self, title: str, lines: list[Line], keys: dict[str, str]) -> str | None:
         """A question; the key that answered it, or None."""
-        from tui.dialogs import Confirm
+        from tui.widgets.dialogs import Confirm
 
         return await self.window(Confirm(title, lines, keys))
 
@@ -316,7 +316,7 @@ class Top(UnmarkedApp):
         suggestions: Sequence[str] = (),
     ) -> R | None:
         """What `read` makes of a line of text, or None."""
-        from tui.dialogs import Ask
+        from tui.widgets.dialogs import Ask
 
         return await self.window(Ask(title, lines, value, read, suggestions))
 

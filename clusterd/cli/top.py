@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterd.errors import ClusterError, UsageError
-from tui.early import knock
+from tui.source.preconnect import knock
 
 if TYPE_CHECKING:
-    from tui.sources import Source
+    from tui.source.sources import Source
 
 
 @click.command()
@@ -51,12 +51,12 @@ def top(
 
 def _source(replay: Path | None, path: Path, knocked: Connection | None) -> Source:
     if replay is None:
-        from tui.sources import Daemon
+        from tui.source.sources import Daemon
 
         return Daemon(path, knocked=knocked)
     from clusterd.config import load
     from clusterd.replay import recording
-    from tui.playback import Recording
+    from tui.source.playback import Recording
 
     return Recording(list(recording(replay, load().policy)))
 

@@ -16,7 +16,7 @@ from clusterd.types import HostId
 from plans.plan import Plan
 from tests.core.conftest import Lab
 from tests.core.test_trials import running
-from tui import columns, rows
+from tui.model import columns, rows
 
 
 def clock(at_s: float) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
 from tui.app import Top
-from tui.view import Link, LinkState
+from tui.model.view import Link, LinkState
 
 if TYPE_CHECKING:
     from clusterd.jobfile import Request

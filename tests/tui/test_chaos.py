@@ -18,10 +18,10 @@ from clusterd.replay import recording
 from tests.conftest import REPOSITORY, RunningCluster, until
 from tests.tui import test_pilot
 from tests.tui.terminal import Terminal
-from tui import sources
 from tui.app import Top
-from tui.sources import Daemon
-from tui.view import LinkState
+from tui.model.view import LinkState
+from tui.source import sources
+from tui.source.sources import Daemon
 
 
 @pytest.fixture

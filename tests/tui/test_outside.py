@@ -16,14 +16,15 @@ from clusterd.errors import ClusterError, ConfigError
 from tests.tui.staged import LIVE, NOW_S, host, job, staged
 from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
-from tui import lines, rows, saved_views
 from tui.app import Top
-from tui.dialogs import Say
-from tui.event_words import said
-from tui.fleet import host_summary
-from tui.job_page import read_steps
-from tui.look import Look
-from tui.playback import Player, Recording
+from tui.model import lines, rows
+from tui.model.event_words import said
+from tui.model.fleet import host_summary
+from tui.model.job_page import read_steps
+from tui.model.state_styles import Look
+from tui.screens import saved_views
+from tui.source.playback import Player, Recording
+from tui.widgets.dialogs import Say
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from tests.conftest import GPT, RunningCluster
-from tui import saved_views
 from tui.app import Top
-from tui.dialogs import Say
-from tui.job_board import JobBoard
-from tui.log_screen import LogScreen
-from tui.migrate_dialog import ChoosePlan, WatchMove
-from tui.queue_board import QueueBoard
-from tui.sources import Daemon
+from tui.screens import saved_views
+from tui.screens.job import JobBoard
+from tui.screens.log import LogScreen
+from tui.screens.queue import QueueBoard
+from tui.source.sources import Daemon
+from tui.widgets.dialogs import Say
+from tui.widgets.migrate_dialog import ChoosePlan, WatchMove
 
 PATIENCE_S = 40.0
 

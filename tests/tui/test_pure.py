@@ -14,18 +14,18 @@ from clusterd.errors import ClusterError
 from clusterd.replay import recording, write
 from tests.conftest import RunningCluster, until
 from tests.tui.staged import NOW_S, host, job, snapshot
-from tui import columns, lines, rows
-from tui.braille import Series, chart
-from tui.filters import BadFilter, parse
-from tui.fleet import host_summary
-from tui.foot import footer
-from tui.listing import Listing
-from tui.log_window import LogWindow, readable
-from tui.look import Look
-from tui.model import Model
-from tui.playback import Player
-from tui.verbs import VERBS
-from tui.view import SCREENS
+from tui.model import columns, lines, rows
+from tui.model.filters import BadFilter, parse
+from tui.model.fleet import host_summary
+from tui.model.keys import VERBS
+from tui.model.line_chart import Series, chart
+from tui.model.listing import Listing
+from tui.model.log_window import LogWindow, readable
+from tui.model.model import Model
+from tui.model.state_styles import Look
+from tui.model.view import SCREENS
+from tui.screens.footer import footer
+from tui.source.playback import Player
 
 JOBS = [rows.read(rows.Job, row) for row in snapshot()["jobs"]]
 

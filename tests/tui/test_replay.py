@@ -15,7 +15,7 @@ from clusterd.cli.simulate import simulate
 from clusterd.replay import recording
 from tests.tui.test_pilot import until
 from tui.app import Top
-from tui.playback import Player, Recording
+from tui.source.playback import Player, Recording
 
 TIMES_S = {1: 8.0, 2: 4.2, 4: 2.2, 8: 1.2}
 

@@ -13,10 +13,10 @@ import pytest
 from clusterd.core.events import TimerFired
 from clusterd.daemon.api.watch import WINDOW, Feed
 from tests.conftest import RunningCluster
-from tui.model import Model
-from tui.sources import Daemon
-from tui.view import Link, LinkState
-from tui.wire import Wire
+from tui.model.model import Model
+from tui.model.view import Link, LinkState
+from tui.source.sources import Daemon
+from tui.source.wire import Wire
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_the_interface_goes_on_where_its_connection_broke(running: RunningCluste
             opened.append(await dial(path))
             return opened[-1]
 
-        monkeypatch.setattr("tui.sources.Wire.open", remember)
+        monkeypatch.setattr("tui.source.sources.Wire.open", remember)
         source = Daemon(running.socket)
         links: list[LinkState] = []
         told: list[dict[str, Any]] = []

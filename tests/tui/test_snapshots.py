@@ -11,8 +11,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from tests.tui.staged import LIVE, LOST, NOW_S, REFUSED, items, staged
-from tui.queue_board import QueueBoard
-from tui.view import SCREENS
+from tui.model.view import SCREENS
+from tui.screens.queue import QueueBoard
 
 STATES: dict[str, list[Any]] = {
     "normal": items(),

@@ -7,15 +7,15 @@ import sys
 
 LATE = (
     "numpy", "scipy", "torch", "asyncssh", "plotext", "anyio", "sqlite3", "clusterd.core", "clusterd.daemon",
-    "clusterd.client", "profiling", "plans", "tui.playback", "tui.dialogs", "tui.job_page", "tui.acting",
-    "tui.stream_boards",
+    "clusterd.client", "profiling", "plans", "tui.source.playback", "tui.widgets.dialogs", "tui.model.job_page", "tui.commands.actions",
+    "tui.screens.streams",
 )  # fmt: skip
 
 
 def test_nothing_is_imported_that_the_first_picture_does_not_show() -> None:
     script = f"""
 import sys
-import clusterd.cli.top, clusterd.cli.main, tui.sources
+import clusterd.cli.top, clusterd.cli.main, tui.source.sources
 from tests.tui.staged import staged
 loaded = [name for name in {LATE!r} if name in sys.modules]
 assert not loaded, f"before the interface is made: {{loaded}}"

@@ -12,12 +12,12 @@ from textual.pilot import Pilot
 
 from tests.tui.staged import NOW_S, staged
 from tests.tui.test_pilot import until, window
-from tui import typed
 from tui.app import Top
-from tui.log_pane import LogPane
-from tui.migrate_dialog import ChoosePlan, WatchMove
-from tui.typed import job_files
-from tui.verbs import VERBS
+from tui.commands import parsing
+from tui.commands.parsing import job_files
+from tui.model.keys import VERBS
+from tui.widgets.log_pane import LogPane
+from tui.widgets.migrate_dialog import ChoosePlan, WatchMove
 
 PREVIEW = {
     "from": "dp=2,tp=2", "plan": "dp=4,zero=1", "devices": ["gpu01:gpu0"], "local_bytes": 1 << 30, "network_bytes": 0,
@@ -225,7 +225,7 @@ def test_job_files_are_looked_for_near_first_and_not_for_ever(tmp_path: Path, mo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert job_files() == ["here.toml", "z/near.toml", "a/b/c/far.toml"]
-    monkeypatch.setattr(typed, "LOOK_S", 0.0)
+    monkeypatch.setattr(parsing, "LOOK_S", 0.0)
     assert job_files() == []
 
 

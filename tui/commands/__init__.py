@@ -1,0 +1,1 @@
+"""Keys and typed commands carried out against the daemon."""

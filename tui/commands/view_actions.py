@@ -1,0 +1,240 @@
+"""Carrying out the keys that concern the screens alone: filter, order, columns, views, zoom, jump, replay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from textual.widget import Widget
+
+from clusterd.errors import ClusterError
+from tui.commands.parsing import something
+from tui.model.filters import BadFilter, parse
+from tui.model.lines import line, printable
+from tui.screens import saved_views
+from tui.screens.base import TableBoard
+from tui.source.playback import Player
+
+if TYPE_CHECKING:
+    from tui.app import Top
+
+
+class Arranging:
+    """The application's verbs that change nothing in the cluster."""
+
+    def __init__(self, app: Top) -> None:
+        self._app = app
+        self._out: list[Widget] = []
+        self._zoomed: list[Widget] = []
+
+    @property
+    def _board(self) -> TableBoard[Any]:
+        board = self._app.board
+        if not isinstance(board, TableBoard):
+            raise ClusterError("this screen has no table")
+        return board
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    async def mark(self) -> None:
+        """Mark the row under the cursor, and go on to the next."""
+        board = self._board
+        if board.table.cursor is not None:
+            board.table.mark(board.table.cursor)
+            board.table.action_move(1)
+            board.table.border_title = board.table_title()
+
+    async def mark_all(self) -> None:
+        """All that are shown; if they are already, none."""
+        table = self._board.table
+        table.marked = set() if table.marked >= set(table.keys) else set(table.keys)
+        table.redraw()
+        table.border_title = self._board.table_title()
+
+    async def copy(self) -> None:
+        """The id of what is under the cursor, to the terminal's clipboard (OSC 52, which tmux and SSH pass on)."""
+        app = self._app
+        found = app.board.hosts() if app.board.id == "fleet" else app.board.jobs()
+        if not found:
+            raise ClusterError("there is nothing under the cursor to copy")
+        app.copy_to_clipboard(" ".join(found))
+        app.notify(f"copied: {' '.join(found[:5])}")
+
+    async def filter(self) -> None:
+        """What rows must match."""
+        board = self._board
+
+        lines = [
+            line("words and regular expressions, field:value, field:>3, !not; empty shows all"),
+            line(("fields: " + ", ".join(sorted(board.fields)), "dim")),
+        ]
+        chosen = await self._app.ask("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
+        if chosen is not None:
+            board.use_filter(chosen)
+            self._app.show_frame()
+
+    async def sort(self) -> None:
+        """By which column."""
+        from tui.widgets.dialogs import Choose
+
+        board = self._board
+        options = [(column.name, line(column.title)) for column in board.all_columns]
+        hint = "enter sorts, the same again turns it round   esc leaves it"
+        column = await self._app.window(Choose("sort by", options, board.sort, hint))
+        if column is not None:
+            board.sort_by(column)
+            self._app.show_frame()
+
+    async def columns(self) -> None:
+        """Which ones are shown, where there is room."""
+        from tui.widgets.dialogs import Tick
+
+        board = self._board
+        options = [(column.name, column.title) for column in board.all_columns]
+        chosen = await self._app.window(Tick("columns", options, board.columns))
+        if chosen:
+            board.columns = chosen
+            board.apply_choices()
+
+    async def views(self) -> None:
+        """Go to a view, keep this one, or forget one."""
+        from tui.widgets.dialogs import Choose
+
+        board, name, file = self._board, str(self._app.board.id), saved_views.path()
+        own = saved_views.load(file)
+        known = [*(v for v in saved_views.BUILT_IN if v.screen == name), *(v for v in own if v.screen == name)]
+        options = [(str(at), line(printable(v.name), (f"   {v.filter}", "dim"))) for at, v in enumerate(known)]
+        options += [("keep", line(("keep what is shown now under a name", "info")))]
+        options += [(f"forget {at}", line((f"forget {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
+        chosen = await self._app.window(Choose("views", options))
+        if chosen is None:
+            return
+        if chosen == "keep":
+            title = await self._app.ask("keep this view as", [], "", something("a name, please"))
+            if title is not None:
+                now = (name, board.filter.text, board.sort, board.descending, tuple(board.columns))
+                saved_views.save(file, saved_views.SavedView(title, *now))
+                self._app.notify(f"kept as {title} in {file}")
+        elif chosen.startswith("forget "):
+            saved_views.forget(file, known[int(chosen.removeprefix("forget "))])
+        else:
+            self._use(board, known[int(chosen)])
+
+    def _use(self, board: TableBoard[Any], view: saved_views.SavedView) -> None:
+        names = [column.name for column in board.all_columns]
+        board.sort = view.sort if view.sort in names else board.default_sort
+        board.descending = view.descending
+        usual = [column.name for column in board.all_columns if column.shown]
+        board.columns = [name for name in view.columns if name in names] or usual
+        try:
+            board.set_filter(view.filter)
+        except BadFilter as error:
+            raise ClusterError(f"view {view.name!r}: {error}") from None
+        self._app.show_frame()
+
+    # --- panes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def zoomed(self) -> bool:
+        """One pane stands alone."""
+        return bool(self._zoomed)
+
+    async def zoom(self) -> None:
+        """The focused pane alone, or all of them again."""
+        if self.zoomed:
+            self.unzoom()
+            return
+        pane = self._app.focused
+        board = self._app.board
+        if pane is None or board not in pane.ancestors:
+            return
+        keep = {pane, *pane.ancestors}
+        self._zoomed = [widget for widget in board.query("*") if widget in keep]
+        for widget in self._zoomed:
+            widget.add_class("zoomed")
+        for widget in board.query("Table, TextPane, LogPane, Container"):
+            if widget not in keep and widget.parent in {board, *keep}:
+                widget.add_class("out")
+                self._out.append(widget)
+
+    def unzoom(self) -> None:
+        """All panes again."""
+        for widget in self._out:
+            widget.remove_class("out")
+        for widget in self._zoomed:
+            widget.remove_class("zoomed")
+        self._out, self._zoomed = [], []
+
+    async def jump(self) -> None:
+        """A letter for every pane and every screen."""
+        from tui.widgets.jump import Jump
+
+        app = self._app
+        panes = [widget for widget in app.board.query("Table, TextPane, LogPane") if widget.region.area]
+        chosen = await app.window(Jump([(f"pane {at}", pane.region.offset) for at, pane in enumerate(panes)]))
+        if chosen is not None:
+            panes[int(chosen.removeprefix("pane "))].focus()
+
+    async def help(self) -> None:
+        """All keys."""
+        from tui.screens.footer import help_lines
+
+        app = self._app
+        shared = app.shared
+        lines = help_lines(str(app.board.id), shared.can_act, app.player is not None, shared.readonly)
+        await app.say(f"keys on {app.board.id}", lines, hang=16)
+
+    async def quit(self) -> None:
+        """Leave."""
+        self._app.exit()
+
+    # --- recordings ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _player(self) -> Player:
+        player = self._app.player
+        if player is None:
+            raise ClusterError("this is no recording")
+        return player
+
+    async def play(self) -> None:
+        """Play or pause."""
+        self._player.play()
+        self._app.show_recording()
+
+    async def step_on(self) -> None:
+        """One change on."""
+        self._player.step(1)
+        self._app.show_recording()
+
+    async def step_back(self) -> None:
+        """One change back."""
+        self._player.step(-1)
+        self._app.show_recording()
+
+    async def faster(self) -> None:
+        """Twice as fast."""
+        self._player.speed = min(self._player.speed * 2, 1 << 24)
+        self._app.show_frame()
+
+    async def slower(self) -> None:
+        """Half as fast."""
+        self._player.speed = max(self._player.speed / 2, 1 / 64)
+        self._app.show_frame()
+
+    async def skip_on(self) -> None:
+        """A twentieth of it forward."""
+        self._skip(0.05)
+
+    async def skip_back(self) -> None:
+        """A twentieth of it back."""
+        self._skip(-0.05)
+
+    def _skip(self, share: float) -> None:
+        player = self._player
+        player.seek_time(player.now_s + share * (player.end_s - player.start_s))
+        self._app.show_recording()
+
+    async def rewind(self) -> None:
+        """To the beginning."""
+        self._player.seek(0)
+        self._app.show_recording()

@@ -1,0 +1,326 @@
+"""Columns of the tables: how a row becomes cells, what it is sorted by, and what a filter sees of it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from clusterd.units import duration, size
+from tui.model import rows
+from tui.model.event_words import said, short_plan, words
+from tui.model.fleet import tiles
+from tui.model.lines import Line, line, printable
+from tui.model.state_styles import Look, job_colour
+
+R = TypeVar("R")
+
+LOSS_CELLS = 7
+
+SIMULATED_BEFORE_S = 1e8
+"""A clock that says 1973 or earlier counts from the start of a simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What cells depend on besides their row."""
+
+    now_s: float
+    look: Look
+    jobs: dict[str, rows.Job]
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[R]):
+    """One column; the widest that is `flexible` takes what is left."""
+
+    name: str
+    title: str
+    cells: int
+    show: Callable[[R, Frame], Line]
+    order: Callable[[R], Any]
+    right: bool = False
+    flexible: bool = False
+    wants: int = 0  # cells that a flexible one gets before the others, if there are so many
+    shown: bool = True  # unless its user chooses otherwise
+    rank: int = 0  # in a narrow terminal, columns of the highest rank go first
+
+
+def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], int]]:
+    """The columns that find room in `cells`, each with its width; a space stands between them."""
+    chosen = list(columns)
+    while len(chosen) > 1 and sum(column.cells + 1 for column in chosen) - 1 > cells:
+        chosen.remove(max(chosen, key=lambda column: column.rank))
+    spare = max(cells - (sum(column.cells + 1 for column in chosen) - 1), 0)
+    flexible = [column for column in chosen if column.flexible]
+    widths = {column.name: min(column.cells, cells) for column in chosen}
+    for column in flexible:
+        more = min(max(column.wants - column.cells, 0), spare)
+        widths[column.name] += more
+        spare -= more
+    for at, column in enumerate(flexible):
+        widths[column.name] += spare // len(flexible) + (spare % len(flexible) if at == 0 else 0)
+    return [(column, widths[column.name]) for column in chosen]
+
+
+def compact(devices: Sequence[str | None]) -> str:
+    """``gpu01:gpu0-3 gpu02:gpu1``: runs of devices by host."""
+    by_kind: dict[tuple[str, str], list[int]] = {}
+    for device in devices:
+        host, _, local = (device or "").rpartition(":")
+        kind = local.rstrip("0123456789")
+        number = local[len(kind) :]
+        if number:
+            by_kind.setdefault((host, kind), []).append(int(number))
+    parts = []
+    for (host, kind), numbers in by_kind.items():
+        runs: list[list[int]] = []
+        for number_ in sorted(numbers):
+            if runs and runs[-1][-1] == number_ - 1:
+                runs[-1].append(number_)
+            else:
+                runs.append([number_])
+        said = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        parts.append(f"{host}:{kind}{said}")
+    return " ".join(parts)
+
+
+def clock(at_s: float, now_s: float) -> str:
+    """Time of day, with the date when it was on another day; since the start where time is simulated."""
+    if now_s < SIMULATED_BEFORE_S:
+        hours, rest_s = divmod(int(at_s), 3600)
+        return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
+    at, now = time.localtime(at_s), time.localtime(now_s)
+    return time.strftime("%H:%M:%S" if at[:3] == now[:3] else "%m-%d %H:%M", at)
+
+
+TURNED_DOWN = frozenset({"HoldJob"})
+"""Decisions that say why nothing was done."""
+
+
+def decided(kind: str) -> str:
+    """A kind of decision, in words; holding a job back is turning its wish down."""
+    return "turned down" if kind in TURNED_DOWN else words(kind)
+
+
+def ran_s(job: rows.Job, now_s: float) -> float | None:
+    """Seconds since its first start, to its end or now."""
+    return max((job.ended_s or now_s) - job.started_s, 0.0) if job.started_s else None
+
+
+def waited_s(job: rows.Job, now_s: float) -> float:
+    """Seconds between its submit and its start, its end or now."""
+    return max((job.started_s or job.ended_s or now_s) - job.submitted_s, 0.0)
+
+
+def _text(text: str, style: str = "") -> Line:
+    return ((printable(text), style),) if text else ()
+
+
+def short_number(value: float | None, cells: int) -> str:
+    """``5.52e-5``: four digits, or as many as there is room for; a number that is cut is another one."""
+    if value is None:
+        return ""
+    made = [re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.{digits}g}").replace("e+", "e") for digits in (4, 3, 2, 1)]
+    return next((text for text in made if len(text) <= cells), made[-1])
+
+
+def _name(job: rows.Job, frame: Frame) -> Line:
+    style = f"job{job_colour(job.id)}" if job.holds_devices else "dim" if job.is_over else ""
+    return _text(job.name, style)
+
+
+def _progress(job: rows.Job) -> str:
+    if job.steps:
+        return f"{job.step}/{job.steps}"
+    return str(job.step) if job.step else ""
+
+
+def _devices(job: rows.Job, frame: Frame) -> Line:
+    if job.holds_devices:
+        return _text(compact(job.devices))
+    return _text(f"({job.asked})" if job.asked and not job.is_over else "", "dim")
+
+
+def _plan(job: rows.Job, frame: Frame) -> Line:
+    if job.plan is None:
+        return ()
+    return _text(short_plan(job.plan) + (" pinned" if job.pinned else ""), "dim" if job.is_over else "")
+
+
+_STATES = {
+    s: at for at, s in enumerate(("running", "stopping", "starting", "queued", "failed", "finished", "cancelled"))
+}
+
+
+def _by_state(job: rows.Job) -> tuple[int, int]:
+    """What runs before what waits, and that in the order of its turn."""
+    return _STATES.get(job.state, 9), -job.priority
+
+
+def _loss(job: rows.Job, frame: Frame) -> Line:
+    return _text(short_number(job.loss, LOSS_CELLS))
+
+
+def _step_time(job: rows.Job, frame: Frame) -> Line:
+    return _text("" if job.step_time_s is None else duration(job.step_time_s))
+
+
+def _waited(job: rows.Job, frame: Frame) -> Line:
+    return _text(duration(waited_s(job, frame.now_s)))
+
+
+def _ran(job: rows.Job, frame: Frame) -> Line:
+    seconds = ran_s(job, frame.now_s)
+    return _text("" if seconds is None else duration(seconds))
+
+
+def _reason(job: rows.Job, frame: Frame) -> Line:
+    return _text(job.reason, "dim")
+
+
+JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
+    Column("id", "id", 4, lambda j, f: _text(j.id), lambda j: (len(j.id), j.id), right=True),
+    Column("name", "name", 13, _name, lambda j: j.name, flexible=True),
+    Column("state", "state", 11, lambda j, f: line(f.look.state(j.shown_state)), _by_state),
+    Column("priority", "pri", 4, lambda j, f: _text(str(j.priority)), lambda j: j.priority, right=True, rank=3),
+    Column("user", "user", 8, lambda j, f: _text(j.user), lambda j: j.user, rank=8, shown=False),
+    Column("kind", "kind", 8, lambda j, f: _text(j.kind, "dim"), lambda j: j.kind, rank=9, shown=False),
+    Column("plan", "plan", 14, _plan, lambda j: j.plan or "", flexible=True, wants=28, rank=2),
+    Column("devices", "devices", 14, _devices, lambda j: len(j.devices) if j.holds_devices else 0, rank=4),
+    Column("step", "step", 11, lambda j, f: _text(_progress(j)), lambda j: j.step, right=True, rank=1),
+    Column("loss", "loss", LOSS_CELLS, _loss, lambda j: _last(j.loss), right=True, rank=5),
+    Column("step_time", "s/step", 7, _step_time, lambda j: _last(j.step_time_s), right=True, rank=6),
+    Column("waited", "waited", 7, _waited, lambda j: -j.submitted_s, right=True, rank=7),
+    Column("ran", "ran", 7, _ran, lambda j: -(j.started_s or 1e18), right=True, rank=5),
+    Column("reason", "reason", 20, _reason, lambda j: j.reason, flexible=True, rank=10, shown=False),
+)  # fmt: skip
+
+
+def _last(value: float | None) -> float:
+    """Sorts what is not known after everything else, and so a loss that is no number any more."""
+    return math.inf if value is None or math.isnan(value) else value
+
+
+def job_fields(job: rows.Job) -> dict[str, str]:
+    """What a filter sees of a job."""
+    return {
+        "id": job.id, "name": job.name, "state": job.shown_state, "kind": job.kind, "reason": job.reason,
+        "user": job.user, "tenant": job.tenant, "priority": str(job.priority), "plan": job.plan or "",
+        "host": " ".join(job.hosts) if job.holds_devices else "", "devices": str(len(job.devices) or job.asked),
+        "step": str(job.step), "loss": "" if job.loss is None else f"{job.loss:.6g}",
+        "pinned": "yes" if job.pinned else "no", "guaranteed": "yes" if job.guaranteed else "no",
+    }  # fmt: skip
+
+
+JOB_FIELDS = frozenset(job_fields(rows.Job(id="", name="", state="")))
+
+
+def _tiles(host: rows.Host, frame: Frame) -> Line:
+    return tiles(host, frame.look, frame.jobs)
+
+
+def _memory(host: rows.Host, frame: Frame) -> Line:
+    if not host.memory_bytes:
+        return ()
+    return _text(f"{size(host.memory_used_bytes)} of {size(host.memory_bytes)}")
+
+
+def _cores(host: rows.Host, frame: Frame) -> Line:
+    if not host.cpu_cores:
+        return ()
+    bar = frame.look.bar(host.cores_used / host.cpu_cores, 4)
+    return line((bar, "info"), f" {host.cores_used}/{host.cpu_cores}")
+
+
+def _address(host: rows.Host, frame: Frame) -> Line:
+    return _text(host.address or "", "dim")
+
+
+def _why(host: rows.Host, frame: Frame) -> Line:
+    return _text(host.why or host.drained or "", "warn")
+
+
+HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
+    Column("host", "host", 14, lambda h, f: _text(h.name), lambda h: h.name),
+    Column("state", "state", 13, lambda h, f: line(f.look.state(h.shown_state)), lambda h: h.shown_state, rank=1),
+    Column("devices", "devices", 20, _tiles, lambda h: len(h.devices), flexible=True, wants=35),
+    Column("cores", "cores booked", 12, _cores, lambda h: h.cores_used, rank=3),
+    Column("memory", "memory booked", 19, _memory, lambda h: h.memory_used_bytes, rank=5),
+    Column("free", "free", 5, lambda h, f: _text(str(h.free)), lambda h: -h.free, right=True, rank=2),
+    Column("address", "address", 15, _address, lambda h: h.address or "", rank=9, shown=False),
+    Column("why", "why", 16, _why, lambda h: h.why, flexible=True, rank=4),
+)  # fmt: skip
+
+
+def host_fields(host: rows.Host) -> dict[str, str]:
+    """What a filter sees of a host."""
+    return {
+        "host": host.name, "state": host.shown_state, "why": host.why or host.drained or "", "job": " ".join(host.jobs),
+        "devices": str(len(host.devices)), "free": str(host.free), "address": host.address or "",
+        "kind": " ".join(sorted({d.kind for d in host.devices})), "foreign": " ".join(d.foreign for d in host.devices),
+    }  # fmt: skip
+
+
+HOST_FIELDS = frozenset(host_fields(rows.Host(name="", state="")))
+
+
+def _job_name(job: str | None, frame: Frame) -> Line:
+    if job is None:
+        return ()
+    known = frame.jobs.get(job)
+    return _text(f"{job} {known.name}" if known else job, f"job{job_colour(job)}")
+
+
+def _decided(decision: rows.Decision, frame: Frame) -> Line:
+    style = "warn" if decision.kind in TURNED_DOWN else "bad" if decision.kind == "AbortMigration" else "good"
+    return _text(decided(decision.kind), style)
+
+
+DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
+    Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[0]),
+    Column("decision", "decision", 15, lambda r, f: _decided(r[1], f), lambda r: r[1].kind),
+    Column("job", "job", 14, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or ""),
+    Column("host", "host", 10, lambda r, f: _text(r[1].host or ""), lambda r: r[1].host or "", rank=2),
+    Column("reason", "why", 23, lambda r, f: _text(r[1].reason), lambda r: r[1].reason, flexible=True),
+    Column("cause", "event", 6, lambda r, f: _text(str(r[1].cause), "dim"), lambda r: r[1].cause, right=True, rank=3),
+)
+
+
+def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
+    """What a filter sees of a decision."""
+    return {
+        "decision": decided(row[1].kind),
+        "job": row[1].job or "",
+        "host": row[1].host or "",
+        "reason": row[1].reason,
+    }
+
+
+DECISION_FIELDS = frozenset(("decision", "job", "host", "reason"))
+
+EVENT_COLUMNS: tuple[Column[tuple[int, rows.Happening]], ...] = (
+    Column("number", "number", 7, lambda r, f: _text(str(r[1].id), "dim"), lambda r: -r[0], right=True, rank=3),
+    Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[1].at_s),
+    Column("event", "event", 20, lambda r, f: _text(words(r[1].kind), _event_style(r[1].kind)), lambda r: r[1].kind),
+    Column("job", "job", 14, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or ""),
+    Column("host", "host", 10, lambda r, f: _text(r[1].host or ""), lambda r: r[1].host or "", rank=2),
+    Column("what", "what", 20, lambda r, f: _text(said(r[1])), lambda r: said(r[1]), flexible=True),
+)
+
+
+def _event_style(kind: str) -> str:
+    if kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed")):
+        return "bad"
+    return "dim" if kind in ("AttemptProgressed", "TimerFired") else ""
+
+
+def event_fields(row: tuple[int, rows.Happening]) -> dict[str, str]:
+    """What a filter sees of an event."""
+    return {"event": words(row[1].kind), "job": row[1].job or "", "host": row[1].host or "", "what": said(row[1])}
+
+
+EVENT_FIELDS = frozenset(("event", "job", "host", "what"))

@@ -1,0 +1,88 @@
+"""Events in words: what their fields say, in a cell or in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tui.model import rows
+
+NESTED_CELLS = 60
+"""Of a value within a value, in one line; the event's own pane shows all of it."""
+
+
+def words(kind: str) -> str:
+    """``launch attempt`` of ``LaunchAttempt``."""
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
+
+
+def short_plan(plan: str) -> str:
+    """``pp=2,acc=4`` of ``pp=2,accumulation=4``."""
+    return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
+
+
+def said(event: rows.Happening) -> str:
+    """What an event says besides who it is about, in one line."""
+    skipped = ("id", "at_s", "job", "host")
+    shown = {name: value for name, value in event.fields.items() if name not in skipped and _says(value)}
+    if isinstance(spec := shown.get("spec"), dict):  # of a submit: what people ask for, not how it is run
+        return _wanted(spec)
+    return ", ".join(f"{name} {_short(value)}" for name, value in shown.items())
+
+
+def _says(value: Any) -> bool:
+    """Neither nothing nor no: zero says something."""
+    return value is not False and value not in (None, "", (), [], {})
+
+
+def _wanted(spec: dict[str, Any]) -> str:
+    """What a submitted job asks for, in a few words."""
+    said = [str(spec.get("kind", ""))]
+    if isinstance(asked := spec.get("resources"), dict):
+        count, kind = asked.get("devices"), asked.get("kind")
+        devices = "device" if count == 1 else "devices"
+        said.append(" ".join(filter(None, (str(count), str(kind or ""), devices))) if count else "CPU cores")
+        said.append(_short_plan_of(asked["plan"]) if isinstance(asked.get("plan"), dict) else "")
+    said.append(f"priority {spec['priority']}" if spec.get("priority") else "")
+    said.append("guaranteed" if spec.get("guaranteed") else "")
+    command = spec.get("command")
+    said.append(" ".join(map(str, command)) if isinstance(command, list | tuple) else "")
+    return ", ".join(filter(None, said))
+
+
+def _short_plan_of(plan: dict[str, Any]) -> str:
+    """``dp=4,zero=1``: what is not as in a plan that says nothing."""
+    usual = {
+        "dp": 1,
+        "tp": 1,
+        "pp": 1,
+        "accumulation": 1,
+        "zero": 0,
+        "offload": "none",
+        "schedule": plan.get("schedule"),
+    }
+    told = {name: value for name, value in plan.items() if _says(value) and value != usual.get(name)}
+    return short_plan(",".join(f"{name}={value}" for name, value in told.items()))
+
+
+def in_full(value: Any) -> str:
+    """A field of an event with everything in it that says something."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_bracketed(v)}" for name, v in value.items() if _says(v))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_bracketed, value)) or "none"
+    return "none" if value is None else str(value)
+
+
+def _bracketed(value: Any) -> str:
+    return f"({in_full(value)})" if isinstance(value, dict | list | tuple) else str(value)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if _says(v))
+        return f"({inner})" if len(inner) <= NESTED_CELLS else f"({inner[:NESTED_CELLS]}...)"
+    if isinstance(value, list | tuple):
+        return f"{len(value)} items" if len(value) > 3 else "[" + ", ".join(map(_short, value)) + "]"
+    return str(value)

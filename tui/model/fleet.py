@@ -1,0 +1,115 @@
+"""Hosts and their devices as tiles: who has which device, what is free, what may not be used, and why."""
+
+from __future__ import annotations
+
+from clusterd.units import duration, size
+from tui.model import rows
+from tui.model.lines import Line, Run, fit, line, printable
+from tui.model.state_styles import Look, job_colour
+
+TILE_CELLS = 8
+
+
+def tiles(host: rows.Host, look: Look, jobs: dict[str, rows.Job]) -> Line:
+    """One tile per device: its job's name on its job's colour, or why it has none."""
+    room = 3 if len(host.devices) > 4 else TILE_CELLS
+    found: list[Run] = []
+    for device in host.devices:
+        found += (tile(host, device, look, jobs, room), (" ", ""))
+    return tuple(found[:-1])
+
+
+def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], room: int) -> Run:
+    """One device. What is no job has a pattern: free dots, foreign use a shade, a drained or absent host dashes."""
+    if device.job is not None:
+        job = jobs.get(device.job)
+        name = printable(device.job_name or (job.name if job else "") or device.job)
+        if room <= 3:
+            name = device.job.rjust(room)
+        text = "".join(piece for piece, _ in fit(((name, ""),), room, more="" if room <= 3 else look.glyph("more")))
+        return text, f"tile{job_colour(device.job)}"
+    if device.foreign:
+        return look.glyph("foreign") * room, "bad"
+    if host.state != "up":
+        return "?" * room, "dim"
+    if host.drained is not None:
+        return "-" * room, "warn"
+    return look.glyph("free") * room, "dim"
+
+
+def legend(look: Look) -> Line:
+    """What the patterns mean."""
+    return line(
+        (" name ", "tile0"), " a job's  ",
+        (look.glyph("free") * 3, "dim"), " free  ",
+        (look.glyph("foreign") * 3, "bad"), " unusable  ",
+        ("---", "warn"), " drained  ",
+        ("???", "dim"), " out of reach",
+    )  # fmt: skip
+
+
+def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float) -> list[Line]:
+    """All about one host: its state in words, and every device with its holder, use and memory."""
+    # Since when it is up, or away, is known; since when it is drained is not.
+    since = (
+        f" for {duration(max(now_s - host.since_s, 0.0))}" if host.since_s and host.shown_state == host.state else ""
+    )
+    made = [line((printable(host.name), "bold"), "  ", look.state(host.shown_state), (since, "dim"))]
+    if host.why and host.state != "up":
+        made.append(line(("why       ", "dim"), (printable(host.why), "warn")))
+    if host.drained is not None:
+        made.append(line(("drained   ", "dim"), printable(host.drained) or "yes", ("   u undrains", "dim")))
+        if host.jobs:
+            still = "move away where there is room, or run to their end"
+            made.append(line(("still here", "dim"), f" {printable(', '.join(host.jobs))}", (f": {still}", "dim")))
+    if host.address:
+        made.append(line(("address   ", "dim"), host.address))
+    if host.cpu_cores:
+        bar = look.bar(host.cores_used / host.cpu_cores, 10)
+        made.append(line(("cores     ", "dim"), (bar, "info"), f" {host.cores_used} of {host.cpu_cores} booked"))
+    if host.memory_bytes:
+        bar = look.bar(host.memory_used_bytes / host.memory_bytes, 10)
+        booked = f" {size(host.memory_used_bytes)} of {size(host.memory_bytes)} booked"
+        made.append(line(("memory    ", "dim"), (bar, "info"), booked))
+    busy = host.utilisation
+    for device in host.devices:
+        local = device.id.rpartition(":")[2]
+        made.append(_device(host, device, jobs, look, busy.get(local), local))
+    if not host.devices:
+        made.append(line(("devices   ", "dim"), "none known yet" if host.state != "up" else "none"))
+    return made
+
+
+def _device(
+    host: rows.Host, device: rows.Device, jobs: dict[str, rows.Job], look: Look, busy: float | None, local: str
+) -> Line:
+    used = line("  ", (look.bar(busy, 6), "info"), f" {busy:4.0%}") if busy is not None else ()
+    start = line((f"{local:<9} ", "dim"), tile(host, device, look, jobs, TILE_CELLS))
+    job = jobs.get(device.job) if device.job else None
+    if job is not None:
+        holder = line("  ", (printable(job.name), f"job{job_colour(job.id)}"), f" ({job.id}) {job.plan or ''}")
+    elif device.foreign:
+        holder = line("  ", (printable(device.foreign), "bad"))
+    else:
+        holder = line("  ", ("free" if host.shown_state == "up" else f"not offered: {host.shown_state}", "dim"))
+    told = f"  {printable(device.name)}, {size(device.memory_bytes)}" if device.memory_bytes else ""
+    return (*start, *used, *holder, (told, "dim"))
+
+
+def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
+    """Hosts up, devices leased, devices free, devices in all."""
+
+    up = sum(1 for host in hosts.values() if host.state == "up")
+    leased = sum(1 for host in hosts.values() for device in host.devices if device.job is not None)
+    devices = sum(len(host.devices) for host in hosts.values())
+    return up, leased, sum(host.free for host in hosts.values()), devices
+
+
+def empty_fleet() -> list[Line]:
+    """What to do when there is no host."""
+    return [
+        line(("There are no hosts yet.", "bold")),
+        line(""),
+        line("In a shell:  ", ("clusterd host add gpu01", "key"), "   what `ssh gpu01` reaches"),
+        line("or           ", ("clusterd start --local 2", "key"), "  a cluster inside this machine"),
+    ]

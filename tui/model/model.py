@@ -1,0 +1,168 @@
+"""What the daemon told, and nothing else: the one truth that all screens are drawn from.
+
+`Model.apply` takes what `watch` sends, or what a recording holds, and says what it touched. Rows are immutable, so a
+copy of the model costs a few dictionaries, which is what makes going back in a recording cheap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tui.model import rows
+
+DECISIONS_KEPT = 5000
+EVENTS_KEPT = 3000
+POINTS_KEPT = 2048
+"""Of a job's loss curve, seen since we attached; the job's screen asks for all of it."""
+
+Point = tuple[int, float]
+
+
+@dataclass(slots=True)
+class Touched:
+    """What a refresh has to look at."""
+
+    everything: bool = False
+    jobs: set[str] = field(default_factory=set)
+    hosts: set[str] = field(default_factory=set)
+    stream: bool = False  # decisions or events came
+
+    def __bool__(self) -> bool:
+        return bool(self.everything or self.jobs or self.hosts or self.stream)
+
+    def add(self, other: Touched) -> None:
+        """And what `other` touched."""
+        self.everything |= other.everything
+        self.stream |= other.stream
+        self.jobs |= other.jobs
+        self.hosts |= other.hosts
+
+
+@dataclass(slots=True)
+class Model:
+    """The cluster as last told."""
+
+    jobs: dict[str, rows.Job] = field(default_factory=dict)
+    hosts: dict[str, rows.Host] = field(default_factory=dict)
+    status: Mapping[str, Any] = field(default_factory=dict)
+    decisions: deque[tuple[int, rows.Decision]] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
+    events: deque[tuple[int, rows.Happening]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    losses: dict[str, tuple[Point, ...]] = field(default_factory=dict)
+    number: int = -1  # of the newest change; -1: nothing was told yet
+    at_s: float = 0.0  # of the newest event
+    told: int = 0  # decisions and events so far: their keys on the screens
+
+    def copy(self) -> Model:
+        """As it is now, whatever is applied to this one later."""
+        return Model(
+            jobs=dict(self.jobs),
+            hosts=dict(self.hosts),
+            status=self.status,
+            decisions=deque(self.decisions, DECISIONS_KEPT),
+            events=deque(self.events, EVENTS_KEPT),
+            losses=dict(self.losses),
+            number=self.number,
+            at_s=self.at_s,
+            told=self.told,
+        )
+
+    def apply(self, item: Mapping[str, Any]) -> Touched:
+        """Take in one item of `watch`.
+
+        Raises:
+            Malformed: it has not the form of one; nothing was taken in.
+        """
+        if "snapshot" in item:
+            self._restart(rows.read(rows.Snapshot, item["snapshot"]), item)
+            return Touched(everything=True)
+        if "alive_s" in item:
+            return Touched()
+        change = rows.read(rows.Change, item)
+        happenings = [rows.happening(event) for event in change.events]
+        for job in change.jobs:
+            self._keep_loss(job)
+            self.jobs[job.id] = job
+        for host in change.hosts:
+            self.hosts[host.name] = host
+        for name in change.gone:
+            self.hosts.pop(name, None)
+        if change.recovering is not None:
+            self.status = {**self.status, "recovering": change.recovering}
+        self._tell(happenings, change.decisions, change.at_s)
+        self.number = change.number
+        self.at_s = change.at_s or self.at_s
+        return Touched(
+            jobs={job.id for job in change.jobs},
+            hosts={host.name for host in change.hosts} | set(change.gone),
+            stream=True,
+        )
+
+    def add_history(self, events: Iterable[Mapping[str, Any]], decisions: Iterable[Mapping[str, Any]]) -> Touched:
+        """What happened before we attached, or while we were cut off; each goes where it belongs, and none twice.
+
+        Raises:
+            Malformed: it has not the form of events and decisions.
+        """
+        all_events = {event.id: event for event in map(rows.happening, map(dict, events))}
+        all_events |= {event.id: event for _, event in self.events}
+        # All that an event caused is told at once.
+        shown = {decision.cause for _, decision in self.decisions}
+        all_decisions = [rows.read(rows.Decision, row) for row in decisions]
+        all_decisions = [decision for decision in all_decisions if decision.cause not in shown]
+        all_decisions += [decision for _, decision in self.decisions]
+        self.events.clear()
+        self.decisions.clear()
+        self._tell(
+            sorted(all_events.values(), key=lambda event: event.id),
+            sorted(all_decisions, key=lambda decision: decision.cause),
+            0.0,
+        )
+        return Touched(stream=True)
+
+    def _restart(self, snapshot: rows.Snapshot, item: Mapping[str, Any]) -> None:
+        self.jobs = {job.id: job for job in snapshot.jobs}
+        self.hosts = {host.name: host for host in snapshot.hosts}
+        self.status = snapshot.status
+        number = item.get("number")
+        self.number = number if isinstance(number, int) else 0
+        at_s = item.get("at_s")
+        self.at_s = float(at_s) if isinstance(at_s, int | float) else self.at_s
+        for job in snapshot.jobs:
+            self._keep_loss(job)
+
+    def _keep_loss(self, job: rows.Job) -> None:
+        if job.loss is None:
+            return
+        points = self.losses.get(job.id, ())
+        if not points and job.first_loss is not None and job.step > 1:
+            points = ((1, job.first_loss),)
+        if points and points[-1][0] >= job.step:  # the same step again, or an attempt that went back
+            points = tuple(point for point in points if point[0] < job.step)
+        points = (*points, (job.step, job.loss))
+        if len(points) > POINTS_KEPT:
+            points = (*points[: POINTS_KEPT // 2 : 2], *points[POINTS_KEPT // 2 :])
+        self.losses[job.id] = points
+
+    def _tell(self, events: Iterable[rows.Happening], decisions: Iterable[rows.Decision], at_s: float) -> None:
+        for event in events:
+            self.told += 1
+            self.events.append((self.told, event))
+        for decision in decisions:
+            self.told += 1
+            if not decision.at_s and at_s:
+                decision = msgspec.structs.replace(decision, at_s=at_s)
+            self.decisions.append((self.told, decision))
+
+    def queue(self) -> list[rows.Job]:
+        """Jobs that wait, first come first."""
+        waiting = [job for job in self.jobs.values() if job.state == "queued"]
+        return sorted(waiting, key=lambda job: (-job.priority, job.submitted_s, job.id))
+
+    def decisions_on(self, job: str) -> list[rows.Decision]:
+        """What was decided about a job since we attached, oldest first."""
+        return [decision for _, decision in self.decisions if decision.job == job]

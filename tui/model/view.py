@@ -1,0 +1,243 @@
+"""What the screens say in words: header, crumbs, a job in short. Pure functions of the model and the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from clusterd.units import duration, size
+from tui.model import rows
+from tui.model.columns import clock, compact, decided, ran_s, waited_s
+from tui.model.fleet import fleet_totals
+from tui.model.lines import Line, fit, line, printable, width
+from tui.model.model import Model
+from tui.model.state_styles import Look, job_colour
+
+SCREENS = ("fleet", "queue", "job", "decisions", "events")
+
+
+class LinkState(StrEnum):
+    """How we stand with the daemon."""
+
+    CONNECTING = "connecting"
+    LIVE = "live"
+    LOST = "lost"  # it went away, or stopped answering; tried again by itself
+    REFUSED = "refused"  # it will not have us; tried again, seldom
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection, in words."""
+
+    state: LinkState = LinkState.CONNECTING
+    why: str = ""
+    since_s: float = 0.0
+    user: str = ""
+    is_operator: bool = False
+    version: str = ""
+
+
+def header(model: Model, link: Link, now_s: float, look: Look, cells: int, readonly: bool) -> Line:
+    """Totals of the cluster at the left, health of the daemon at the right."""
+    right = _health(model, link, now_s, look, readonly)
+    for left in _totals(model, look):
+        if width(left) + width(right) <= cells:
+            return (*fit(left, cells - width(right)), *right)
+    return fit(right, cells, more=look.glyph("more"))
+
+
+def _totals(model: Model, look: Look) -> list[Line]:
+    """Hosts, devices and jobs in figures, from the fullest form to the shortest."""
+    name = (" clusterd ", "bold reverse")
+    if model.number < 0:
+        return [line(name), line("")]
+    up, leased, free, devices = fleet_totals(model.hosts)
+    counts: dict[str, int] = {}
+    for job in model.jobs.values():
+        counts[job.shown_state] = counts.get(job.shown_state, 0) + 1
+    states = ("running", "moving", "silent", "starting", "stopping", "queued", "failed")
+    shown = [state for state in states if counts.get(state)]
+    jobs = [(f"{look.shape(state)[0]} {counts[state]} {state}  ", look.shape(state)[1]) for state in shown]
+    short = [(f"{look.shape(state)[0]}{counts[state]} ", look.shape(state)[1]) for state in shown]
+    return [
+        line(name, f" hosts {up}/{len(model.hosts)} up  devices {leased}/{devices} leased, {free} free  ", *jobs),
+        line(f" hosts {up}/{len(model.hosts)} up  devices {leased}/{devices}, {free} free  ", *jobs),
+        line(f" hosts {up}/{len(model.hosts)}  devices {leased}/{devices}  ", *jobs),
+        line(f" hosts {up}/{len(model.hosts)}  devices {leased}/{devices}  ", *short),
+        line(" ", *short),
+    ]
+
+
+def _health(model: Model, link: Link, now_s: float, look: Look, readonly: bool) -> Line:
+    who = "read-only" if readonly else "operator" if link.is_operator else link.user
+    if link.state is LinkState.LIVE:
+        started_s = model.status.get("started_s")
+        age = f" {duration(max(now_s - started_s, 0.0))}" if isinstance(started_s, int | float) else ""
+        recovering = model.status.get("recovering")
+        if recovering:
+            return line((f"{look.shape('connecting')[0]} daemon recovering ", "warn"), (f"{who} ", "dim"))
+        return line((f"{look.shape('up')[0]} daemon up{age} ", "good"), (f"{who} ", "dim"))
+    if link.state is LinkState.REPLAY:
+        return line((f"{look.glyph('play')} recording ", "info"))
+    word = {LinkState.CONNECTING: "connecting", LinkState.LOST: "no daemon", LinkState.REFUSED: "refused"}[link.state]
+    return line((f"{look.shape('connecting' if word == 'connecting' else 'lost')[0]} {word} ", "bad"))
+
+
+def crumbs(current: str, trail: str, shown: str, look: Look, cells: int) -> Line:
+    """The screens with their keys, where we are, and the filter and order in force."""
+    tabs: list[tuple[str, str]] = []
+    for number, name in enumerate(SCREENS, 1):
+        # Brackets, too: a copied text, and a terminal without colours, must say where we are.
+        here = name == current
+        tabs += (
+            ("[" if here else " ", "bold"),
+            (str(number), "key"),
+            (f" {name.capitalize()}", "bold" if here else ""),
+        )
+        tabs.append(("]" if here else " ", "bold"))
+    if trail:
+        tabs.append((f" {look.glyph('crumb')} {printable(trail)}  ", "bold"))
+    right = line((printable(shown), "warn")) if shown else ()
+    room = max(cells - width(right) - 1, 0)
+    return (*fit(tuple(tabs), room, more=look.glyph("more")), *right)
+
+
+def banner(link: Link, number: int, now_s: float) -> str:
+    """What is wrong with the connection; empty: nothing."""
+    if link.state is LinkState.LOST:
+        age = duration(max(now_s - link.since_s, 0.0))
+        kept = "; what is shown is how it was then" if number >= 0 else ""
+        return f"{link.why} - for {age}; trying again{kept}. Jobs run on meanwhile."
+    if link.state is LinkState.REFUSED:
+        return f"{link.why} - trying again."
+    return ""
+
+
+def _fact(name: str, *parts: str | tuple[str, str]) -> Line:
+    return line((f"{name:<10} ", "dim"), *parts)
+
+
+def job_head(job: rows.Job, look: Look) -> Line:
+    """Name, state and how it ended."""
+    code = f" (exit code {job.exit_code})" if job.exit_code is not None else ""
+    return line(
+        (printable(job.name), f"bold job{job_colour(job.id)}"), f" {job.id}  ", look.state(job.shown_state), code
+    )
+
+
+def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[Line]:
+    """A job in a dozen lines: where it stands and why, what it has, how fast it goes, what comes next."""
+    made = [job_head(job, look)]
+    if job.reason:
+        made.append(
+            _fact("why", (printable(job.reason), "warn" if job.state in ("queued", "failed") or job.away else ""))
+        )
+    if job.state == "queued":
+        made += _standing(job, model, now_s)
+    made.append(_fact("asked", _asked(job)))
+    if job.plan:
+        made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
+    if job.holds_devices:
+        made.append(_fact("devices", f"{len(job.devices)}: {compact(job.devices)}" if job.devices else "CPU cores"))
+    if job.step or job.steps:
+        share = job.step / job.steps if job.steps else 0.0
+        done = f"{job.step}/{job.steps} " if job.steps else f"{job.step}"
+        made.append(_fact("step", done, (look.bar(share, 12) if job.steps else "", "info"), _left(job)))
+    if job.step_time_s is not None:
+        made.append(_fact("step time", *step_time(job)))
+    if job.loss is not None:
+        first = f"  from {job.first_loss:.4g}" if job.first_loss is not None else ""
+        made.append(_fact("loss", f"{job.loss:.4g}", (first, "dim")))
+    if job.profiling:
+        made.append(_fact("learning", ("its speed under other plans is being tried", "info"), f", {job.trials} so far"))
+    made += candidate(job, look)
+    if job.migrating is not None:
+        move = job.migrating
+        phase = f", {move.phases[-1].phase} done" if move.phases else ""
+        made.append(_fact("moving", (f"{move.old} {look.glyph('to')} {move.new}{phase}", "info")))
+    for move in job.migrations[-2:]:
+        made.append(_fact("moved", *move_line(move, look, now_s)))
+    made.append(_fact("times", _times(job, now_s)))
+    if job.checkpoint:
+        made.append(_fact("checkpoint", f"step {job.checkpoint_step} in {printable(job.checkpoint)}"))
+    for decision in model.decisions_on(job.id)[-4:]:
+        made.append(_fact(clock(decision.at_s, now_s), decided(decision.kind), ": ", printable(decision.reason)))
+    return made
+
+
+def _standing(job: rows.Job, model: Model, now_s: float) -> list[Line]:
+    """Who stands before a queued job, and who has the devices."""
+    waiting = [other.id for other in model.queue()]
+    ahead = waiting.index(job.id) if job.id in waiting else 0
+    names = ", ".join(model.jobs[other].name for other in waiting[: min(ahead, 3)])
+    more = ", ..." if ahead > 3 else ""
+    made = [_fact("in queue", f"{ahead} before it: {names}{more}" if ahead else "nobody before it")]
+    held = {other.name: len(other.devices) for other in model.jobs.values() if other.holds_devices and other.devices}
+    if held:
+        most = sorted(held.items(), key=lambda item: -item[1])
+        said = ", ".join(f"{name} {count}" for name, count in most[:4]) + (", ..." if len(most) > 4 else "")
+        made.append(_fact("held by", printable(said)))
+    shut = [f"{host.name} is {host.shown_state}" for host in model.hosts.values() if host.shown_state != "up"]
+    if shut:
+        made.append(_fact("not usable", (", ".join(shut[:3]) + (", ..." if len(shut) > 3 else ""), "warn")))
+    return made
+
+
+def _asked(job: rows.Job) -> str:
+    kind = f" {job.asked_kind}" if job.asked_kind else ""
+    said = f"{job.asked}{kind} device{'' if job.asked == 1 else 's'}" if job.asked else "CPU cores"
+    extra = [f"priority {job.priority}", job.kind, "guaranteed" if job.guaranteed else "", job.user]
+    return ", ".join(filter(None, (said, *extra)))
+
+
+def _left(job: rows.Job) -> str:
+    if not job.steps or job.step_time_s is None or job.is_over:
+        return ""
+    return f" {duration((job.steps - job.step) * job.step_time_s)} left"
+
+
+def _times(job: rows.Job, now_s: float) -> str:
+    ran = ran_s(job, now_s)
+    said = f"submitted {clock(job.submitted_s, now_s)}, waited {duration(waited_s(job, now_s))}"
+    return said + (f", ran {duration(ran)}" if ran is not None else "")
+
+
+def step_time(job: rows.Job) -> list[str | tuple[str, str]]:
+    """Measured, and how far off the prediction is."""
+    assert job.step_time_s is not None
+    said: list[str | tuple[str, str]] = [f"{duration(job.step_time_s)} measured"]
+    if job.predicted_step_time_s:
+        off = job.step_time_s / job.predicted_step_time_s - 1
+        said += [
+            f", {duration(job.predicted_step_time_s)} predicted ",
+            (f"({off:+.0%})", "warn" if abs(off) > 0.25 else "good"),
+        ]
+    return said
+
+
+def candidate(job: rows.Job, look: Look) -> list[Line]:
+    """The plan it would get next, its gain and the cost of the move."""
+    after = job.next
+    if after is None:
+        return []
+    gain = f", gains {after.gain:+.0%}" if after.gain is not None else ""
+    cost = f", the move costs {duration(after.move_cost_s)}" if after.move_cost_s is not None else ""
+    return [_fact("next", (f"{after.plan} on {after.devices} devices", "bold"), gain, cost)]
+
+
+def through(move: rows.Move) -> str:
+    """How a job went on that ended to start again."""
+    return f"{size(move.local_bytes)} through host memory" if move.local_bytes else "saved, and started again"
+
+
+def move_line(move: rows.Move, look: Look, now_s: float) -> list[str | tuple[str, str]]:
+    """One move in a line."""
+    way = f"{move.old} {look.glyph('to')} {move.new}"
+    if move.failure:
+        return [way, (f" failed: {printable(move.failure)}", "bad")]
+    stood = f"stood still {duration(move.downtime_s)}" if move.downtime_s is not None else "under way"
+    moved = f", {size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
+    if move.restarts:
+        moved = f", {through(move)}"
+    return [way, (f"  {stood}{moved} ({clock(move.started_s, now_s)})", "dim")]

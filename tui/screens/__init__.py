@@ -1,0 +1,1 @@
+"""The screens: queue, job, fleet, decisions, events, log."""

@@ -1,0 +1,98 @@
+"""The queue screen: jobs, and one of them with its log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from textual.app import ComposeResult
+from textual.containers import Container
+from textual.timer import Timer
+
+from tui.model import columns, rows
+from tui.model.context import Context
+from tui.model.lines import Line, line
+from tui.model.model import Touched
+from tui.model.view import job_summary
+from tui.screens.base import TableBoard
+from tui.widgets.log_pane import LogPane
+from tui.widgets.text_pane import TextPane
+
+SETTLE_S = 0.15
+"""The cursor rests so long before anything is asked of the daemon for its row."""
+
+
+class QueueBoard(TableBoard[rows.Job]):
+    """Jobs, and one of them with its log."""
+
+    title = "jobs"
+    all_columns = columns.JOB_COLUMNS
+    fields = columns.JOB_FIELDS
+    default_sort = "state"
+
+    def __init__(self, name: str, context: Context) -> None:
+        super().__init__(name, context)
+        self.detail = TextPane("queue-detail")
+        self.log_pane = LogPane("queue-log")
+        self._settling: Timer | None = None
+        self._log_of: tuple[str, bool] | None = None
+
+    def compose(self) -> ComposeResult:
+        """The table, and beside it (below it in a narrow terminal) detail and log."""
+        yield self.table
+        yield Container(self.detail, self.log_pane, id="queue-side")
+
+    def all_rows(self) -> Mapping[str, rows.Job]:
+        """Jobs by id."""
+        return self.context.model.jobs
+
+    def fields_of(self, row: rows.Job) -> Mapping[str, str]:
+        """What a filter sees."""
+        return columns.job_fields(row)
+
+    def touched(self, touched: Touched) -> Iterable[str]:
+        """Jobs."""
+        return touched.jobs
+
+    def when_empty(self) -> list[Line]:
+        """How to get jobs."""
+        if self.context.model.number < 0:
+            return []
+        if self.listing.hidden:
+            return [line("No job matches the filter: esc clears it.")]
+        how = line(
+            "Press ", ("n", "key"), " to submit a job file, or in a shell:  ", ("clusterd submit job.toml", "key")
+        )
+        return [line(("There are no jobs yet.", "bold")), line(""), *([how] if self.context.can_act else [])]
+
+    def show_side(self) -> None:
+        """The job under the cursor: its detail at once, its log when the cursor rests."""
+        job = self.current
+        context = self.context
+        self.detail.show(job_summary(job, context.model, context.look, context.clock()) if job else [])
+        self.detail.border_title = f" {job.name if job else 'job'} "
+        wanted = (job.id, bool(job.attempt) or job.is_over) if job else None
+        if wanted != self._log_of and self.display:
+            self._log_of = wanted
+            if self._settling is not None:
+                self._settling.stop()
+            self._settling = self.set_timer(SETTLE_S, self._show_log)
+
+    def _show_log(self) -> None:
+        job = self.context.model.jobs.get(self._log_of[0]) if self._log_of else None
+        if job is None:
+            self.log_pane.say("")
+        elif not self.context.source.can_act:
+            self.log_pane.say("a recording holds no logs")
+        elif not (job.attempt or job.is_over):
+            self.log_pane.say(f"{job.name} has not started: w says why")
+        else:
+            self.log_pane.follow_job(self.context.source, job.id, name=job.name)
+
+    def left(self) -> None:
+        """A log that nobody sees is not pulled."""
+        self._log_of = None
+        self.log_pane.stop()
+
+    def jobs(self) -> list[str]:
+        """Marked, or under the cursor."""
+        return self.table.chosen

@@ -1,0 +1,279 @@
+"""A table that keeps its place: rows by key, only visible ones drawn, only changed ones drawn again.
+
+Not Textual's DataTable: it draws and measures every row, and taking one row out costs time proportional to all of them,
+which is what a filter over two thousand jobs does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from tui.model.columns import Column, lay_out
+from tui.model.lines import Line, fit, line
+from tui.model.state_styles import Look
+from tui.widgets.painting import cursor_strip, strip
+from tui.widgets.plain_text import Unmarked
+
+Cells = Callable[[str, Sequence[tuple[Column[Any], int]]], Sequence[Line]]
+"""The cells of a key, one for each column."""
+
+_HEADER = 1
+_GUTTER = 2
+
+
+class Table(Unmarked, ScrollView, can_focus=True):
+    """Rows under a header line; the cursor and the marks belong to keys, not to places."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down,j", "move(1)", "down", show=False),
+        Binding("up,k", "move(-1)", "up", show=False),
+        Binding("pagedown,ctrl+d", "page(1)", "page down", show=False),
+        Binding("pageup,ctrl+u", "page(-1)", "page up", show=False),
+        Binding("home,g", "end(-1)", "first", show=False),
+        Binding("end,G", "end(1)", "last", show=False),
+        Binding("enter", "open", "open", show=False),
+    ]
+
+    class Moved(Message):
+        """The cursor is on another key."""
+
+        def __init__(self, table: Table) -> None:
+            self.table = table
+            super().__init__()
+
+    class Opened(Message):
+        """Enter, or a double click."""
+
+        def __init__(self, table: Table) -> None:
+            self.table = table
+            super().__init__()
+
+    class Sorted(Message):
+        """A heading was clicked."""
+
+        def __init__(self, table: Table, column: str) -> None:
+            self.table = table
+            self.column = column
+            super().__init__()
+
+    def __init__(self, name: str, cells: Cells, look: Look, stay_on_top: bool = False) -> None:
+        """`stay_on_top`: a cursor on the first row stays on the first row, whatever comes there."""
+        super().__init__(id=name)
+        self._cells = cells
+        self._look = look
+        self._stay_on_top = stay_on_top
+        self._columns: Sequence[Column[Any]] = ()
+        self._laid: list[tuple[Column[Any], int]] = []
+        self._laid_for = 0  # the room; a scrollbar that comes takes some of it without a word
+        self._drawn: dict[int, tuple[Any, ...]] = {}
+        self.keys: list[str] = []
+        self._places: dict[str, int] = {}
+        self.cursor: str | None = None
+        self._awaited: str | None = None  # row for the cursor
+        self.marked: set[str] = set()
+        self.sorted_by = ""
+        self.descending = False
+        self.empty: list[Line] = []
+
+    # --- what is shown ------------------------------------------------------------------------------------------------
+
+    def set_columns(self, columns: Sequence[Column[Any]], sorted_by: str, descending: bool) -> None:
+        """Show these, and a mark at the one that is sorted by."""
+        self._columns, self.sorted_by, self.descending = columns, sorted_by, descending
+        self._lay_out()
+
+    def show(self, keys: list[str]) -> None:
+        """These rows in this order; cursor and scroll position stay with their rows."""
+        if keys is not self.keys or len(keys) != len(self._places):
+            self._reorder(list(keys))
+        self.redraw()
+
+    def _reorder(self, keys: list[str]) -> None:
+        before, was_at = self.cursor, self._places.get(self.cursor or "", 0)
+        offset = was_at - self.scroll_offset.y
+        self.keys = keys
+        self._places = {key: at for at, key in enumerate(keys)}
+        if before is not None and was_at == 0 and self._stay_on_top and self.scroll_offset.y == 0:
+            before = keys[0] if keys else None
+        elif before not in self._places:
+            before = keys[min(was_at, len(keys) - 1)] if keys else None
+        moved = before != self.cursor
+        self.cursor = before
+        self.marked &= self._places.keys()
+        self.virtual_size = Size(0, len(keys) + _HEADER)
+        if before is not None and 0 <= offset < max(self.size.height - _HEADER, 1):
+            target = max(self._places[before] - offset, 0)
+            if target != self.scroll_offset.y:
+                self.scroll_to(y=target, animate=False, force=True, immediate=True)
+        if moved:
+            self.post_message(self.Moved(self))
+        if self._awaited is not None and self._awaited in self._places:
+            self.move_to(self._awaited)
+
+    def redraw(self) -> None:
+        """Look at the visible rows, and draw those again that look otherwise than before."""
+        if not self.is_attached or not self.size.width:
+            return
+        if self._room != self._laid_for:
+            self._lay_out()
+        for y in range(self.size.height):
+            content = self._content(y)
+            if self._drawn.get(y) != content:
+                self.refresh(Region(0, y, self.size.width, 1))
+
+    def _content(self, y: int) -> tuple[Any, ...]:
+        """All that the line depends on."""
+        if y < _HEADER:
+            return ("header", self.sorted_by, self.descending, len(self._laid), self.has_focus)
+        at = self.scroll_offset.y + y - _HEADER
+        if at >= len(self.keys):
+            return ("empty", at if not self.keys else -1)
+        key = self.keys[at]
+        flags = (key in self.marked, key == self.cursor, self.has_focus)
+        return (key, flags, tuple(self._cells(key, self._laid)))
+
+    @property
+    def _room(self) -> int:
+        """Cells beside the scrollbar, which Textual draws over the last one."""
+        return self.size.width - self.scrollbar_size_vertical
+
+    # --- drawing ------------------------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        self._laid_for = self._room
+        self._laid = lay_out(self._columns, max(self._room - _GUTTER, 1))
+        self._drawn.clear()
+        self.refresh()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Columns come and go with the room."""
+        self._lay_out()
+        if self.cursor is not None:
+            self.call_after_refresh(self._keep_in_sight)
+
+    def render_line(self, y: int) -> Strip:
+        """One line of what is in sight."""
+        if self._room != self._laid_for:
+            self._lay_out()
+        content = self._content(y)
+        self._drawn[y] = content
+        base = self.rich_style
+        cells = self.size.width
+        if content[0] == "header":
+            return self._header(base).adjust_cell_length(cells, base)
+        if content[0] == "empty":
+            said = self.empty[content[1]] if 0 <= content[1] < len(self.empty) else ()
+            return strip((("  ", ""), *said), base).adjust_cell_length(cells, base)
+        _, (marked, current, focused), found = content
+        runs: list[tuple[str, str]] = [(f"{self._look.glyph('mark')} " if marked else "  ", "key")]
+        more = self._look.glyph("more")
+        for (column, width), cell in zip(self._laid, found, strict=True):
+            runs += (*fit(cell, width, column.right, more), (" ", ""))
+        runs.pop()
+        drawn = cursor_strip(fit(tuple(runs), self._room), base, focused) if current else strip(tuple(runs), base)
+        return drawn.adjust_cell_length(cells, base)
+
+    def _header(self, base: Style) -> Strip:
+        runs: list[tuple[str, str]] = [("  ", "")]
+        for column, width in self._laid:
+            arrow = self._look.glyph("down" if self.descending else "up") if column.name == self.sorted_by else ""
+            runs += (*fit(line((column.title + arrow, "heading")), width, column.right, ""), (" ", ""))
+        return strip(tuple(runs), base)
+
+    def watch_has_focus(self, focused: bool) -> None:
+        """The cursor looks otherwise with the focus."""
+        super().watch_has_focus(focused)
+        self.redraw()
+
+    def watch_show_vertical_scrollbar(self) -> None:
+        """A scrollbar that comes or goes changes the width without a word."""
+        self.call_after_refresh(self.redraw)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Other rows are in sight."""
+        super().watch_scroll_y(old_value, new_value)
+        self._drawn.clear()
+
+    # --- moving about -------------------------------------------------------------------------------------------------
+
+    def move_to(self, key: str) -> None:
+        """Put the cursor on this row, in sight; where it is not there yet, when it comes, unless it is moved before."""
+        self._awaited = None if key in self._places else key
+        if key in self._places and key != self.cursor:
+            self.cursor = key
+            self.redraw()
+            self.post_message(self.Moved(self))
+        self._keep_in_sight()
+
+    def _keep_in_sight(self) -> None:
+        at = self._places.get(self.cursor or "")
+        if at is None:
+            return
+        top, room = self.scroll_offset.y, max(self.size.height - _HEADER, 1)
+        target = at if at < top else at - room + 1 if at >= top + room else top
+        if target != top:
+            self.scroll_to(y=target, animate=False, force=True, immediate=True)
+
+    def action_move(self, by: int) -> None:
+        """Cursor up or down."""
+        if self.keys:
+            at = self._places.get(self.cursor or "", 0) if self.cursor else -by
+            self.move_to(self.keys[min(max(at + by, 0), len(self.keys) - 1)])
+
+    def action_page(self, by: int) -> None:
+        """By what is in sight."""
+        self.action_move(by * max(self.size.height - _HEADER - 1, 1))
+
+    def action_end(self, which: int) -> None:
+        """To the first row, or the last."""
+        self.action_move(which * len(self.keys))
+
+    def action_open(self) -> None:
+        """What the row is about."""
+        if self.cursor is not None:
+            self.post_message(self.Opened(self))
+
+    def mark(self, key: str) -> None:
+        """Mark a row, or take its mark away."""
+        self.marked ^= {key}
+        self.redraw()
+
+    @property
+    def chosen(self) -> list[str]:
+        """The marked rows in order; without any, the one under the cursor."""
+        if self.marked:
+            return [key for key in self.keys if key in self.marked]
+        return [self.cursor] if self.cursor is not None else []
+
+    def on_click(self, event: events.Click) -> None:
+        """A row gets the cursor, twice opens it; a heading sorts."""
+        where = event.get_content_offset(self)
+        if where is None:  # the border
+            return
+        if where.y < _HEADER:
+            column = self._column_at(where.x)
+            if column is not None:
+                self.post_message(self.Sorted(self, column))
+            return
+        at = self.scroll_offset.y + where.y - _HEADER
+        if at < len(self.keys):
+            self.move_to(self.keys[at])
+            if event.chain == 2:
+                self.action_open()
+
+    def _column_at(self, x: int) -> str | None:
+        left = _GUTTER
+        for column, width in self._laid:
+            if left <= x <= left + width:
+                return column.name
+            left += width + 1
+        return None

@@ -1,0 +1,125 @@
+"""A pane of wrapped lines that can be scrolled, and is drawn again only where it changed."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widget import Widget
+
+from tui.model.lines import EMPTY, Line, wrap
+from tui.widgets.painting import strip
+from tui.widgets.plain_text import Unmarked
+
+
+class TextPane(Unmarked, ScrollView, can_focus=True):
+    """Shows lines, wrapped to its width."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("j", "scroll_down", "down", show=False),
+        Binding("k", "scroll_up", "up", show=False),
+        Binding("g", "scroll_home", "first", show=False),
+        Binding("G", "scroll_end", "last", show=False),
+        Binding("ctrl+d", "page_down", "page down", show=False),
+        Binding("ctrl+u", "page_up", "page up", show=False),
+    ]
+
+    def __init__(self, name: str, hang: int = 11) -> None:
+        """`hang`: the indent of what is wrapped."""
+        super().__init__(id=name)
+        self._hang = hang
+        self._source: list[Line] = []
+        self._lines: list[Line] = []
+        self._wrapped_for = 0  # the width; a first picture is drawn before a pane is told its size
+
+    def show(self, lines: list[Line]) -> None:
+        """These lines."""
+        if lines == self._source:
+            return
+        self._source = lines
+        self._wrap()
+
+    def _wrap(self) -> None:
+        if not self.size.width:  # not laid out yet: a line for each letter would be seen for a moment
+            return
+        before, fresh = self._lines, self._pieces()
+        self._lines = fresh
+        if self.virtual_size.height != len(fresh):
+            self.virtual_size = Size(0, len(fresh))
+        top = self.scroll_offset.y
+        for y in range(self.size.height):
+            old = before[top + y] if top + y < len(before) else None
+            new = fresh[top + y] if top + y < len(fresh) else None
+            if old != new:
+                self.refresh(Region(0, y, self.size.width, 1))
+
+    def _pieces(self) -> list[Line]:
+        self._wrapped_for = self.size.width
+        cells = max(self.size.width - 1, 1)
+        return [piece for runs in self._source for piece in wrap(runs, cells, self._hang)]
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Wrap anew."""
+        self._wrap()
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One line of what is in sight."""
+        if self._wrapped_for != self.size.width:
+            self._lines = self._pieces()
+        at = self.scroll_offset.y + y
+        base = self.rich_style
+        runs = self._lines[at] if at < len(self._lines) else EMPTY
+        return strip(runs, base).adjust_cell_length(self.size.width, base)
+
+    @property
+    def text(self) -> str:
+        """What is shown, for copying and for tests."""
+        return "\n".join("".join(piece for piece, _ in runs) for runs in self._source)
+
+
+class Bar(Widget):
+    """A few lines that fill their place: header, footer. Runs with an action can be clicked."""
+
+    class Pressed(Message):
+        """A run with an action was clicked."""
+
+        def __init__(self, action: str) -> None:
+            self.action = action
+            super().__init__()
+
+    def __init__(self, name: str) -> None:
+        super().__init__(id=name)
+        self._lines: list[Line] = []
+        self._actions: dict[str, str] = {}
+
+    def show(self, lines: list[Line], actions: dict[str, str] | None = None) -> None:
+        """These lines; `actions`: what a click on a run of this text does."""
+        self._actions = actions or {}
+        if lines != self._lines:
+            self._lines = lines
+            self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One of them."""
+        base = self.rich_style
+        runs = self._lines[y] if y < len(self._lines) else EMPTY
+        return strip(runs, base).adjust_cell_length(self.size.width, base)
+
+    def on_click(self, event: events.Click) -> None:
+        """What the run under the mouse does."""
+        at = 0
+        for text, _ in self._lines[event.y] if event.y < len(self._lines) else EMPTY:
+            if at <= event.x < at + len(text) and text in self._actions:
+                self.post_message(self.Pressed(self._actions[text]))
+            at += len(text)
+
+    @property
+    def text(self) -> str:
+        """What is shown."""
+        return "\n".join("".join(piece for piece, _ in runs) for runs in self._lines)
