@@ -133,7 +133,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     known = {SPELLED.get(f.name, f.name) for f in fields(Config)} - set(TABLES)
     check_keys(daemon, known, f"{where}: [daemon]")
     check_keys(values, {"daemon", *TABLES}, where)
-    from clusterd.jobfile import data_folders  # which reads files by this module's functions
+    from clusterd.submission.job_file import data_folders  # which reads files by this module's functions
 
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
     hosts: dict[str, HostOptions] = {}

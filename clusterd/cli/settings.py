@@ -14,7 +14,7 @@ import click
 from clusterd import config as configuration
 from clusterd.cli.output import note
 from clusterd.errors import ConfigError, UsageError
-from clusterd.jobfile import Request, read_job_file
+from clusterd.submission.job_file import Request, read_job_file
 
 
 @click.group()
@@ -43,7 +43,7 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
 
     from clusterd.client import frame
     from clusterd.daemon.api.validation import refuse_malformed
-    from clusterd.workdir import refuse_missing
+    from clusterd.submission.workdir import refuse_missing
 
     try:
         if request.spec.workdir is not None:

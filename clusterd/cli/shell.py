@@ -20,8 +20,8 @@ from clusterd.cli.completing import complete_job
 from clusterd.cli.output import note
 from clusterd.client import Client
 from clusterd.errors import ClusterError
-from clusterd.jobfile import command_line_job
-from clusterd.submitting import send
+from clusterd.submission.job_file import command_line_job
+from clusterd.submission.submit import send
 
 PIECE_BYTES = 1 << 15
 PATIENCE_S = 24 * 3600.0

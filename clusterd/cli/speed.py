@@ -12,8 +12,8 @@ from clusterd.cli.completing import complete_job
 from clusterd.cli.output import note, output_option, show_json, show_table, tell
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.jobfile import read_job_file
-from clusterd.submitting import plain, with_workdir
+from clusterd.submission.job_file import read_job_file
+from clusterd.submission.submit import plain, with_workdir
 from clusterd.units import duration, fine, size
 
 _SHOWN = 12

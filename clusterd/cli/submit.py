@@ -16,9 +16,9 @@ from clusterd.cli.following import exit_code, first_failure, show_logs, until_ov
 from clusterd.cli.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
-from clusterd.jobfile import Request, command_line_job, read_job_file, variables
-from clusterd.submitting import hand_over, pack_workdir, plain, with_workdir
-from clusterd.sweep import parse_sweep, swept
+from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
+from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
+from clusterd.submission.sweep import parse_sweep, swept
 from clusterd.types import JobId, JobSpec
 
 _AFTER = click.option(

@@ -10,7 +10,7 @@ import pytest
 from clusterd.cli.settings import config
 from clusterd.config import load
 from clusterd.errors import ConfigError, UsageError
-from clusterd.jobfile import read_job_file
+from clusterd.submission.job_file import read_job_file
 from tests.conftest import RunningCluster
 
 NEVER_TAKEN = [

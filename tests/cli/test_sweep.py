@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterd.errors import UsageError
-from clusterd.sweep import parse_sweep, swept
+from clusterd.submission.sweep import parse_sweep, swept
 from clusterd.types import JobSpec
 from tests.conftest import RunningCluster
 

@@ -13,7 +13,7 @@ import pytest
 
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
-from clusterd.workdir import pack
+from clusterd.submission.workdir import pack
 from tests.conftest import RunningCluster
 
 LIMIT = 1 << 20

@@ -12,7 +12,7 @@ from tui.app import Top
 from tui.model.view import Link, LinkState
 
 if TYPE_CHECKING:
-    from clusterd.jobfile import Request
+    from clusterd.submission.job_file import Request
 
 NOW_S = 1_760_000_000.0
 """9 October 2025, 08:53:20 UTC."""

@@ -203,7 +203,7 @@ class Acting:
 
     async def submit(self) -> None:
         """Queue the job of a file."""
-        from clusterd.jobfile import read_job_file
+        from clusterd.submission.job_file import read_job_file
 
         here = await asyncio.to_thread(job_files)  # a file system may take its time
         lines = [line("path of a job file; workdir is relative to it")]

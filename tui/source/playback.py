@@ -14,7 +14,7 @@ from tui.model.view import Link, LinkState
 from tui.source.sources import Item
 
 if TYPE_CHECKING:
-    from clusterd.jobfile import Request
+    from clusterd.submission.job_file import Request
 
 CHECKPOINTS = 64
 """Copies of the model along the recording: going back starts from the nearest one before."""

@@ -14,7 +14,7 @@ from tui.model.view import Link, LinkState
 from tui.source.wire import Wire
 
 if TYPE_CHECKING:
-    from clusterd.jobfile import Request
+    from clusterd.submission.job_file import Request
     from tui.source.playback import Player
 
 SILENCE_S = 15.0
@@ -177,7 +177,7 @@ class Daemon:
 
         # Most who look never submit: packing directories is not imported before it is needed.
         from clusterd.client import Client
-        from clusterd.submitting import send
+        from clusterd.submission.submit import send
 
         def work() -> dict[str, Any]:
             with Client(self._path) as cluster:

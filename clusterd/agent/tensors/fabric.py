@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.tensors.segments import Segment, Store
-from clusterd.patience import be_patient
+from clusterd.niceness import be_patient
 
 CHUNK_BYTES = 4 << 20
 PUBLISH_TIMEOUT_S = 600.0

@@ -15,7 +15,7 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
-from clusterd.patience import be_patient
+from clusterd.niceness import be_patient
 
 Message = dict[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from clusterd.core.queueing import admission
 from clusterd.errors import UsageError
-from clusterd.jobfile import checked_name
+from clusterd.submission.job_file import checked_name
 from clusterd.types import JobSpec
 
 RETRIES_MAX = 1000

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from clusterd.patience import be_patient
+from clusterd.niceness import be_patient
 from clusterd.train.migration.spec import sums_to_bytes
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control

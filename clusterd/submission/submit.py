@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.client import Client
-from clusterd.jobfile import Request
+from clusterd.submission.job_file import Request
+from clusterd.submission.workdir import Snapshot, pack
 from clusterd.types import JobKind, JobSpec
 from clusterd.units import size
-from clusterd.workdir import Snapshot, pack
 
 CHUNK_BYTES = 1 << 20
 

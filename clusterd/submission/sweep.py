@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from clusterd.errors import UsageError
-from clusterd.jobfile import NAME_LENGTH_MAX
+from clusterd.submission.job_file import NAME_LENGTH_MAX
 from clusterd.types import TEMPLATE_NAMES, JobSpec
 
 JOBS_MAX = 1000
