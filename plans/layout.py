@@ -1,7 +1,7 @@
 """Who holds what: the boxes of every tensor of a job's state, by rank.
 
 A layout follows from the model's shape and the plan alone, so everyone computes the same one and nothing but its digest
-is exchanged. A rank compares its row with its live objects before it takes part in a move (`clusterd.train.state.local_shards`).
+is exchanged. A rank compares its row with its live objects before it takes part in a move (`local_shards`).
 
 A tensor is a parameter, the optimizer's state of one, or a buffer. All slots of the state that have the parameter's
 shape move as one, with their bytes per element added up; a slot of another shape (Adafactor's means of rows and

@@ -1,6 +1,6 @@
 """Which plans can be: rules of arithmetic, of the model, and of what torch can do. Each refusal is a sentence.
 
-What torch cannot do between CPU ranks has no field in `Plan`, or goes another way in `clusterd.train.parallel.apply_plan`
+What torch cannot do between CPU ranks has no field in `Plan`, or goes another way in `apply_plan`
 (`tests/plans/test_equivalence.py` tries each, and expects it to fail):
 
 - context parallelism: "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy";

@@ -20,9 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         return server.main()
     if verb == "spawner":
-        from clusterd.agent.forkserver import server
+        from clusterd.agent.forkserver.server import main as fork_server
 
-        return server.main(rest)
+        return fork_server(rest)
     if verb == "inside":
         from clusterd.agent.ranks import exec_in_rank
 

@@ -16,7 +16,7 @@ WHOLE_BYTES_PER_PARAMETER = 2
 """Of these what ZeRO-1 and ZeRO-2 leave whole on every replica."""
 
 LIVE_FIXED_S = 0.1
-"""Agreement on the last step, messages and the commit of the switch: as `clusterd.daemon.api.migration_cost` reckons."""
+"""Agreement on the last step, messages and the commit of the switch: as `daemon.api.migration_cost` reckons."""
 
 LIVE_COPY_BYTES_PER_S = 2e9
 """Of one rank, out of its memory or into it: seen with four ranks on two cores (tests/benchmarks/migration.py)."""

@@ -75,7 +75,8 @@ def test_what_the_fork_server_preloads_starts_nothing() -> None:
 def test_a_rank_imports_hardly_more() -> None:
     """What a forked rank still had to import would cost seconds at every start, and in every migration."""
     program = (
-        "import sys, clusterd.train.process.preload; before = set(sys.modules); sys.argv = ['train.py', '--steps', '2']\n"
+        "import sys, clusterd.train.process.preload; before = set(sys.modules)\n"
+        "sys.argv = ['train.py', '--steps', '2']\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
         "print(sum(m.startswith('torch') for m in set(sys.modules) - before))"

@@ -7,8 +7,8 @@ import sys
 
 LATE = (
     "numpy", "scipy", "torch", "asyncssh", "plotext", "anyio", "sqlite3", "clusterd.core", "clusterd.daemon",
-    "clusterd.client", "profiling", "plans", "tui.source.playback", "tui.widgets.dialogs", "tui.model.job_page", "tui.commands.actions",
-    "tui.screens.streams",
+    "clusterd.client", "profiling", "plans", "tui.source.playback", "tui.widgets.dialogs",
+    "tui.model.job_page", "tui.commands.actions", "tui.screens.streams",
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What an optimizer begins to keep after its first update: slow weights, averages that start at some step.
 
-Which slots there are is found out before training, by one update of small stand-ins (`clusterd.train.parallel.optimizer_slots`), and moves
+Which slots there are is found out before training, by one update of small stand-ins (`optimizer_slots`), and moves
 and snapshots are laid out by that. A checkpoint has room for whatever is there, under the same keys.
 """
 
