@@ -263,7 +263,7 @@ def test_what_a_rank_says_about_its_failure_comes_with_its_end(
 
 def spawner_alone(tmp_path: Path, change: str) -> subprocess.Popen[bytes]:
     """A fork server that no agent started, with a constant changed."""
-    source = f"import sys; from clusterd.agent import spawner; spawner.{change}; sys.exit(spawner.main(sys.argv[1:]))"
+    source = f"import sys; from clusterd.agent.forkserver import server; server.{change}; sys.exit(server.main(sys.argv[1:]))"
     command = [sys.executable, "-c", source, "--socket", str(tmp_path / "s.sock")]
     process = subprocess.Popen(command)
     wait_until((tmp_path / "s.sock").exists, "the fork server to listen")

@@ -52,7 +52,7 @@ def test_who_reads_what_was_dropped_is_told_and_goes_on_behind_it(long_log: Path
 def test_a_log_is_shortened_once_more_when_its_rank_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a job wrote since the last look, gigabytes in a few seconds, stayed on the disk."""
     looked: list[Path] = []
-    monkeypatch.setattr(housekeeping.logs, "trim", lambda file: looked.append(file) or 0)
+    monkeypatch.setattr(housekeeping.growing_files, "trim", lambda file: looked.append(file) or 0)
     attempt = Attempt(tmp_path, {}, ranks={0: Rank(0, state="running")})
     some: Any = Mock()
     work = housekeeping.Chores(cast(Any, [attempt]), some, some, some, some, some)
