@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.state import Attempt, Description, Host, Job, Lease, Rank, State
 from clusterd.core.view import Policy, View
 from clusterd.errors import UsageError
@@ -211,7 +211,7 @@ def _add(state: State, situation: Situation, given: JobIn, where: dict[str, Host
     if not estimates:
         raise UsageError(f"job {given.id} has no configurations: give at least one that can run")
     state.jobs[job_id] = job
-    state.outlooks[model] = Outlook(estimates, 1, measured=len(estimates), is_whole=True)
+    state.performance_tables[model] = PerformanceTable(estimates, 1, measured=len(estimates), is_whole=True)
     if situation.move_cost_s is not None:
         state.move_costs_s[model] = situation.move_cost_s
     if given.current is None:

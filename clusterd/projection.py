@@ -14,7 +14,7 @@ import msgspec
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
-from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted
+from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted, Timer, TimerKind
 from clusterd.core.ledger import of_ranks
 from clusterd.core.queueing.predictability import is_predictable
 from clusterd.core.state import Attempt, Host, Job, Migration, State
@@ -57,18 +57,18 @@ def job_row(job: Job, state: State) -> Row:
         "left_s": left_s(job),
         "progressed_s": job.progressed_s,
         "predicted_step_time_s": predicted_step_time_s(job, state),
-        "profiling": job.being_tried,
-        "trials": len(job.trials),
+        "profiling": job.trials.is_running,
+        "trials": len(job.trials.past),
         "predictable": is_predictable(job),
-        "foreseen_steps": job.foreseen_steps,
+        "foreseen_steps": job.predicted_steps,
         "target_loss": job.spec.target_loss,
         "submitted_s": job.submitted_s,
         "started_s": job.started_s,
         "ended_s": job.ended_s,
         "exit_code": job.exit_code,
         "pinned": job.pinned is not None,
-        "unfit": dict(job.unfit),
-        "refused": {str(plan): why for plan, why in job.refused},
+        "unfit": dict(job.excluded_hosts),
+        "refused": {str(plan): why for plan, why in job.rejected_plans},
         "checkpoint": job.checkpoint,
         "checkpoint_step": job.checkpoint_step,
         "migrating": migration_row(running.migration) if running and running.migration else None,
@@ -95,7 +95,7 @@ def reason(job: Job, state: State) -> str:
     if attempt is None or not away:
         return job.reason
     said = " and ".join(_silence(host) for host in away)
-    until = [at_s for host in away if (at_s := state.timers.get(f"host-lost:{host.id}")) is not None]
+    until = [at_s for host in away if (at_s := state.timers.get(Timer(TimerKind.HOST_LOST, host.id))) is not None]
     until_at = f"if that lasts until {_clock(min(until))}, " if until else ""
     if attempt.state is AttemptState.STOPPING:
         then = f"; {until_at}it is over without an answer" if until else ""
@@ -118,10 +118,10 @@ def _clock(at_s: float) -> str:
 
 def predicted_step_time_s(job: Job, state: State) -> float | None:
     """What the performance model says of the plan that the job runs under, where it runs; None: it says nothing."""
-    attempt, outlook = job.attempt, state.outlooks.get(job.model)
-    if attempt is None or attempt.plan is None or outlook is None:
+    attempt, table = job.attempt, state.performance_tables.get(job.model)
+    if attempt is None or attempt.plan is None or table is None:
         return None
-    found = believed(outlook, attempt.plan, of_ranks(state.hosts, attempt))
+    found = believed(table, attempt.plan, of_ranks(state.hosts, attempt))
     return found.step_time_s if found is not None else None
 
 
@@ -174,7 +174,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
     return {
         "name": host.id,
         "state": host.state.value,
-        "why": host.why or host.strange,
+        "why": host.why or host.unknown_attempts_notice,
         "since_s": host.since_s,
         "drained": host.drained,
         "address": host.facts.address if host.facts else None,
@@ -204,7 +204,7 @@ def may_still_run(state: State, host: Host) -> list[str]:
     """Attempts that a host had when it was lost; nobody has heard from there since."""
     if host.state is HostState.UP:
         return []
-    given_up = (a for job in state.jobs.values() for a in job.attempts if host.id in a.given_up)
+    given_up = (a for job in state.jobs.values() for a in job.attempts if host.id in a.unconfirmed_hosts)
     return [f"{state.jobs[a.job].spec.name} ({a.job}.{a.number})" for a in given_up]
 
 
@@ -215,7 +215,7 @@ def unusable(job: Job, state: State, now_s: float) -> list[str]:
     for host in hosts:
         for device, fault in host.faults.items():
             if fault.is_left_out:
-                left_s = max(state.timers.get(f"fault:{device}", 0.0) - now_s, 0.0)
+                left_s = max(state.timers.get(Timer(TimerKind.FAULT, device), 0.0) - now_s, 0.0)
                 again = f"clusterd host undrain {host.id} offers it again now"
                 said.append(f"{device} is left out for {duration(left_s)}: {fault.why}; {again}")
     return said

@@ -18,7 +18,7 @@ import msgspec
 from clusterd import projection
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Batch, Scheduler
-from clusterd.daemon.journal.journal import MIGRATIONS, SELECT_BATCHES, batches
+from clusterd.daemon.journal.journal import FORMAT, SELECT_BATCHES, batches
 from clusterd.errors import ClusterError, UsageError
 
 Item = dict[str, Any]
@@ -104,10 +104,9 @@ def journal_batches(file: Path) -> Iterator[Batch]:
     try:
         db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        if not 0 < version <= len(MIGRATIONS):
-            raise ClusterError(f"{file} is of format {version}; this clusterd knows formats 1 to {len(MIGRATIONS)}")
-        first_format = "SELECT batch, kind, body, NULL FROM events WHERE id > ? ORDER BY id"
-        yield from batches(db.execute(first_format if version == 1 else SELECT_BATCHES, (0,)))
+        if version != FORMAT:
+            raise ClusterError(f"{file} is of format {version}; this clusterd knows format {FORMAT}")
+        yield from batches(db.execute(SELECT_BATCHES, (0,)))
         db.close()
     except sqlite3.DatabaseError as error:
         raise ClusterError(f"{file} cannot be read as a journal: {error}") from None

@@ -191,7 +191,7 @@ def simulate(
         cluster=hosts,
         workload=given,
         truth=world,
-        outlooks=run.believe(world, oracle, seed, [a.model for a in given.arrivals], known_by == "count"),
+        performance_tables=run.believe(world, oracle, seed, [a.model for a in given.arrivals], known_by == "count"),
         move_s=_move_cost(move_cost),
         start_s=start_cost,
         disturbances=tuple(sorted([*broken, *run.drains(hosts, drained)], key=lambda d: d.at_s)),

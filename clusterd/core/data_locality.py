@@ -1,4 +1,4 @@
-"""Where a job's data sets are, and whether a host that has each is there."""
+"""Location of a job's data sets, and whether a host that holds each is up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clusterd.types import HostId, HostState, JobSpec
 
 
 def places_of(text: str) -> list[tuple[str | None, str]]:
-    """``gpu01:/data, gpu02:/data``: host and folder; no host: every host has it."""
+    """Parse ``gpu01:/data, gpu02:/data`` into pairs of host and folder; host None: every host has the folder."""
     found: list[tuple[str | None, str]] = []
     for place in (part.strip() for part in text.split(",")):
         host, colon, path = place.partition(":")
@@ -18,11 +18,11 @@ def places_of(text: str) -> list[tuple[str | None, str]]:
 
 
 def waits_for(spec: JobSpec, hosts: Mapping[HostId, Host]) -> str | None:
-    """Which host of ours the job's data must come from, and does not now; None: its data is there."""
+    """Message naming a data set whose hosts are all away; None: all data is available."""
     for name, text in spec.datasets.items():
         named = [hosts.get(HostId(at)) if at is not None else None for at, _ in places_of(text)]
         away = [host for host in named if host is not None and host.state is not HostState.UP]
         if named and len(away) == len(named):
-            said = " and ".join(f"{host.id}, which is {host.state.value}" for host in away)
-            return f"waits for the data set {name!r} on {said}"
+            hosts_text = " and ".join(f"{host.id}, which is {host.state.value}" for host in away)
+            return f"waits for the data set {name!r} on {hosts_text}"
     return None

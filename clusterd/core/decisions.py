@@ -1,7 +1,7 @@
-"""What is to be done: the only output of the scheduler.
+"""Decisions: the only output of the scheduler.
 
-Decisions are imperative and complete: whoever carries them out chooses nothing. Each names the event that caused it and
-gives its reason in words, which is kept: `clusterd why` prints it.
+A decision is imperative and complete: the executor chooses nothing. It names the event that caused it and gives its
+reason in words, which `clusterd why` prints.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from clusterd.core.events import EventId
+from clusterd.core.events import EventId, Timer
 from clusterd.types import HostId, JobId, RankPlace
 from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Something to do, or to say, and why."""
+    """Base of all decisions."""
 
     cause: EventId
     reason: str
 
     @classmethod
     def match(cls, decisions: Iterable[Decision], **fields: Any) -> Self | None:
-        """The first of `decisions` that is of this class and has these field values."""
+        """First of `decisions` that is of this class and has these field values; None: there is none."""
         for decision in decisions:
             if isinstance(decision, cls) and all(getattr(decision, n) == v for n, v in fields.items()):
                 return decision
@@ -33,7 +33,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeModel(Decision):
-    """Let the job's script tell its model on this host, without devices."""
+    """Inspect the job's model on this host, without devices."""
 
     job: JobId
     host: HostId
@@ -41,14 +41,14 @@ class DescribeModel(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchAttempt(Decision):
-    """Start these ranks, all of them."""
+    """Start all ranks of an attempt."""
 
     job: JobId
     attempt: int
     generation: int
     plan: Plan | None
     ranks: tuple[RankPlace, ...]
-    restore: str | None = None  # checkpoint to go on from
+    restore: str | None = None  # directory of the checkpoint to load
 
     @property
     def hosts(self) -> tuple[HostId, ...]:
@@ -58,42 +58,42 @@ class LaunchAttempt(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAttempt(Decision):
-    """End what is left of the attempt on this host, and report when nothing is."""
+    """Stop every process of the attempt on this host, and report when none is left."""
 
     job: JobId
     attempt: int
     generation: int
     host: HostId
     grace_s: float
-    keep: bool = False  # ranks that can leave the state of their last step in the hosts' memory first
-    done: bool = False  # the job is where it was to get: ranks leave its result as after the last step
+    keep: bool = False  # ranks first leave the state of their last step in host memory
+    done: bool = False  # the job reached its target: ranks write its result as after the last step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMigration(Decision):
-    """Move the running attempt to these ranks, in memory, up to the point where only the switch is left."""
+    """Prepare the target ranks and transfer the state of the running attempt to them, up to the switch."""
 
     job: JobId
     attempt: int
-    generation: int  # of the ranks that run
+    generation: int  # of the source ranks
     plan: Plan
     ranks: tuple[RankPlace, ...]
     new_generation: int
     new_plan: Plan
     new_ranks: tuple[RankPlace, ...]
-    lost: tuple[int, ...] = ()  # old ranks that are dead, or behind those that are left
-    step: int | None = None  # with lost ranks: that those that are left are to end, if they have not
-    makes_room: bool = False  # new ranks find memory only where the old ones, who wait, have handed over and let go
+    lost: tuple[int, ...] = ()  # source ranks that are dead, or a step behind the survivors
+    step: int | None = None  # with lost ranks: the step that survivors finish first
+    source_releases_memory: bool = False  # the devices hold target ranks only once source ranks have freed their state
 
     @property
     def devices(self) -> int:
-        """How many the job will have."""
+        """Number of devices after the migration."""
         return len(self.new_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToRanks(Decision):
-    """A word for the ranks of one generation, on these hosts."""
+    """Base of messages to the ranks of one generation on these hosts."""
 
     job: JobId
     attempt: int
@@ -103,53 +103,53 @@ class ToRanks(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortMigration(ToRanks):
-    """Let the ranks of `generation`, if they wait for a switch, train on; the new ones are stopped apart from this."""
+    """Let source ranks that wait for the switch train on; target ranks are stopped by a decision of their own."""
 
     new_generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeAttempt(ToRanks):
-    """The switch is made: the ranks of `generation` train from here on."""
+    """Let the ranks of `generation`, to which the attempt has switched, train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutOffSurvivors(ToRanks):
-    """Tell ranks that peers of theirs are gone: a host that lost its power closes no connection, and they wait."""
+class AbortCollectives(ToRanks):
+    """Abort the collectives of ranks whose peers are gone: a host without power closes no connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeCheckpoint(ToRanks):
-    """Have the ranks write the job's state to a directory that its hosts share, while they train on."""
+    """Write a checkpoint to a directory that the job's hosts share, while training goes on."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UseCores(ToRanks):
-    """Have each rank compute on so many CPU cores from its next step on."""
+    """Give each rank this many CPU cores from its next step on."""
 
     each: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Decision):
-    """Report back at this time; a timer of the same name is replaced."""
+    """Fire a timer at this time; it replaces one with the same key."""
 
-    timer: str
+    timer: Timer
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldJob(Decision):
-    """Leave the job where it is: nothing to carry out, something to tell its user."""
+    """Record a new reason for the job's state; nothing is carried out."""
 
     job: JobId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndJob(Decision):
-    """The job reached its end; what was kept for running it can go."""
+    """End the job and free what was stored for running it."""
 
     job: JobId
     state: str
@@ -158,7 +158,7 @@ class EndJob(Decision):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequeueJob(Decision):
-    """The attempt is over, the job is not."""
+    """Queue the job again after an attempt."""
 
     job: JobId
     attempt: int

@@ -1,27 +1,56 @@
-"""What happened: the only input of the scheduler.
+"""Events: the only input of the scheduler.
 
-Events are facts, named in the past tense and written to the journal before they are handled. Each carries the time at
-which it happened (`at_s`, seconds since the epoch) and the number the journal gave it (`id`).
+An event is a fact, named in the past tense and written to the journal before it is handled. It carries the time at
+which it happened (`at_s`, seconds since the epoch) and the number that the journal gave it (`id`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NewType
 
-from clusterd.core.performance_table import Outlook
+from clusterd.core.performance_table import PerformanceTable
 from clusterd.types import AttemptReport, DeviceId, HostFacts, HostId, JobId, JobSpec, RankEnd, RankReport, Tenant
 from plans.plan import Plan
 
 EventId = NewType("EventId", int)
+NO_EVENT = EventId(0)
+
+
+class TimerKind(StrEnum):
+    """Purposes of timers."""
+
+    ROUND = "round"  # the policy's next round
+    RECOVERY = "recovery"  # the daemon stops waiting for hosts to report after its start
+    HOST_LOST = "host-lost"  # an unreachable host is given up
+    FAULT = "fault"  # a faulty device is offered again
+    RECOVER = "recover"  # survivors of an attempt must have reported
+    CHECKPOINT = "checkpoint"  # a periodic checkpoint is due
+    TRIAL = "trial"  # a trial must have been measured
+    STALL = "stall"  # a job without a step is restarted
+    LIMIT = "limit"  # a job's time limit
+    RETRY = "retry"  # the back-off of a job is over
+    SETTLE = "settle"  # a job may be migrated again
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Key of a timer: its purpose and the job, host or device that it is about."""
+
+    kind: TimerKind
+    about: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}:{self.about}" if self.about else self.kind.value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A fact."""
+    """Base of all events."""
 
     at_s: float
-    id: EventId = EventId(0)
+    id: EventId = NO_EVENT
 
 
 # --- the daemon's own -------------------------------------------------------------------------------------------------
@@ -29,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonStarted(Event):
-    """A daemon began to serve this journal; nothing is known of any host until its agent reports."""
+    """A daemon opened this journal; no host is known to be up until its agent reports."""
 
     epoch: int
     tenants: dict[str, Tenant] = field(default_factory=dict)
@@ -37,7 +66,7 @@ class DaemonStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSet(Event):
-    """The wall clock of the head node was set, as by NTP after a boot; `at_s` is by the new one."""
+    """The wall clock of the head node was set, as by NTP after a boot; `at_s` is by the new clock."""
 
     by_s: float
 
@@ -46,7 +75,7 @@ class ClockSet(Event):
 class TimerFired(Event):
     """A timer set by `SetTimer` is due."""
 
-    timer: str
+    timer: Timer
 
 
 # --- hosts ------------------------------------------------------------------------------------------------------------
@@ -54,21 +83,21 @@ class TimerFired(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAdded(Event):
-    """An operator made a host part of the cluster."""
+    """An operator added a host to the cluster."""
 
     host: HostId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRemoved(Event):
-    """An operator took a host, which ran nothing, out of the cluster."""
+    """An operator removed a host, which ran nothing, from the cluster."""
 
     host: HostId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDrained(Event):
-    """An operator wants the host empty."""
+    """An operator drained the host: its jobs leave and nothing new is placed there."""
 
     host: HostId
     by: str = ""
@@ -77,7 +106,7 @@ class HostDrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUndrained(Event):
-    """The host may be used again."""
+    """An operator returned the host to service."""
 
     host: HostId
     by: str = ""
@@ -85,18 +114,18 @@ class HostUndrained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConnected(Event):
-    """The host's agent answered, with all that it runs or remembers."""
+    """The host's agent answered and reported every attempt that it runs or has records of."""
 
     host: HostId
     facts: HostFacts
     attempts: tuple[AttemptReport, ...] = ()
-    agent: str = ""  # who answered: no two hosts have the same
-    agent_home: str | None = None  # where it was looked for: "", the default, or what settings said; None: not told
+    agent: str = ""  # identity of the agent, unique among hosts
+    agent_home: str | None = None  # its configured directory; "": the default; None: not recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostDisconnected(Event):
-    """The way to the host's agent broke; its ranks may well run on."""
+    """The connection to the host's agent broke; its ranks may go on."""
 
     host: HostId
     why: str
@@ -104,7 +133,7 @@ class HostDisconnected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostChanged(Event):
-    """The host's devices, or who else uses them, changed."""
+    """The host's devices, or the foreign processes on them, changed."""
 
     host: HostId
     facts: HostFacts
@@ -115,7 +144,7 @@ class HostChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted(Event):
-    """A user handed over a job; from here on it is not lost."""
+    """A user submitted a job; from here on it is not lost."""
 
     job: JobId
     spec: JobSpec
@@ -123,16 +152,16 @@ class JobSubmitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCancelled(Event):
-    """Its user, or an operator, wants the job gone."""
+    """The job's user or an operator cancelled it."""
 
     job: JobId
     by: str = ""
-    now: bool = False  # without time to save what it did
+    now: bool = False  # without a grace period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReprioritised(Event):
-    """Its user, or an operator, gave the job another priority."""
+    """The job's user or an operator changed its priority."""
 
     job: JobId
     priority: int
@@ -141,21 +170,21 @@ class JobReprioritised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescribed(Event):
-    """A host built the job's model without storage and told its shape (`plans.legality.ModelShape.to_dict`)."""
+    """A host built the job's model without storage and reported its shape (`ModelShape.to_dict`)."""
 
     job: JobId
     shape: dict[str, Any]
-    model: str = ""  # signature: jobs of the same share what is measured
+    model: str = ""  # signature: jobs with the same one share measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNotDescribed(Event):
-    """The job's script could not be brought to tell its model."""
+    """Inspecting the job's model failed."""
 
     job: JobId
     why: str
-    is_infrastructure: bool = False  # the host's fault: another may do it
-    lasts: bool = False  # and it would fail there again: where no other can, the job fails
+    is_infrastructure: bool = False  # the host's fault: another host may succeed
+    is_permanent: bool = False  # that host would fail again: without another host the job fails
 
 
 # --- speed ------------------------------------------------------------------------------------------------------------
@@ -163,26 +192,26 @@ class ModelNotDescribed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedLearned(Event):
-    """The performance model has (new) answers for all jobs of a model; they replace the earlier ones."""
+    """The performance model has a new table of estimates for all jobs of a model; it replaces the earlier one."""
 
     model: str
-    outlook: Outlook
-    why: str = ""  # in words: from what
+    table: PerformanceTable
+    why: str = ""  # the measurements behind it, in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndForeseen(Event):
-    """The loss curve says when the job will be done, or that it cannot be said."""
+class CompletionPredicted(Event):
+    """The loss curve predicts at which step the job reaches its target, or is not predictable."""
 
     job: JobId
     predictable: bool
-    steps: int | None = None  # in all, until the target; None: no target, or never
+    steps: int | None = None  # in all, until the target; None: no target, or it is never reached
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProposed(Event):
-    """A short run of a job under this plan would teach most; None: its model is known well enough."""
+    """The profiler asks for a trial run of this plan; plan None: the model is known well enough."""
 
     job: JobId
     plan: Plan | None
@@ -192,11 +221,11 @@ class TrialProposed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialMeasured(Event):
-    """A plan was run for some steps on some allocation."""
+    """The profiler timed a plan over some steps on some allocation."""
 
     job: JobId
     plan: Plan
-    shape: tuple[int, ...]  # devices on each host, most first
+    shape: tuple[int, ...]  # devices on each host, largest first
     device_type: str
     step_time_s: float  # median
     steps: int
@@ -208,17 +237,17 @@ class TrialMeasured(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptLaunched(Event):
-    """Every rank of the attempt was started."""
+    """Every rank of the attempt started."""
 
     job: JobId
     attempt: int
     generation: int
-    restored_step: int | None = None  # whose state was taken from a snapshot in memory
+    restored_step: int | None = None  # step of the state snapshot in memory that it was restored from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFailed(Event):
-    """A host did not start its ranks."""
+    """A host failed to start its ranks."""
 
     job: JobId
     attempt: int
@@ -226,16 +255,16 @@ class LaunchFailed(Event):
     host: HostId
     why: str
     is_infrastructure: bool = True
-    lasts: bool = False  # and it would fail there again: where no other can, the job fails
+    is_permanent: bool = False  # that host would fail again: without another host the job fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited(Event):
-    """A rank's process is gone, seen by its parent and written down before it was sent."""
+    """A rank's process exited; its agent recorded the exit before reporting it."""
 
     job: JobId
     attempt: int
-    generation: int  # of the lease it ran under; older ones are history, not news
+    generation: int  # of the lease it ran under; reports of former generations are ignored
     host: HostId
     rank: int
     end: RankEnd
@@ -243,20 +272,20 @@ class RankExited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOrphaned(Event):
-    """A rank cannot go on, for lack of peers or of memory; it holds its state of the end of `step`, and waits."""
+    """A rank lost its peers or ran out of memory; it holds its state of the end of `step` and waits."""
 
     job: JobId
     attempt: int
     generation: int
     rank: int
-    step: int  # -1: of no step, parameters were torn in the middle of an update
-    may_finish: bool = False  # it has all that the next step needs of others, should one of them have made that step
-    out_of_memory: bool = False  # its own plan does not fit its device; peers that it cuts off say no such thing
+    step: int  # -1: the state is torn, the rank was in the middle of an update
+    can_finish_step: bool = False  # it has received all that the next step needs from its peers
+    out_of_memory: bool = False  # its plan does not fit its device; never set by the peers that it aborts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStopped(Event):
-    """Nothing of the attempt is left on the host: no rank, no straggler with its tag."""
+    """No process of the attempt is left on the host."""
 
     job: JobId
     attempt: int
@@ -267,19 +296,19 @@ class AttemptStopped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptProgressed(Event):
-    """Training went on; the newest step stands for those since the last event."""
+    """The job trained on; this step is the newest since the last such event."""
 
     job: JobId
     attempt: int
     step: int
     loss: float | None
     step_time_s: float
-    first_loss: float | None = None  # of step 1, with the first such event
+    first_loss: float | None = None  # of step 1; in the first such event only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTaken(Event):
-    """The job's whole state of the end of `step` is on disk."""
+    """The job's whole state of the end of `step` is in a checkpoint on disk."""
 
     job: JobId
     attempt: int
@@ -292,18 +321,18 @@ class CheckpointTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRequested(Event):
-    """A person wants a running job under another plan, or elsewhere."""
+    """A user asked for another plan or other devices for a running job."""
 
     job: JobId
-    plan: Plan | None = None  # None: the plan it has
+    plan: Plan | None = None  # None: the current plan
     devices: tuple[DeviceId, ...] = ()  # rank by rank; empty: the scheduler chooses
-    pin: bool = False  # and keep it so
+    pin: bool = False  # keep it there afterwards
     by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobUnpinned(Event):
-    """The scheduler may change the job's plan and place again."""
+    """A user allowed the scheduler to change the job's plan and devices again."""
 
     job: JobId
     by: str = ""
@@ -311,19 +340,19 @@ class JobUnpinned(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationAdvanced(Event):
-    """A phase of a migration is over, and took this long."""
+    """A phase of a migration ended."""
 
     job: JobId
     attempt: int
-    generation: int  # of the new ranks
+    generation: int  # of the target ranks
     phase: str
     seconds: float
-    what: str = ""  # in words: bytes, ranks
+    what: str = ""  # bytes or ranks, in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationVerified(Event):
-    """The new ranks hold the whole state of `step`, checked; the old ones wait. Now, and only now, is the switch."""
+    """The target ranks hold the whole, verified state of `step`; only now may the switch happen."""
 
     job: JobId
     attempt: int
@@ -335,7 +364,7 @@ class MigrationVerified(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationFinished(Event):
-    """The new ranks train; `downtime_s` is from the end of the last old step to the start of the first new one."""
+    """The target ranks train; `downtime_s` runs from the last step before to the first step after."""
 
     job: JobId
     attempt: int
@@ -345,16 +374,16 @@ class MigrationFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationFailed(Event):
-    """The migration ended before the switch; what could be undone is undone, and the old ranks go on."""
+    """The migration failed before the switch and was undone; the source ranks go on."""
 
     job: JobId
     attempt: int
     generation: int
     phase: str
     why: str
-    host: HostId | None = None  # that could not start the new ranks
-    out_of_memory: bool = False  # a new rank found too little on its device
-    refused: str = ""  # why the job cannot train under the new plan, in a new rank's words
+    host: HostId | None = None  # that failed to start the target ranks
+    out_of_memory: bool = False  # a target rank ran out of memory on its device
+    refused: str = ""  # a target rank's reason why the job cannot train under the plan
 
 
 EVENTS: dict[str, type[Event]] = {
@@ -376,7 +405,7 @@ EVENTS: dict[str, type[Event]] = {
         ModelDescribed,
         ModelNotDescribed,
         SpeedLearned,
-        EndForeseen,
+        CompletionPredicted,
         TrialProposed,
         TrialMeasured,
         AttemptLaunched,
@@ -394,4 +423,4 @@ EVENTS: dict[str, type[Event]] = {
         MigrationFailed,
     )
 }
-"""By the name under which the journal keeps them: a class may move, its name may not change."""
+"""Event classes by the name that the journal stores."""

@@ -1,4 +1,4 @@
-"""Tenants: what the jobs of each hold together, and what they may still be given."""
+"""Quotas and fair shares of tenants during one scheduling pass."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from clusterd.core.state import Attempt, Job, State
 from clusterd.types import Tenant
 
 ALL = 1 << 30
-"""Devices: more than any cluster has."""
+"""A number of devices larger than any cluster."""
 
 _PLAIN = Tenant()
 
 
 def beyond_quota(state: State, tenant: str, devices: int) -> str | None:
-    """Why a tenant must not be given so many more now, whoever proposes it; None: it may."""
+    """Reason why a tenant must not get this many more devices now; None: it may."""
     if not state.tenants:
         return None
     return Quotas(state.tenants, (state.jobs[job] for job in state.active)).why_not(tenant, devices)
 
 
 class Quotas:
-    """A ledger for one pass."""
+    """Ledger of the devices that each tenant's jobs hold."""
 
     def __init__(self, tenants: Mapping[str, Tenant], running: Iterable[Job]) -> None:
         self._tenants = tenants
@@ -31,21 +31,21 @@ class Quotas:
                 self.take(job.spec.tenant, _devices_of(job.attempt))
 
     def most(self, tenant: str) -> int:
-        """Devices that its jobs may hold in all."""
+        """Devices that the tenant's jobs may hold in all."""
         quota = self._tenants.get(tenant, _PLAIN).quota
         return ALL if quota is None else quota
 
     def left(self, tenant: str) -> int:
-        """Devices that its jobs may still be given."""
+        """Devices that the tenant's jobs may still get."""
         most = self.most(tenant)
         return ALL if most == ALL else max(most - self.held.get(tenant, 0), 0)
 
     def take(self, tenant: str, devices: int) -> None:
-        """Given; less than none is given back."""
+        """Record granted devices; a negative number is given back."""
         self.held[tenant] = self.held.get(tenant, 0) + devices
 
     def why_not(self, tenant: str, devices: int) -> str | None:
-        """Why a job of this tenant is not given so many more; None: it may be."""
+        """Reason why a job of this tenant must not get this many more devices; None: it may."""
         if devices <= self.left(tenant):
             return None
         quota = self._tenants[tenant].quota
@@ -56,7 +56,7 @@ class Quotas:
         )
 
     def over_share(self, waiting: Iterable[Job]) -> dict[str, bool]:
-        """Whether a tenant holds more than its share of what is held; nobody does where only one wants any."""
+        """True by tenant that holds more than its share of all held devices; empty where only one tenant wants any."""
         wanting = set(self.held) | {job.spec.tenant for job in waiting}
         if len(wanting) < 2:
             return {}
@@ -66,7 +66,7 @@ class Quotas:
 
 
 def _devices_of(attempt: Attempt) -> int:
-    """Of ranks there and on their way, and what is kept for trials."""
+    """Number of devices of current ranks, target ranks and trials."""
     coming = attempt.migration.ranks if attempt.migration is not None else {}
     places = [*attempt.ranks.values(), *coming.values()]
-    return len({rank.place.device for rank in places if rank.place.device is not None} | set(attempt.kept))
+    return len({rank.place.device for rank in places if rank.place.device is not None} | set(attempt.reserved_devices))

@@ -1,22 +1,21 @@
-"""What must be true of the state after every event; tests and the daemon's debug mode ask after each."""
+"""Invariants of the state. Tests check them after every event."""
 
 from __future__ import annotations
 
-from clusterd.core.lifecycle.migrations import held_on
 from clusterd.core.state import State
 from clusterd.types import AttemptState, HostState, JobState
 
 
 def violations(state: State) -> list[str]:
-    """Everything that is wrong, in words; empty when nothing is."""
-    return [*_leases(state), *_jobs(state), *_books(state)]
+    """Messages about every violated invariant; empty: none."""
+    return [*_leases(state), *_jobs(state), *_bookings(state)]
 
 
 def _leases(state: State) -> list[str]:
     wrong: list[str] = []
     for device, lease in state.leases.items():
         attempt = state.attempt(lease.job, lease.attempt)
-        if attempt is None or device not in held_on(attempt, lease.host):
+        if attempt is None or device not in attempt.held_on(lease.host):
             wrong.append(f"{device} is leased to attempt {lease.job}.{lease.attempt}, which does not hold it")
     for job_id in state.active:
         attempt = state.jobs[job_id].attempt
@@ -52,7 +51,7 @@ def _jobs(state: State) -> list[str]:
     return wrong
 
 
-def _books(state: State) -> list[str]:
+def _bookings(state: State) -> list[str]:
     wrong: list[str] = []
     for host in state.hosts.values():
         cores = memory = 0
@@ -70,5 +69,5 @@ def _books(state: State) -> list[str]:
         if (cores, memory) != (host.cores_used, host.memory_used_bytes):
             wrong.append(f"{host.id} books {host.cores_used} cores, its attempts use {cores}")
         if host.state is HostState.UP and host.facts is None:
-            wrong.append(f"{host.id} is up but nothing is known of it")
+            wrong.append(f"{host.id} is up but has not reported its facts")
     return wrong

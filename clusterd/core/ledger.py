@@ -1,20 +1,19 @@
-"""Which devices are there to be given, while a pass is thought through: a ledger by host and device type."""
+"""Ledger of free devices, cores and memory by host and device type during one scheduling pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.place import Placement
 from clusterd.core.state import Attempt, Host, Job
-from clusterd.core.view import Free
+from clusterd.core.view import FreeResources, Placement
 from clusterd.types import Device, DeviceId, HostId, RankPlace
 
 
-class Room:
-    """Devices, cores and host memory that may be given; what is taken and put back is the caller's to keep in order."""
+class Ledger:
+    """Free devices, cores and host memory; callers take what they grant and put back what they undo."""
 
-    def __init__(self, free: Free) -> None:
+    def __init__(self, free: FreeResources) -> None:
         self.devices: dict[HostId, dict[str, dict[DeviceId, Device]]] = {}
         self.cores: dict[HostId, int] = {}
         self.memory_bytes: dict[HostId, int] = {}
@@ -28,11 +27,11 @@ class Room:
 
     @property
     def total(self) -> int:
-        """Devices of all types."""
+        """Number of free devices of all types."""
         return sum(self.count.values())
 
     def put(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
-        """These come free; devices of hosts that may not be used stay out."""
+        """Add freed devices, cores and memory; devices of unusable hosts stay out."""
         for device in devices:
             if device.host in self.devices and not device.foreign:
                 self.devices[device.host].setdefault(device.name, {})[device.id] = device
@@ -43,7 +42,7 @@ class Room:
                 self.memory_bytes[name] += memory_bytes.get(name, 0)
 
     def take(self, devices: Iterable[Device], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
-        """These are given."""
+        """Remove granted devices, cores and memory."""
         for device in devices:
             here = self.devices.get(device.host, {}).get(device.name, {})
             if here.pop(device.id, None) is not None:
@@ -53,9 +52,9 @@ class Room:
                 self.cores[name] -= count
                 self.memory_bytes[name] -= memory_bytes.get(name, 0)
 
-    def part(self, devices: Sequence[Device]) -> Room:
-        """Nothing but these devices, with cores and memory without end: they were counted when the whole was taken."""
-        found = Room.__new__(Room)
+    def part(self, devices: Sequence[Device]) -> Ledger:
+        """Ledger of these devices alone, with unlimited cores and memory: the whole ledger has booked those."""
+        found = Ledger.__new__(Ledger)
         hosts = per_host(devices)
         found.devices, found.count = {host: {} for host in hosts}, {}
         found.cores, found.memory_bytes = dict.fromkeys(hosts, 1 << 60), dict.fromkeys(hosts, 1 << 60)
@@ -65,15 +64,19 @@ class Room:
     def find(
         self, job: Job, estimate: Estimate, mine: Mapping[HostId, int] | None = None, own: Iterable[DeviceId] = ()
     ) -> list[Device] | None:
-        """Devices of this shape, host by host; None where they are not there.
+        """Find free devices of the estimate's shape, host by host; None: they are not free.
 
-        Takes hosts where the job is already, then those that it leaves fullest, so that whole hosts stay free.
+        Prefers hosts where the job runs already, then the fullest, so that whole hosts stay free.
+
+        Args:
+            mine: devices of the job on each host.
+            own: devices of the job that are in the ledger.
         """
         if not estimate.device_types and self.count.get(estimate.device_type, 0) < estimate.devices:
             return None
         here = mine or {}
         each_cores, each_bytes = needs(job, estimate)
-        kept = set(own)
+        preferred = set(own)
         found: list[Device] = []
         used: set[HostId] = set()
         for count, kind in zip(estimate.shape, estimate.types, strict=True):
@@ -92,19 +95,19 @@ class Room:
                 return None
             used.add(best)
             devices = self.devices[best][kind].values()
-            found += sorted(devices, key=lambda d: (d.id not in kept, d.id))[:count]
+            found += sorted(devices, key=lambda d: (d.id not in preferred, d.id))[:count]
         return found
 
 
 def needs(job: Job, estimate: Estimate | None) -> tuple[int, int]:
-    """Cores and bytes of host memory that a job needs beside each device."""
+    """Cores and bytes of host memory that a job needs per device."""
     wanted = job.spec.resources
     memory_bytes = -(-wanted.memory_bytes // max(wanted.devices, 1))
     return least_cores(job, estimate), max(memory_bytes, estimate.host_bytes if estimate is not None else 0)
 
 
 def least_cores(job: Job, estimate: Estimate | None) -> int:
-    """Cores that a job cannot do without beside each device: as asked; guaranteed, for what was promised too."""
+    """Least cores per device: as requested, and for guaranteed jobs as many as the estimate assumes."""
     wanted = job.spec.resources
     asked = max(-(-wanted.cpus // max(wanted.devices, 1)), 1)
     if estimate is None or (estimate.core_times and not job.spec.guaranteed):
@@ -112,8 +115,8 @@ def least_cores(job: Job, estimate: Estimate | None) -> int:
     return max(asked, estimate.cores_per_device)
 
 
-def seat(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
-    """Ranks on these devices in this order, and what they book."""
+def bind(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
+    """Placement of ranks on these devices in this order, with the cores and memory that they book."""
     each_cores, each_bytes = needs(job, estimate)
     ranks: list[RankPlace] = []
     cores: dict[HostId, int] = {}
@@ -126,7 +129,7 @@ def seat(job: Job, estimate: Estimate, devices: Iterable[Device]) -> Placement:
 
 
 def per_host(devices: Iterable[Device]) -> dict[HostId, int]:
-    """Devices on each host."""
+    """Number of devices on each host."""
     counts: dict[HostId, int] = {}
     for device in devices:
         counts[device.host] = counts.get(device.host, 0) + 1
@@ -142,12 +145,12 @@ def by_type(devices: Iterable[Device]) -> dict[str, list[Device]]:
 
 
 def shape_of(devices: Iterable[Device]) -> tuple[int, ...]:
-    """Devices on each host, most first."""
+    """Number of devices on each host, largest first."""
     return tuple(sorted(per_host(devices).values(), reverse=True))
 
 
 def held(hosts: Mapping[HostId, Host], places: Iterable[tuple[HostId, DeviceId | None]]) -> list[Device]:
-    """The devices of these places, in their order, as far as their hosts still report them."""
+    """Devices at these places, in their order, as far as their hosts still report them."""
     found: list[Device] = []
     known: dict[HostId, dict[DeviceId, Device]] = {}
     for host, device in places:
@@ -161,5 +164,5 @@ def held(hosts: Mapping[HostId, Host], places: Iterable[tuple[HostId, DeviceId |
 
 
 def of_ranks(hosts: Mapping[HostId, Host], attempt: Attempt) -> list[Device]:
-    """The devices that an attempt's ranks run on, by rank."""
+    """Devices of an attempt's ranks, by rank."""
     return held(hosts, ((rank.place.host, rank.place.device) for rank in attempt.ranks.values()))

@@ -54,7 +54,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PerformanceTable:
     """All estimates of one model. Immutable: what is newly learned makes a new one."""
 
     estimates: tuple[Estimate, ...]

@@ -1,4 +1,8 @@
-"""What the scheduler knows: changed by `clusterd.core.scheduler` alone, read by everybody else."""
+"""State of the scheduler: hosts, jobs, attempts, migrations, trials and leases.
+
+Only the handlers of `clusterd.core.scheduler` change it; everybody else reads. Plain data without behaviour beyond
+derived values, so that it serialises, compares, and is equal after a replay of the journal.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from itertools import takewhile
 from typing import Any
 
 from clusterd.core import transitions
-from clusterd.core.allocation.first_fit import NO_BOUNDS, Bounds
-from clusterd.core.performance_table import Outlook
+from clusterd.core.events import Timer
+from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.transitions import MigrationState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
     Device,
@@ -27,12 +32,15 @@ from clusterd.types import (
 )
 from plans.plan import Plan
 
-CALM_MOST_S = 3600.0
-"""Between a move that failed and the next, however many have failed in a row."""
+BACK_OFF_MAX_S = 3600.0
+"""Longest pause between a failed migration and the next, however many have failed in a row."""
+
+History = list[tuple[str, float]]
+"""Past states of a state machine, each with the time of leaving it."""
 
 
 class Outcome(StrEnum):
-    """Why an attempt is being stopped, where its ranks' ends alone do not tell."""
+    """Reason for stopping an attempt, where the exit reports of its ranks alone do not tell it."""
 
     CANCELLED = "cancelled"
     TIME_LIMIT = "time limit"
@@ -44,7 +52,7 @@ class Outcome(StrEnum):
 
 
 class Description(StrEnum):
-    """How far we are in learning an elastic job's model before its first launch."""
+    """Progress of inspecting an elastic job's model before its first launch."""
 
     NOT_NEEDED = "not needed"
     NEEDED = "needed"
@@ -52,55 +60,81 @@ class Description(StrEnum):
     DONE = "done"
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Plans that turned out to be impossible for a job.
+
+    Attributes:
+        memory_cap_bytes: largest estimate of device memory that a plan may have; a plan estimated above it ran out.
+        rejected: plans under which its ranks cannot train, each with the reason.
+    """
+
+    memory_cap_bytes: int | None = None
+    rejected: tuple[tuple[Plan, str], ...] = ()
+
+    def why_not(self, plan: Plan) -> str | None:
+        """Reason why the job cannot train under `plan`: it uses every technique of a rejected plan; else None."""
+        return next((f"under {other}: {why}" for other, why in self.rejected if other.ways <= plan.ways), None)
+
+    def admits(self, plan: Plan, device_bytes: int) -> bool:
+        """True unless something is known to rule out a plan of this estimated memory per device."""
+        fits = self.memory_cap_bytes is None or device_bytes <= self.memory_cap_bytes
+        return fits and self.why_not(plan) is None
+
+
+NO_BOUNDS = Bounds()
+
+
 @dataclass(slots=True)
 class Fault:
-    """What a device failed of, under one of our ranks."""
+    """Failure of a device under one of our ranks."""
 
     why: str
     times: int = 1
-    is_left_out: bool = True  # until a timer offers it again
+    is_left_out: bool = True  # until a timer offers the device again
 
 
 @dataclass(slots=True)
 class Host:
-    """A machine and what its agent last said."""
+    """A machine, as its agent last reported it."""
 
     id: HostId
     state: HostState = HostState.CONNECTING
     facts: HostFacts | None = None
-    agent: str = ""  # that answered last
-    agent_home: str | None = None  # as settings had it then; "": its default; None: of earlier versions, not known
-    drained: str | None = None  # by whom and why; None: it may be used
+    agent: str = ""  # identity of the agent that answered last
+    agent_home: str | None = None  # its directory by the settings of that time; "": the default; None: not recorded
+    drained: str | None = None  # by whom and why; None: not drained
     why: str = ""  # it is not up
     since_s: float = 0.0  # in this state
-    orphans: set[tuple[JobId, int, int]] = field(default_factory=set)  # generations found there that are being stopped
-    strangers: set[tuple[JobId, int, int]] = field(default_factory=set)  # run there, of a later state than this one
+    orphans: set[tuple[JobId, int, int]] = field(default_factory=set)  # (job, attempt, generation) being stopped there
+    unknown_attempts: set[tuple[JobId, int, int]] = field(default_factory=set)  # newer than this state; left running
     cores_used: int = 0
     memory_used_bytes: int = 0
-    faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since somebody has seen to it last
+    faults: dict[DeviceId, Fault] = field(default_factory=dict)  # since an operator or a reboot last cleared them
+    history: History = field(default_factory=list)
 
     def go(self, state: HostState, at_s: float, why: str = "") -> None:
         """Take a step of the host's state machine."""
         if state is not self.state:
-            self.state = transitions.step(transitions.HOST, self.state, state, f"host {self.id}")
+            transitions.advance(self, transitions.HOST, state, at_s, f"host {self.id}")
             self.since_s = at_s
         self.why = why
 
     @property
     def unusable(self) -> str | None:
-        """Why nothing may be placed here now; None: something may."""
+        """Reason why nothing may be placed here now; None: something may."""
         if self.state is not HostState.UP:
             return f"{self.id} is {self.state.value}"
         if self.drained is not None:
             return f"{self.id} is drained"
         if self.orphans:
-            return f"{self.id} is being cleaned of {len({who[:2] for who in self.orphans})} old attempts"
-        return self.strange or None
+            return f"{self.id} is being cleaned of {len({key[:2] for key in self.orphans})} old attempts"
+        return self.unknown_attempts_notice or None
 
     @property
-    def strange(self) -> str:
-        """What runs there that nobody here has started, and what is to be done about it."""
-        jobs = sorted({str(job) for job, _, _ in self.strangers}, key=lambda job: (len(job), job))
+    def unknown_attempts_notice(self) -> str:
+        """Message about attempts that run there and that this state does not know; empty: there are none."""
+        jobs = sorted({str(job) for job, _, _ in self.unknown_attempts}, key=lambda job: (len(job), job))
         if not jobs:
             return ""
         names = f"job{'s' * (len(jobs) > 1)} {', '.join(jobs)}"
@@ -108,32 +142,32 @@ class Host:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Its devices as last reported; one that failed is offered no more than one that somebody else uses."""
+        """Reported devices; a faulty one is marked like one that another process uses, and is not offered."""
         reported = self.facts.devices if self.facts else ()
         if not self.faults:
             return reported
         return tuple(replace(d, foreign=self.faults[d.id].why) if self.is_faulty(d.id) else d for d in reported)
 
     def is_faulty(self, device: DeviceId) -> bool:
-        """It failed, and is not to be used for some time."""
+        """True while the device is left out because it failed."""
         return device in self.faults and self.faults[device].is_left_out
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """An expiring claim of one attempt on one device; the agent refuses older generations."""
+    """Expiring claim of one attempt on one device; the agent refuses older generations."""
 
     device: DeviceId
     host: HostId
     job: JobId
     attempt: int
     generation: int
-    until_s: float | None  # the job's time limit, or None
+    until_s: float | None  # end of the job's time limit; None: no limit
 
 
 @dataclass(slots=True)
 class Rank:
-    """One rank of an attempt: where it is and how it ended."""
+    """Place of one rank and, once it exited, its exit reason."""
 
     place: RankPlace
     end: RankEnd | None = None
@@ -141,42 +175,58 @@ class Rank:
 
 @dataclass(slots=True)
 class Migration:
-    """One move of an attempt to other ranks: under way, or history."""
+    """One change of an attempt's plan or devices, under way or over."""
 
     number: int
-    generation: int  # of the new ranks
+    generation: int  # of the target ranks
     plan: Plan
-    ranks: dict[int, Rank]
+    ranks: dict[int, Rank]  # target ranks
     old_plan: Plan
     reason: str
     started_s: float
-    cores: dict[HostId, int] = field(default_factory=dict)  # of the new ranks, in all
+    state: MigrationState = MigrationState.PREPARING
+    cores: dict[HostId, int] = field(default_factory=dict)  # of the target ranks, in all
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
-    phases: list[tuple[str, float, str]] = field(default_factory=list)  # name, seconds, in words
+    phases: list[tuple[str, float, str]] = field(default_factory=list)  # name, seconds, description
     step: int | None = None
     network_bytes: int = 0
     local_bytes: int = 0
     downtime_s: float | None = None
     ended_s: float | None = None
-    lost: tuple[int, ...] = ()  # old ranks that were dead when it began
-    restarts: bool = False  # the old ranks end before the new ones are made; the state waits in host memory
+    lost: tuple[int, ...] = ()  # source ranks that were dead when it began
+    restarts: bool = False  # through host memory: the source ranks exit before the target ranks start
     failure: str = ""  # why it failed; empty: it did not
-    old_pin: Plan | None = None  # that the job has again where it fails
+    old_pin: Plan | None = None  # restored when it fails
+    history: History = field(default_factory=list)
+
+    def go(self, state: MigrationState, at_s: float) -> None:
+        """Take a step of the migration's state machine."""
+        transitions.advance(self, transitions.MIGRATION, state, at_s, f"migration {self.number} to {self.plan}")
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
-        """Of the new ranks, by number."""
+        """Places of the target ranks, by number."""
         return tuple(rank.place for _, rank in sorted(self.ranks.items()))
 
 
 @dataclass(slots=True)
 class Retired:
-    """Ranks of a generation that is not the attempt's any more, until every host says that they are gone."""
+    """Ranks of a former generation, until every host reports that they are gone."""
 
     ranks: dict[int, Rank]
     pending: set[HostId]
     cores: dict[HostId, int]
     memory_bytes: dict[HostId, int]
+
+
+@dataclass(slots=True)
+class Survivors:
+    """Ranks that lost their peers or their device memory, and wait for the scheduler."""
+
+    steps: dict[int, int] = field(default_factory=dict)  # last finished step of each waiting rank
+    can_finish_step: set[int] = field(default_factory=set)  # ranks that can make one more step without their peers
+    collectives_aborted: bool = False  # silent ranks were told that peers are gone
+    out_of_memory: bool = False  # a rank ran out of device memory under the plan it was migrated to
 
 
 @dataclass(slots=True)
@@ -190,32 +240,29 @@ class Attempt:
     ranks: dict[int, Rank]
     started_s: float
     state: AttemptState = AttemptState.LAUNCHING
-    step: int = 0  # newest that was heard of
+    step: int = 0  # newest that was reported
     ended_s: float | None = None
-    given_up: set[HostId] = field(default_factory=set)  # hosts that were lost before they could say that it is gone
+    unconfirmed_hosts: set[HostId] = field(default_factory=set)  # lost before they reported the attempt gone
     outcome: Outcome | None = None
     why: str = ""  # it is being stopped, or ended
-    pending: set[HostId] = field(default_factory=set)  # hosts that have not reported it gone
-    cut_short: bool = False  # its ranks have no time to save, whatever their job asked for
+    pending: set[HostId] = field(default_factory=set)  # hosts that have yet to report it gone
+    skip_grace: bool = False  # its ranks get no time to save, whatever their job asked for
     cores: dict[HostId, int] = field(default_factory=dict)
     memory_bytes: dict[HostId, int] = field(default_factory=dict)
     last_generation: int = 1  # that was given out
-    migration: Migration | None = None  # under way, not switched
-    onward: Migration | None = None  # how the job is to go on at once when this attempt has been stopped for it
-    resuming: bool = False  # switched, and not known to train yet
+    migration: Migration | None = None  # under way, before its switch
+    pending_restart: Migration | None = None  # start of the next attempt, for which this one is being stopped
     retired: dict[int, Retired] = field(default_factory=dict)  # by generation
-    orphaned: dict[int, int] = field(default_factory=dict)  # ranks that lost their peers, and wait, with their step
-    may_finish: set[int] = field(default_factory=set)  # of these, what can make one step more alone
-    cut_off: bool = False  # ranks that wait for the dead were told
-    is_too_large: bool = False  # a rank ran out of memory under the plan that it was moved to
-    past: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank of each generation that trained
-    past_plans: dict[int, Plan] = field(default_factory=dict)  # of each generation that trained
-    told_cores: int | None = None  # beside each device, since its ranks were launched; None: they were told nothing
-    kept: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, and idle while a smaller plan is tried
+    survivors: Survivors = field(default_factory=Survivors)
+    hosts_by_generation: dict[int, dict[int, HostId]] = field(default_factory=dict)  # host by rank, of former ones
+    plans_by_generation: dict[int, Plan] = field(default_factory=dict)  # of former ones
+    announced_cores: int | None = None  # per device, last sent to its ranks; None: nothing was sent
+    reserved_devices: dict[DeviceId, HostId] = field(default_factory=dict)  # leased, idle while a smaller plan is tried
+    history: History = field(default_factory=list)
 
-    def go(self, state: AttemptState) -> None:
+    def go(self, state: AttemptState, at_s: float) -> None:
         """Take a step of the attempt's state machine."""
-        self.state = transitions.step(transitions.ATTEMPT, self.state, state, f"attempt {self.job}.{self.number}")
+        transitions.advance(self, transitions.ATTEMPT, state, at_s, f"attempt {self.job}.{self.number}")
 
     @property
     def hosts(self) -> tuple[HostId, ...]:
@@ -224,7 +271,7 @@ class Attempt:
 
     @property
     def all_hosts(self) -> set[HostId]:
-        """Those of ranks that come, and of ranks that go, too."""
+        """Hosts of its ranks, of the target ranks of a migration, and of retired ranks."""
         hosts = set(self.hosts)
         if self.migration is not None:
             hosts |= {place.host for place in self.migration.places}
@@ -237,121 +284,170 @@ class Attempt:
         """Its devices, by rank."""
         return tuple(rank.place.device for rank in self.ranks.values() if rank.place.device is not None)
 
+    def held_on(self, host: HostId) -> set[DeviceId]:
+        """Devices of a host that a rank of any generation may still use, and reserved ones."""
+        places: list[RankPlace] = []
+        if self.state is not AttemptState.STOPPING or host in self.pending:
+            places += [rank.place for rank in self.ranks.values()]
+        if self.migration is not None:
+            places += self.migration.places
+        for retired in self.retired.values():
+            if host in retired.pending:
+                places += [rank.place for rank in retired.ranks.values()]
+        held = {place.device for place in places if place.host == host and place.device is not None}
+        return held | {device for device, where in self.reserved_devices.items() if where == host}
+
 
 @dataclass(slots=True)
 class Trial:
-    """A short run of a job under a plan, to learn from: wanted, or under way, or measured."""
+    """A short run of a job under a plan, to measure its speed."""
 
     plan: Plan
     steps: int
     why: str
-    migration: int | None = None  # number of the move to it, once that was begun
-    from_step: int | None = None  # at which the job began to run so
+    state: TrialState = TrialState.PROPOSED
+    migration: int | None = None  # number of the migration to the plan, once it began
+    from_step: int | None = None  # at which the job began to run under the plan
     step_time_s: float | None = None  # median
     predicted_s: float | None = None
-    failure: str = ""  # why it was not to be
-    is_refused: bool = False  # the plan cannot run there: no use to try it again
+    failure: str = ""
+    is_refused: bool = False  # the plan cannot run there: it is not tried again
+    history: History = field(default_factory=list)
+
+    def go(self, state: TrialState, at_s: float) -> None:
+        """Take a step of the trial's state machine."""
+        transitions.advance(self, transitions.TRIAL, state, at_s, f"trial of {self.plan}")
+
+
+@dataclass(slots=True)
+class TrialSeries:
+    """Trials of one job: the current one, the past ones, and the return to the job's own plan."""
+
+    state: SeriesState = SeriesState.IDLE
+    current: Trial | None = None
+    past: list[Trial] = field(default_factory=list)
+    history: History = field(default_factory=list)
+
+    def go(self, state: SeriesState, at_s: float) -> None:
+        """Take a step of the series' state machine."""
+        if state is not self.state:
+            transitions.advance(self, transitions.TRIAL_SERIES, state, at_s, "series of trials")
+
+    @property
+    def is_running(self) -> bool:
+        """True from the first trial until the profiler has nothing more to try."""
+        return self.state is SeriesState.RUNNING
 
 
 @dataclass(slots=True)
 class Job:
-    """What a user submitted; outlives its attempts."""
+    """A submitted job; outlives its attempts."""
 
     id: JobId
     spec: JobSpec
     priority: int
-    submitted_s: float  # follows a clock that is set, as long as the job is not over
+    submitted_s: float  # follows the wall clock when it is set, until the job is over
     queued_s: float  # since when it waits; a requeued job keeps its place by `submitted_s`
-    born_s: float = 0.0  # when it was submitted, as the clock was then: tells it from another job of the same id
+    created_s: float = 0.0  # submit time by the clock of that moment: tells it from another job of the same id
     state: JobState = JobState.QUEUED
-    reason: str = ""  # in words: why it is where it is
+    reason: str = ""  # why it is in its state
     attempts: list[Attempt] = field(default_factory=list)
-    migrations: list[Migration] = field(default_factory=list)  # that are over
+    migrations: list[Migration] = field(default_factory=list)  # switched or over
     checkpoint: str | None = None  # newest directory with its state, as its hosts see it
     checkpoint_step: int = 0
-    pinned: Plan | None = None  # under which its user wants it, and where; a checkpointable one: at its next start too
+    pinned: Plan | None = None  # plan that its user fixed; of a checkpointable job: for its next start, too
     description: Description = Description.NOT_NEEDED
     described_on: HostId | None = None
     shape: dict[str, Any] | None = None  # plans.model_shape.ModelShape
-    model: str = ""  # signature, by which `State.outlooks` has what is believed of its speed
-    predictable: bool | None = None  # by how its loss goes on; None: not judged
-    at_target: int = 0  # looks in a row at a loss on target
-    foreseen_steps: int | None = None  # in all, until its target loss
-    trial: Trial | None = None  # that is wanted or under way
-    trials: list[Trial] = field(default_factory=list)  # that are over
-    being_tried: bool = False  # between the first trial and the word that there is nothing more to try
-    tried: bool = False  # that word was said, and the job is not yet where it belongs
+    model: str = ""  # signature of its model: key of `State.performance_tables`
+    predictable: bool | None = None  # by its loss curve; None: not judged
+    target_hits: int = 0  # consecutive reports with the loss on target
+    predicted_steps: int | None = None  # in all, until its target loss
+    trials: TrialSeries = field(default_factory=TrialSeries)
     not_before_s: float = 0.0
-    own_failures: int = 0
-    at_most_bytes: int | None = None  # per device, as estimated: a plan that was thought to need more ran out of memory
-    refused: list[tuple[Plan, str]] = field(default_factory=list)  # under which its ranks cannot train, and why
-    needs_room: bool = False  # a rank of it ran out of memory beside another generation's, against all estimates
-    lost_in_a_row: int = 0
-    unfit: dict[HostId, str] = field(default_factory=dict)  # hosts that could not start it, and why
+    failures: int = 0  # of its own, not of hosts
+    memory_cap_bytes: int | None = None  # see `Bounds`
+    rejected_plans: list[tuple[Plan, str]] = field(default_factory=list)  # see `Bounds`
+    needs_exclusive_memory: bool = False  # a rank ran out of memory beside one of another generation
+    consecutive_losses: int = 0
+    excluded_hosts: dict[HostId, str] = field(default_factory=dict)  # that could not start it, with the reason
     step: int = 0
     first_loss: float | None = None
     loss: float | None = None
     step_time_s: float | None = None
-    progressed_s: float | None = None  # when the newest step was heard of
+    progressed_s: float | None = None  # time of the newest report of a step
     started_s: float | None = None
     ended_s: float | None = None
     exit_code: int | None = None
+    history: History = field(default_factory=list)
 
-    def go(self, state: JobState) -> None:
+    def go(self, state: JobState, at_s: float) -> None:
         """Take a step of the job's state machine."""
-        self.state = transitions.step(transitions.JOB, self.state, state, f"job {self.id}")
+        transitions.advance(self, transitions.JOB, state, at_s, f"job {self.id}")
 
     def admits(self, host: HostId) -> bool:
-        """Whether its ranks may be placed there."""
+        """True where its ranks may be placed on the host."""
         wanted = self.spec.resources.hosts
-        return host not in self.unfit and (not wanted or host in wanted)
+        return host not in self.excluded_hosts and (not wanted or host in wanted)
 
     @property
     def bounds(self) -> Bounds:
-        """What is known to be impossible for it."""
-        known = self.refused or self.at_most_bytes is not None
-        return Bounds(self.at_most_bytes, tuple(self.refused)) if known else NO_BOUNDS
+        """Plans known to be impossible for it."""
+        known = self.rejected_plans or self.memory_cap_bytes is not None
+        return Bounds(self.memory_cap_bytes, tuple(self.rejected_plans)) if known else NO_BOUNDS
 
-    def cannot_train_under(self, plan: Plan, why: str) -> None:
-        """Its ranks have said so; the job may train under another."""
-        if plan not in dict(self.refused):
-            self.refused.append((plan, why))
+    def reject_plan(self, plan: Plan, why: str) -> None:
+        """Record that its ranks cannot train under a plan; they may under another."""
+        if plan not in dict(self.rejected_plans):
+            self.rejected_plans.append((plan, why))
 
-    def calm_s(self, first_s: float) -> float:
-        """For how long it is left alone now that its last moves failed: `first_s`, and twice that for each before it.
+    def back_off_s(self, first_s: float) -> float:
+        """Pause after failed migrations: `first_s`, doubled for each further failure in a row; 0 without a failure.
 
-        The next would fail like them, and costs the job's devices time to make ready.
+        The next migration would fail like them, and its preparation costs the job's devices time.
         """
         failed = sum(1 for _ in takewhile(lambda move: move.failure, reversed(self.migrations)))
-        return min(first_s * 2.0 ** min(failed - 1, 30), CALM_MOST_S) if failed else 0.0
+        return min(first_s * 2.0 ** min(failed - 1, 30), BACK_OFF_MAX_S) if failed else 0.0
 
     @property
     def attempt(self) -> Attempt | None:
-        """The one that is not over."""
+        """Its attempt that is not over, if any."""
         if self.attempts and self.attempts[-1].state is not AttemptState.ENDED:
             return self.attempts[-1]
         return None
 
+    @property
+    def resuming(self) -> Migration | None:
+        """The migration that switched and whose target ranks have yet to finish a step, if any."""
+        last = self.migrations[-1] if self.migrations else None
+        return last if last is not None and last.state is MigrationState.RESUMING else None
+
+    @property
+    def restarting(self) -> Migration | None:
+        """The migration through host memory whose target ranks have yet to finish a step, if any."""
+        last = self.migrations[-1] if self.migrations else None
+        return last if last is not None and last.state is MigrationState.STARTING else None
+
 
 @dataclass(slots=True)
 class State:
-    """All of it. Serialisable, comparable: replaying the journal gives an equal one."""
+    """Whole state of the scheduler. Serialisable and comparable: a replay of the journal gives an equal one."""
 
     epoch: int = 0
     jobs: dict[JobId, Job] = field(default_factory=dict)
     hosts: dict[HostId, Host] = field(default_factory=dict)
     leases: dict[DeviceId, Lease] = field(default_factory=dict)
-    outlooks: dict[str, Outlook] = field(default_factory=dict)  # by model
+    performance_tables: dict[str, PerformanceTable] = field(default_factory=dict)  # by model
     tenants: dict[str, Tenant] = field(default_factory=dict)
-    move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: what moves took lately
-    restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of moves through host memory
-    timers: dict[str, float] = field(default_factory=dict)
-    queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival here
+    move_costs_s: dict[str, float] = field(default_factory=dict)  # by model: moving average of downtimes
+    restart_costs_s: dict[str, float] = field(default_factory=dict)  # likewise, of migrations through host memory
+    timers: dict[Timer, float] = field(default_factory=dict)
+    queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
-    recovering: set[HostId] = field(default_factory=set)  # hosts to hear from before anything is placed
+    recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
 
     def attempt(self, job: JobId, number: int, generation: int | None = None) -> Attempt | None:
-        """The attempt, if it is the job's running one (and of this lease generation)."""
+        """The attempt, if it is the job's running one (and of this generation)."""
         known = self.jobs.get(job)
         attempt = known.attempt if known else None
         if attempt is None or attempt.number != number:
@@ -364,7 +460,7 @@ class State:
         return next((a for a in known.attempts if a.number == number), None) if known is not None else None
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
-        """Attempts with a rank on the host, of whatever generation."""
+        """Attempts with a rank of any generation on the host."""
         for job in self.active:
             attempt = self.jobs[job].attempt
             if attempt is not None and host in attempt.all_hosts:

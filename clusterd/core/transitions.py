@@ -1,19 +1,57 @@
-"""The legal steps of each state machine: what is not in these tables is a bug, and says so with its story."""
+"""State machines of hosts, jobs, attempts, migrations and trials, each as a table of its legal steps.
+
+A step that is not in its table is a bug of the scheduler: it raises, with the history of the object. The diagrams in
+docs/architecture.md are generated from these tables (docs/state_machines.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
-from typing import TypeVar
+from enum import StrEnum
+from typing import Protocol, TypeVar
 
 from clusterd.errors import InvalidTransition
 from clusterd.types import AttemptState, HostState, JobState
+
+HISTORY_MAX = 20
+"""Past states that an object remembers, for the error message of an illegal step."""
+
+
+class MigrationState(StrEnum):
+    """Progress of one migration, live or through host memory."""
+
+    PREPARING = "preparing"  # target ranks start and receive the state; the source ranks are the attempt's
+    RESUMING = "resuming"  # switched: the target ranks are the attempt's and have not finished a step
+    STOPPING = "stopping"  # through host memory: the source ranks save their state and exit
+    STARTING = "starting"  # through host memory: the next attempt starts from that state
+    DONE = "done"
+    FAILED = "failed"  # before the switch: the source ranks go on
+    INTERRUPTED = "interrupted"  # after the switch: the attempt was stopped before the first step
+
+
+class TrialState(StrEnum):
+    """Progress of one trial run of a plan."""
+
+    PROPOSED = "proposed"
+    MOVING = "moving"  # the job migrates to the plan
+    RUNNING = "running"  # the job trains under the plan and is being timed
+    MEASURED = "measured"
+    FAILED = "failed"
+
+
+class SeriesState(StrEnum):
+    """Progress of a job's series of trials."""
+
+    IDLE = "idle"
+    RUNNING = "running"  # the profiler may propose further trials
+    RETURNING = "returning"  # no trial is left; the job has yet to move to the plan where it belongs
+
 
 JOB: Mapping[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.CANCELLED, JobState.FAILED}),
     JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}),
     JobState.RUNNING: frozenset({JobState.STOPPING}),
-    # From STOPPING the outcome decides; a lost attempt puts its job back into the queue.
+    # The outcome of the attempt decides; a lost or preempted attempt requeues its job.
     JobState.STOPPING: frozenset({JobState.QUEUED, JobState.FINISHED, JobState.FAILED, JobState.CANCELLED}),
     JobState.FINISHED: frozenset(),
     JobState.FAILED: frozenset(),
@@ -34,16 +72,54 @@ HOST: Mapping[HostState, frozenset[HostState]] = {
     HostState.LOST: frozenset({HostState.UP, HostState.CONNECTING}),
 }
 
+MIGRATION: Mapping[MigrationState, frozenset[MigrationState]] = {
+    MigrationState.PREPARING: frozenset({MigrationState.RESUMING, MigrationState.FAILED}),
+    MigrationState.RESUMING: frozenset({MigrationState.DONE, MigrationState.INTERRUPTED}),
+    MigrationState.STOPPING: frozenset({MigrationState.STARTING, MigrationState.FAILED}),
+    MigrationState.STARTING: frozenset({MigrationState.DONE, MigrationState.FAILED}),
+    MigrationState.DONE: frozenset(),
+    MigrationState.FAILED: frozenset(),
+    MigrationState.INTERRUPTED: frozenset(),
+}
 
-S = TypeVar("S", bound=Enum)
+TRIAL: Mapping[TrialState, frozenset[TrialState]] = {
+    TrialState.PROPOSED: frozenset({TrialState.MOVING, TrialState.RUNNING, TrialState.MEASURED, TrialState.FAILED}),
+    TrialState.MOVING: frozenset({TrialState.RUNNING, TrialState.MEASURED, TrialState.FAILED}),
+    TrialState.RUNNING: frozenset({TrialState.MEASURED, TrialState.FAILED}),
+    TrialState.MEASURED: frozenset(),
+    TrialState.FAILED: frozenset(),
+}
+
+TRIAL_SERIES: Mapping[SeriesState, frozenset[SeriesState]] = {
+    SeriesState.IDLE: frozenset({SeriesState.RUNNING}),
+    SeriesState.RUNNING: frozenset({SeriesState.RETURNING, SeriesState.IDLE}),
+    SeriesState.RETURNING: frozenset({SeriesState.RUNNING, SeriesState.IDLE}),
+}
+
+S = TypeVar("S", bound=StrEnum)
 
 
-def step(table: Mapping[S, frozenset[S]], start: S, finish: S, story: str) -> S:
-    """`finish`, if the table has the step from `start` to it.
+class Machine(Protocol[S]):
+    """An object with a state and the states that it had before, each with the time of leaving it."""
 
+    state: S
+    history: list[tuple[str, float]]
+
+
+def advance(machine: Machine[S], table: Mapping[S, frozenset[S]], state: S, at_s: float, name: str) -> None:
+    """Take one step of a state machine and remember the state that it left.
+
+    Args:
+        name: of the object, for the error message.
     Raises:
-        InvalidTransition: it has not; `story` tells whose machine it is.
+        InvalidTransition: the table has no such step; the message carries the object's history.
     """
-    if finish not in table[start]:
-        raise InvalidTransition(f"{story}: no step from {start.value} to {finish.value}")
-    return finish
+    if state not in table[machine.state]:
+        past = "".join(f"{was} until {left_s:.3f}, " for was, left_s in machine.history)
+        raise InvalidTransition(
+            f"{name}: no step from {machine.state.value} to {state.value} at {at_s:.3f} "
+            f"(history: {past}then {machine.state.value})"
+        )
+    machine.history.append((machine.state.value, at_s))
+    del machine.history[:-HISTORY_MAX]
+    machine.state = state

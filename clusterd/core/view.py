@@ -1,22 +1,30 @@
-"""What a policy sees, and what it may ask for: a read-only cluster with a free-resources ledger for one pass."""
+"""Interface of policies: a read-only view of the cluster for one pass, and the proposals that they may make."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from clusterd.core.fair_share import Quotas
-from clusterd.core.performance_table import Outlook
-from clusterd.core.queueing.dependencies import waits_for
+from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
 from plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Place of each rank, and the cores and memory booked beside them."""
+
+    ranks: tuple[RankPlace, ...]
+    cores: dict[HostId, int]
+    memory_bytes: dict[HostId, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Start:
-    """Launch a queued job so."""
+    """Start of a queued job."""
 
     job: JobId
     plan: Plan | None
@@ -28,7 +36,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a running elastic job to another plan, or other devices."""
+    """Migration of a running job to another plan or other devices."""
 
     job: JobId
     plan: Plan
@@ -36,22 +44,22 @@ class Move:
     cores: Mapping[HostId, int]
     memory_bytes: Mapping[HostId, int]
     reason: str
-    may_restart: bool = False  # through host memory, if old and new ranks have no room side by side
+    may_restart: bool = False  # through host memory, if source and target ranks do not fit side by side
 
 
 @dataclass(frozen=True, slots=True)
 class CoreGrant:
-    """Let a running job use so many CPU cores; its ranks stay where they are."""
+    """Another number of CPU cores for a running job; its ranks stay where they are."""
 
     job: JobId
-    each: int  # beside each device
+    each: int  # per device
     cores: Mapping[HostId, int]
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Stop a running job and queue it again, through no fault of its own; it goes on from where it last saved."""
+    """Stop of a running job through no fault of its own; it is requeued and goes on from its last saved state."""
 
     job: JobId
     reason: str
@@ -59,17 +67,17 @@ class Preempt:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A stage turned the job down, for this reason; `forever` when no change of the cluster's load would help."""
+    """Reason why a job does not start; permanent where no change of the cluster's load would help."""
 
     job: JobId
     reason: str
-    forever: bool = False
+    is_permanent: bool = False
     devices: int = 0  # that would start it, if they were free
 
 
 @dataclass(slots=True)
 class Proposal:
-    """What a policy wants done in this pass."""
+    """Actions that a policy proposes in one pass."""
 
     starts: list[Start] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -80,7 +88,7 @@ class Proposal:
 
 @dataclass(slots=True)
 class HostFree:
-    """What is free on one usable host."""
+    """Free resources of one usable host."""
 
     host: Host
     devices: list[Device]
@@ -88,8 +96,8 @@ class HostFree:
     memory_bytes: int
 
 
-class Free:
-    """Free resources of the usable hosts; stages take from it as they grant, so that a pass adds up."""
+class FreeResources:
+    """Free resources of the usable hosts during one pass; each grant takes from them."""
 
     def __init__(self, hosts: Iterable[Host], leased: Mapping[DeviceId, object]) -> None:
         self.hosts: dict[HostId, HostFree] = {}
@@ -111,9 +119,9 @@ class Free:
             free.cores -= count
             free.memory_bytes -= memory_bytes.get(host, 0)
 
-    def without(self, attempt: Attempt) -> Free:
-        """As if this attempt were over; hosts that may not be used stay out."""
-        found = Free((), {})
+    def without(self, attempt: Attempt) -> FreeResources:
+        """Free resources as if this attempt were over; unusable hosts stay out."""
+        found = FreeResources((), {})
         for name, free in self.hosts.items():
             own = [d for d in free.host.devices if d.id in attempt.devices and not d.foreign]
             cores = free.cores + attempt.cores.get(name, 0)
@@ -123,38 +131,42 @@ class Free:
 
 
 class View:
-    """The cluster at one instant, for one pass; nothing in it may be changed but `free` and `quotas`."""
+    """The cluster at one instant, for one pass. Policies change only `free` and `quotas`."""
 
-    def __init__(self, state: State, now_s: float) -> None:
+    def __init__(self, state: State, now_s: float, blocked: Collection[JobId] = ()) -> None:
+        """Build the view.
+
+        Args:
+            blocked: queued jobs that wait for other jobs or for data: policies do not see them as queued.
+        """
         self.now_s = now_s
         self.hosts: Mapping[HostId, Host] = state.hosts
         self.jobs: Mapping[JobId, Job] = state.jobs
-        queued = [state.jobs[job] for job in state.queue]
-        self.queued: list[Job] = [job for job in queued if waits_for(job.spec, state) is None]
-        self.outlooks: Mapping[str, Outlook] = state.outlooks
+        self.queued: list[Job] = [state.jobs[job] for job in state.queue if job not in blocked]
+        self.performance_tables: Mapping[str, PerformanceTable] = state.performance_tables
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.running: list[Job] = [state.jobs[job] for job in state.active]
-        self.free = Free(state.hosts.values(), state.leases)
+        self.free = FreeResources(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)
 
     def leaving(self, attempt: Attempt) -> str:
-        """Which of its hosts are drained, in words; empty: none."""
+        """Message naming the drained hosts of an attempt; empty: none."""
         drained = sorted(h for h in attempt.hosts if h in self.hosts and self.hosts[h].drained is not None)
         return f"{', '.join(drained)} is drained" if drained else ""
 
 
 class Policy(Protocol):
-    """Who gets what: the four stages in one, or a baseline in their place."""
+    """Scheduling policy: the four stages, or a baseline in their place."""
 
     name: str
     interval_s: float | None
-    """Seconds between rounds, for policies that think again by the clock; None: what happens is enough."""
+    """Seconds between rounds, for policies that also decide by the clock; None: events are enough."""
 
     def propose(self, view: View) -> Proposal:
-        """What is to be done at this instant.
+        """Decide what to do at this instant.
 
-        The default keeps nothing between passes. Policies of rounds may keep their last round's answer; after a restart
-        of the daemon they begin with a new round.
+        The default policy is stateless between passes. Policies that work in rounds may keep the last round's answer;
+        after a restart of the daemon they begin a new round.
         """
         ...

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from clusterd.core import events as e
+from clusterd.core.estimates.attained_service import total_steps
 from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.policies import POLICIES
-from clusterd.core.queueing.predictability import steps_in_all
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, InvalidTransition
@@ -114,7 +114,7 @@ def _has_run(job: Job) -> bool:
 
 
 def _is_known(job: Job, state: State) -> bool:
-    return job.spec.kind is JobKind.ELASTIC and bool(job.model) and job.model in state.outlooks
+    return job.spec.kind is JobKind.ELASTIC and bool(job.model) and job.model in state.performance_tables
 
 
 def _models(jobs: Iterable[Job], state: State, seen: _Seen) -> dict[str, ModelTruth]:
@@ -123,11 +123,11 @@ def _models(jobs: Iterable[Job], state: State, seen: _Seen) -> dict[str, ModelTr
         if not _is_known(job, state):
             found[_own_model(job)] = _as_it_was(job, seen)
         elif job.model not in found:
-            outlook = state.outlooks[job.model]
-            times = {(x.plan, x.device_type, x.shape): x.step_time_s for x in outlook.estimates}
+            table = state.performance_tables[job.model]
+            times = {(x.plan, x.device_type, x.shape): x.step_time_s for x in table.estimates}
             times |= {key: statistics.median(some) for key, some in seen.step_times_s.get(job.model, {}).items()}
             shape = ModelShape.from_dict(job.shape or {})
-            beyond = {(x.plan, x.device_type, x.shape): x.step_time_s for x in outlook.beyond}
+            beyond = {(x.plan, x.device_type, x.shape): x.step_time_s for x in table.beyond}
             found[job.model] = ModelTruth(
                 job.model, shape.global_batch, times, _elements(shape), known=times, beyond=beyond
             )
@@ -180,7 +180,7 @@ def _arrival(job: Job, at_s: float, models: dict[str, ModelTruth], before: Itera
         ((plan, _, shape),) = models[own].step_times_s
         return replace(one, devices=sum(shape), plan=plan)
     # A job that was stopped early would have gone on: as far as it got is what there is to compare.
-    steps = job.step if job.state is not JobState.FINISHED else max(steps_in_all(job) or 0, job.step)
+    steps = job.step if job.state is not JobState.FINISHED else max(total_steps(job) or 0, job.step)
     held = {sum(shape) for _, _, shape in models[job.model].step_times_s}
     devices = next((n for n in sorted(held) if n >= one.devices), max(held))
     plans = {plan for plan, _, shape in models[job.model].step_times_s if sum(shape) == devices}

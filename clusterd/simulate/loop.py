@@ -80,8 +80,8 @@ class Simulation(World):
         first += [e.HostAdded(**self._stamp(), host=host) for host in self.facts]
         first += [e.HostConnected(**self._stamp(), host=host, facts=facts) for host, facts in self.facts.items()]
         first += [
-            e.SpeedLearned(**self._stamp(), model=model, outlook=outlook, why="trial runs")
-            for model, outlook in self.outlooks.items()
+            e.SpeedLearned(**self._stamp(), model=model, table=table, why="trial runs")
+            for model, table in self.performance_tables.items()
         ]
         self._tell(first)
 
@@ -181,15 +181,15 @@ class Simulation(World):
         attempt = self.scheduler.state.jobs[decision.job].attempt
         assert attempt is not None and attempt.plan is not None
         places = [rank.place for _, rank in sorted(attempt.ranks.items())]
-        before = max(attempt.past)
-        old = Side(attempt.past_plans[before], list(attempt.past[before].values()))
+        before = max(attempt.hosts_by_generation)
+        old = Side(attempt.plans_by_generation[before], list(attempt.hosts_by_generation[before].values()))
         new = Side(attempt.plan, [place.host for place in places])
         downtime_s = self.costs.downtime_s(run.model.parameters, old, new)
         run.devices = len(places)
         self._at(self.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self.now_s + downtime_s)
 
-    def _do_CutOffSurvivors(self, decision: d.CutOffSurvivors) -> None:  # noqa: N802
+    def _do_CutOffSurvivors(self, decision: d.AbortCollectives) -> None:  # noqa: N802
         self._at(self.now_s, "cut_off", decision)
 
     def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802

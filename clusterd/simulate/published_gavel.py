@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from clusterd.core.estimates.candidate_plans import Choice, Menus
+from clusterd.core.estimates.candidate_plans import CandidatePlansCache, PlanFreedom
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.apply_targets import Want, realise
+from clusterd.core.placement.apply_targets import Target, apply_targets
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, View
 from clusterd.types import JobId
@@ -31,7 +31,7 @@ class GavelFifo:
         self.faults, self.reset_s = faults, reset_s
         self.interval_s: float | None = round_s
         self._random = random.Random(seed)
-        self._menus = Menus()
+        self._candidates = CandidatePlansCache()
         self._types: dict[JobId, str] = {}  # of jobs that have one, the ended ones until types are given out again
         self._known: frozenset[JobId] = frozenset()
         self._got_s: dict[JobId, float] = {}  # since types were last given out
@@ -44,27 +44,33 @@ class GavelFifo:
     def propose(self, view: View) -> Proposal:
         """What this round decided, however often it is asked for within it."""
         jobs = {j.id: j for j in sorted([*view.queued, *view.running], key=lambda j: (j.submitted_s, len(j.id), j.id))}
-        menus = {name: self._menu(job, view) for name, job in jobs.items()}
+        candidates_cache = {name: self._menu(job, view) for name, job in jobs.items()}
         if view.now_s != self._now_s:
             self._now_s = view.now_s
-            self._credit(jobs, menus)
+            self._credit(jobs, candidates_cache)
             if self._is_due and (view.now_s - self._given_s >= self.reset_s or self._given_s == 0.0):
-                self._give_types(view, jobs, menus)
-            self._choose(view, jobs, menus)
+                self._give_types(view, jobs, candidates_cache)
+            self._choose(view, jobs, candidates_cache)
         wants = [
-            Want(job, menus[name][self._types[name]], self.name) for name, job in jobs.items() if name in self._round
+            Target(job, candidates_cache[name][self._types[name]], self.name)
+            for name, job in jobs.items()
+            if name in self._round
         ]
-        return realise(view, wants, among=jobs.values(), others=f"{self.name}: others have had less of this type")
+        return apply_targets(view, wants, among=jobs.values(), others=f"{self.name}: others have had less of this type")
 
     def _menu(self, job: Job, view: View) -> dict[str, Sequence[Estimate]]:
-        menu = self._menus.of(job, view.outlooks, Choice.ASKED)
+        menu = self._candidates.of(job, view.performance_tables, PlanFreedom.ASKED)
         return {kind: next(iter(sizes.values())) for kind, sizes in menu.sizes.items()} if menu is not None else {}
 
-    def _credit(self, jobs: Mapping[JobId, Job], menus: Mapping[JobId, Mapping[str, Sequence[Estimate]]]) -> None:
+    def _credit(
+        self, jobs: Mapping[JobId, Job], candidates_cache: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
+    ) -> None:
         """Time got in the round that is over, in whole steps."""
         for name, before in self._round.items():
             if name in jobs:
-                self._got_s[name] += (jobs[name].step - before) * menus[name][self._types[name]][0].step_time_s
+                self._got_s[name] += (jobs[name].step - before) * candidates_cache[name][self._types[name]][
+                    0
+                ].step_time_s
         for name in jobs:
             if name not in self._known:
                 self._got_s[name] = self._short_s[name] = 0.0
@@ -72,7 +78,7 @@ class GavelFifo:
             self._known, self._is_due = frozenset(jobs), True
 
     def _give_types(
-        self, view: View, jobs: Mapping[JobId, Job], menus: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
+        self, view: View, jobs: Mapping[JobId, Job], candidates_cache: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
     ) -> None:
         passed_s = view.now_s - self._given_s
         for name in jobs:
@@ -93,33 +99,35 @@ class GavelFifo:
                 left[kind] -= width(name)
                 continue
             del self._types[name]
-            if waiting and width(waiting[0]) <= left[kind] and kind in menus[waiting[0]]:
+            if waiting and width(waiting[0]) <= left[kind] and kind in candidates_cache[waiting[0]]:
                 heir = waiting.pop(0)
                 self._types[heir] = kind
                 left[kind] -= width(heir)
         kinds = sorted(kind for kind, count in left.items() if count > 0)
         while waiting and kinds:
             name = waiting.pop(0)
-            room = [kind for kind in kinds if left[kind] >= width(name) and (self.faults or kind in menus[name])]
+            room = [
+                kind for kind in kinds if left[kind] >= width(name) and (self.faults or kind in candidates_cache[name])
+            ]
             if not room:
                 break
             drawn = room[self._random.randrange(len(room))]
             kind = kinds[-1] if self.faults else drawn
-            if kind in menus[name]:
+            if kind in candidates_cache[name]:
                 self._types[name] = kind
                 left[kind] -= width(name)
                 if left[kind] == 0:
                     kinds.remove(drawn)
 
     def _choose(
-        self, view: View, jobs: Mapping[JobId, Job], menus: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
+        self, view: View, jobs: Mapping[JobId, Job], candidates_cache: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
     ) -> None:
         left = devices_of(view)
         typed = [name for name in jobs if name in self._types]
         self._round = {}
         for name in sorted(typed, key=lambda name: (self._got_s[name], -self._short_s[name])):
             kind = self._types[name]
-            count = menus[name][kind][0].devices
+            count = candidates_cache[name][kind][0].devices
             if count <= left[kind]:
                 left[kind] -= count
                 self._round[name] = jobs[name].step

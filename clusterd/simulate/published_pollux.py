@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from clusterd.core.ledger import of_ranks, seat, shape_of
+from clusterd.core.ledger import bind, of_ranks, shape_of
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.apply_targets import Want
+from clusterd.core.placement.apply_targets import Target
 from clusterd.core.policies.base import Baseline
 from clusterd.core.policies.optimus import Optimus
 from clusterd.core.policies.tiresias import Tiresias
@@ -46,16 +46,16 @@ class _MostFreeFirst:
                 continue
             estimate, devices = self._places[job.id]
             if ids(devices) <= {d.id for host in view.free.hosts.values() for d in host.devices}:
-                where = seat(job, estimate, devices)
+                where = bind(job, estimate, devices)
                 view.free.take(where.ranks, where.cores, where.memory_bytes)
                 start = (job.id, estimate.plan, where.ranks, where.cores, where.memory_bytes, self.name)
                 proposal.starts.append(Start(*start))
         return proposal
 
-    def _place(self, view: View, wants: Sequence[Want]) -> dict[JobId, tuple[Estimate, list[Device]]]:
+    def _place(self, view: View, wants: Sequence[Target]) -> dict[JobId, tuple[Estimate, list[Device]]]:
         left = {name: list(host.devices) for name, host in view.hosts.items() if host.unusable is None}
         found: dict[JobId, tuple[Estimate, list[Device]]] = {}
-        moving: list[Want] = []
+        moving: list[Target] = []
         for want in wants:
             devices = _devices_of(want.job, view)
             if len(devices) == want.options[0].devices:

@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clusterd.core.performance_table import Outlook
+from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.policies import POLICIES
 from clusterd.errors import UsageError
 from clusterd.simulate.cluster import Cluster
@@ -34,7 +34,7 @@ class Setting:
     cluster: Cluster
     workload: Workload
     truth: Truth
-    outlooks: dict[str, Outlook]
+    performance_tables: dict[str, PerformanceTable]
     move_s: float | None = RESTART_S  # of every policy; None: measured for ours, a restart for those that restart
     start_s: float = 0.0
     disturbances: tuple[Disturbance, ...] = ()
@@ -75,7 +75,7 @@ def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> 
         setting.cluster,
         setting.workload,
         setting.truth,
-        setting.outlooks,
+        setting.performance_tables,
         policy_named(policy),
         setting.costs(policy),
         disturbances=setting.disturbances,
@@ -129,7 +129,7 @@ def side_by_side(
 
 def believe(
     truth: Truth, is_oracle: bool, seed: int, models: Sequence[str], counts_only: bool = False
-) -> dict[str, Outlook]:
+) -> dict[str, PerformanceTable]:
     """What policies are told of each model.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from clusterd.core.performance_table import Estimate, Outlook, Shape
+from clusterd.core.performance_table import Estimate, PerformanceTable, Shape
 from clusterd.simulate.errors import InputError
 from plans.plan import Plan
 from profiling.coefficients import Prior
@@ -145,10 +145,10 @@ def _types_by_line(path: Path) -> dict[int, str]:
     return found
 
 
-def oracle(model: ModelTruth) -> Outlook:
+def oracle(model: ModelTruth) -> PerformanceTable:
     """The truth itself as what is believed."""
     known = model.known if model.known is not None else model.step_times_s
-    return Outlook(
+    return PerformanceTable(
         _certain(known), model.global_batch, measured=len(known), beyond=_certain(model.beyond), is_whole=True
     )
 
@@ -160,7 +160,7 @@ def _certain(times: Mapping[Key, float]) -> tuple[Estimate, ...]:
     )
 
 
-def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> Outlook:
+def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> PerformanceTable:
     """What the performance model predicts of every row after at most `trials` of them were run.
 
     A table that says more than single step times (`known`), or has no rows to pick trials from, is taken as it is.
@@ -179,7 +179,9 @@ def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> Outlook:
         estimates |= _predicted(outcome.prediction, usable, kind)
         if others := [one for one in rows if _key(one, kind) in model.beyond]:
             beyond |= _predicted(outcome.fit.predict(Rows.of(one.row for one in others)), others, kind)
-    return Outlook(tuple(estimates.values()), model.global_batch, measured, tuple(beyond.values()), is_whole=True)
+    return PerformanceTable(
+        tuple(estimates.values()), model.global_batch, measured, tuple(beyond.values()), is_whole=True
+    )
 
 
 def _predicted(prediction: Prediction, rows: Sequence[Measured], kind: str) -> dict[Key, Estimate]:

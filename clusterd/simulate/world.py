@@ -17,7 +17,7 @@ from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Outlook
+from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.core.view import Policy, Proposal, View
@@ -58,7 +58,7 @@ class World:
         cluster: Cluster,
         workload: Workload,
         truth: Truth,
-        outlooks: dict[str, Outlook],
+        performance_tables: dict[str, PerformanceTable],
         policy: Policy,
         costs: Costs,
         *,
@@ -71,7 +71,7 @@ class World:
         timeline: bool = False,
     ) -> None:
         self.cluster, self.workload, self.truth, self.costs = cluster, workload, truth, costs
-        self.outlooks = outlooks
+        self.performance_tables = performance_tables
         self.policy = _Timed(policy)
         self.scheduler = Scheduler(self.policy)
         self.checkpoint_s, self.horizon_s = checkpoint_s, horizon_s
@@ -178,7 +178,7 @@ class World:
             events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
         return events
 
-    def _when_cut_off(self, what: d.CutOffSurvivors) -> list[e.Event]:
+    def _when_cut_off(self, what: d.AbortCollectives) -> list[e.Event]:
         """Nobody's replicas stand in for what was lost with a host: after a fault all policies go on from snapshots."""
         attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
         if attempt is None:
@@ -240,7 +240,7 @@ class World:
     def _when_moved(self, what: tuple[d.ResumeAttempt, float]) -> list[e.Event]:
         start, downtime_s = what
         attempt = self.scheduler.state.attempt(start.job, start.attempt, start.generation)
-        if attempt is None or not attempt.resuming:
+        if attempt is None or self.scheduler.state.jobs[start.job].resuming is None:
             return []
         return [
             e.MigrationFinished(
@@ -270,7 +270,7 @@ class World:
             self._ticks = True
             self._at(self.now_s + self.round_s, "round", None)
 
-    def _when_timer(self, what: tuple[str, float]) -> list[e.Event]:
+    def _when_timer(self, what: tuple[e.Timer, float]) -> list[e.Event]:
         timer, at_s = what
         if self.scheduler.state.timers.get(timer) != at_s:
             return []

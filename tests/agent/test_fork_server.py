@@ -263,7 +263,8 @@ def test_what_a_rank_says_about_its_failure_comes_with_its_end(
 
 def spawner_alone(tmp_path: Path, change: str) -> subprocess.Popen[bytes]:
     """A fork server that no agent started, with a constant changed."""
-    source = f"import sys; from clusterd.agent.forkserver import server; server.{change}; sys.exit(server.main(sys.argv[1:]))"
+    run = f"server.{change}; sys.exit(server.main(sys.argv[1:]))"
+    source = f"import sys; from clusterd.agent.forkserver import server; {run}"
     command = [sys.executable, "-c", source, "--socket", str(tmp_path / "s.sock")]
     process = subprocess.Popen(command)
     wait_until((tmp_path / "s.sock").exists, "the fork server to listen")

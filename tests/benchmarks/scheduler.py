@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.scheduler import Scheduler
 from clusterd.simulate.cluster import parse_cluster
 from clusterd.types import JobId, JobKind, JobSpec, Resources
@@ -39,12 +39,12 @@ from tests.conftest import RunningCluster
 MODELS = 8
 
 
-def outlook(number: int) -> Outlook:
+def table(number: int) -> PerformanceTable:
     """A model that scales as n^0.85, on one host or on two."""
     base_s = 0.5 + 0.1 * number
     shapes = [(1,), (2,), (4,), (8,), (4, 4), (8, 8)]
     times = [base_s / sum(s) ** 0.85 * (1.2 if len(s) > 1 else 1.0) for s in shapes]
-    return Outlook(
+    return PerformanceTable(
         tuple(
             Estimate(plan=Plan(dp=sum(s)), device_type="g", shape=s, step_time_s=t, lower_s=t * 0.95, upper_s=t * 1.05)
             for s, t in zip(shapes, times, strict=True)
@@ -64,7 +64,7 @@ class Lab:
         facts = parse_cluster(f"{hosts}x8:g").facts()
         first: list[e.Event] = [e.HostAdded(at_s=self.now_s, host=h) for h in facts]
         first += [e.HostConnected(at_s=self.now_s, host=h, facts=f) for h, f in facts.items()]
-        first += [e.SpeedLearned(at_s=self.now_s, model=f"m{i}", outlook=outlook(i)) for i in range(MODELS)]
+        first += [e.SpeedLearned(at_s=self.now_s, model=f"m{i}", table=table(i)) for i in range(MODELS)]
         self.scheduler.handle(*first)
         self.tell([event for _ in range(jobs) for event in self.submission()])
 

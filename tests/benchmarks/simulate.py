@@ -59,8 +59,8 @@ def one(job: tuple[int, float, str, float | None, str, float | None, bool]) -> d
     jobs = workload.at_load(jobs, truth, cluster, load)
     if policy == BOUND:
         return asdict(bounds(cluster, jobs, truth))
-    outlooks = run.believe(truth, oracle, number, [a.model for a in jobs.arrivals])
-    setting = run.Setting(cluster, jobs, truth, outlooks, move_s=move_s)
+    performance_tables = run.believe(truth, oracle, number, [a.model for a in jobs.arrivals])
+    setting = run.Setting(cluster, jobs, truth, performance_tables, move_s=move_s)
     return run.outcome(setting, policy).figures
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, JobState, RankEnd, Reason
@@ -111,9 +112,9 @@ class Chaos(RuleBasedStateMachine):
 
     # --- speed --------------------------------------------------------------------------------------------------------
 
-    @rule(model=st.sampled_from(MODELS), outlook=wishes.outlooks())
-    def learn(self, model: str, outlook: wishes.Outlook) -> None:
-        self.world.tell(e.SpeedLearned(**self.world.at(), model=model, outlook=outlook, why="trials"))
+    @rule(model=st.sampled_from(MODELS), table=wishes.performance_tables())
+    def learn(self, model: str, table: wishes.PerformanceTable) -> None:
+        self.world.tell(e.SpeedLearned(**self.world.at(), model=model, table=table, why="trials"))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), plan=PLAN)
@@ -125,7 +126,7 @@ class Chaos(RuleBasedStateMachine):
     @rule(data=st.data(), tried=st.booleans())
     def measure(self, data: st.DataObject, tried: bool) -> None:
         job = data.draw(st.sampled_from(self.trains()))
-        plan = job.trial.plan if tried and job.trial is not None else job.attempts[-1].plan or Plan()
+        plan = job.trials.current.plan if tried and job.trials.current is not None else job.attempts[-1].plan or Plan()
         what = {"shape": (plan.ranks,), "device_type": "slow", "step_time_s": 1.0, "steps": 10}
         self.world.tell(e.TrialMeasured(**self.world.at(), job=job.id, plan=plan, **what))
 
@@ -135,7 +136,9 @@ class Chaos(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.trains()))
         self.progress_of(job, step, loss)
         if foreseen:
-            self.world.tell(e.EndForeseen(**self.world.at(), job=job.id, predictable=loss > 1.0, steps=2 * step))
+            self.world.tell(
+                e.CompletionPredicted(**self.world.at(), job=job.id, predictable=loss > 1.0, steps=2 * step)
+            )
 
     def progress_of(self, job: Job, step: int, loss: float = 2.0) -> None:
         what = {"job": job.id, "attempt": job.attempts[-1].number, "step": step}
@@ -160,7 +163,7 @@ class Chaos(RuleBasedStateMachine):
         """It is given up."""
         self.world.disconnect(host)
         self.world.handle()
-        timer = f"host-lost:{host}"
+        timer = Timer(TimerKind.HOST_LOST, host)
         if timer in self.world.scheduler.state.timers:
             self.world.now_s = max(self.world.now_s, self.world.scheduler.state.timers[timer])
             self.world.tell(e.TimerFired(**self.world.at(), timer=timer))
@@ -235,9 +238,9 @@ class Chaos(RuleBasedStateMachine):
             self.world.end(*mine.pop(0), dies)
         for host, key, rank in mine:
             if data.draw(st.integers(0, 3)):
-                step, may_finish = data.draw(st.sampled_from([(5, False), (5, False), (4, True), (4, False)]))
+                step, can_finish_step = data.draw(st.sampled_from([(5, False), (5, False), (4, True), (4, False)]))
                 oom_here = oom and dies is None and job.attempts[-1].generation > 1
-                self.world.orphan(host, key, rank, step=step, may_finish=may_finish, out_of_memory=oom_here)
+                self.world.orphan(host, key, rank, step=step, can_finish_step=can_finish_step, out_of_memory=oom_here)
 
     @rule()
     def calm_down(self) -> None:
@@ -269,8 +272,8 @@ class Chaos(RuleBasedStateMachine):
             if not world.is_up(host):
                 self.connect(host)
         for model in MODELS:
-            outlook = wishes.believed((1, 2, 3, 4, 6), there)
-            world.tell(e.SpeedLearned(**world.at(), model=model, outlook=outlook))
+            table = wishes.believed((1, 2, 3, 4, 6), there)
+            world.tell(e.SpeedLearned(**world.at(), model=model, table=table))
         for _ in range(ROUNDS):
             if not self.one_round():
                 break
@@ -294,7 +297,7 @@ class Chaos(RuleBasedStateMachine):
             return False
         elif known:
             world.end(*known[0], OK)
-        elif waiting and not any(timer.startswith("recover:") for timer in timers):
+        elif waiting and not any(timer.kind is TimerKind.RECOVER for timer in timers):
             world.end(*waiting[0], CRASH)  # nobody came for what it holds
         elif timers:
             world.fire()

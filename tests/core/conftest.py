@@ -65,7 +65,7 @@ class Lab:
         assert violations(self.scheduler.state) == []
         return decided
 
-    def fire(self, timer: str) -> list[d.Decision]:
+    def fire(self, timer: e.Timer) -> list[d.Decision]:
         """It is due, if it was not."""
         self.now_s = max(self.now_s, self.scheduler.state.timers.get(timer, self.now_s))
         return self.tell(e.TimerFired(**self.at(), timer=timer))

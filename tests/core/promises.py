@@ -20,7 +20,9 @@ def broken(state: State) -> list[str]:
     held = {lease.job for lease in state.leases.values()}
     for job in state.jobs.values():
         attempt = job.attempt
-        if job.state.is_final and (job.id in held or any(a.kept or a.retired or a.migration for a in job.attempts)):
+        if job.state.is_final and (
+            job.id in held or any(a.reserved_devices or a.retired or a.migration for a in job.attempts)
+        ):
             wrong.append(f"job {job.id} is {job.state.value}, and still holds something")
         if job.state is JobState.QUEUED and not job.reason:
             wrong.append(f"job {job.id} waits without a reason")

@@ -19,7 +19,7 @@ def test_a_drain_does_not_take_a_job_where_it_may_not_be(lab: Lab) -> None:
     job = running(lab, devices=2, hosts=(HostId("a"),))
     lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), why="a fan"))
     assert lab.attempt(job).migration is None
-    assert lab.why(job) == "a is drained: it stays there until there is room elsewhere, or its end"
+    assert lab.why(job) == "a is drained: it stays there until devices are free elsewhere, or its end"
     lab.tell(e.HostUndrained(**lab.at(), host=HostId("a")))
     assert "drained" not in lab.why(job)
 

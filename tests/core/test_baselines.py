@@ -8,6 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.policies import POLICIES
 from clusterd.core.policies.gavel import Gavel
 from clusterd.core.scheduler import Scheduler
@@ -29,7 +30,7 @@ def test_a_job_whose_speed_nobody_knows_is_left_to_run(policy: str) -> None:
         job = running(lab, devices=2) if elastic else _checkpointable(lab)
         for _ in range(ROUNDS):
             lab.now_s += 61.0
-            lab.tell(e.TimerFired(**lab.at(), timer="round"))
+            lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
         assert lab.state(job) == "running"
         assert len(lab.scheduler.state.jobs[job].attempts) == 1
 
@@ -42,7 +43,7 @@ def test_a_job_on_the_only_host_of_a_type_runs_on_while_that_is_away(policy: str
     lab.scheduler.policy = POLICIES[policy]()
     job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
     lab.progress(job, 1)
-    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
     assert lab.state(job) == "running"
     host = HostId(lab.attempt(job).hosts[0])
     if is_drained:
@@ -83,7 +84,7 @@ def test_a_job_of_known_speed_leaves_a_drained_host(policy: str) -> None:
     lab.now_s += 100.0
     decided = lab.tell(e.HostDrained(**lab.at(), host=host, by="ann"))
     lab.now_s += 61.0
-    decided += lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    decided += lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
     begun = d.StartMigration.match(decided, job=job)
     assert begun is not None and host not in {place.host for place in begun.new_ranks}
     assert f"{host} is drained" in begun.reason
@@ -121,15 +122,15 @@ def test_a_move_that_failed_is_not_tried_again_at_once(policy: str) -> None:
         lab.tell(e.AttemptStopped(**lab.at(), **who, host=host))
     assert attempt.migration is None
     lab.now_s += 30.0
-    lab.fire(f"settle:{job}")
-    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    lab.fire(Timer(TimerKind.SETTLE, job))
+    lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
     assert attempt.migration is not None
 
 
 def _leave(lab: MixedLab) -> None:
     """The job's host is drained, and the other is not any more."""
     lab.tell(e.HostUndrained(**lab.at(), host=HostId("new0")), e.HostDrained(**lab.at(), host=HostId("old0")))
-    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
 
 
 def _to_be_moved(policy: str) -> tuple[MixedLab, JobId]:
@@ -149,11 +150,11 @@ def test_time_on_a_type_is_what_passed_whatever_the_clock_says(by_s: float) -> N
     lab.scheduler.policy = policy
     job, _ = lab.net("net", 100_000, devices=2, plan=Plan(dp=2))
     lab.progress(job, 1)
-    lab.fire("round")
+    lab.fire(Timer(TimerKind.ROUND))
     before_s, began_s = _received_s(policy, job), lab.now_s
     lab.now_s += by_s
     lab.tell(e.ClockSet(**lab.at(), by_s=by_s))
-    lab.fire("round")
+    lab.fire(Timer(TimerKind.ROUND))
     assert _received_s(policy, job) - before_s == pytest.approx(lab.now_s - began_s - by_s)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clusterd.core.allocation.first_fit import Choice, Impossible, choose
+from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
 from plans.plan import Plan
 from tests.plans.shapes import gpt
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 def test_the_simplest_plan_that_fits_is_taken() -> None:
     """Plenty of memory: plain replicas."""
     choice = choose(gpt(), 2, "cuda", 80 * GIB)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, ChosenPlan)
     assert choice.plan == Plan(dp=2)
     assert "the simplest that fits" in choice.reason
 
@@ -21,7 +21,7 @@ def test_a_model_that_does_not_fit_as_it_is_gets_a_plan_that_saves_memory() -> N
     """Wide layers on small devices."""
     shape = gpt(width=2048, depth=24)
     small = choose(shape, 4, "cuda", 10 * GIB)
-    assert isinstance(small, Choice)
+    assert isinstance(small, ChosenPlan)
     assert small.plan != Plan(dp=4)
     assert small.memory.device_bytes < 10 * GIB
 

@@ -6,6 +6,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.types import RankEnd, Reason
 from tests.core.conftest import Lab
 
@@ -23,7 +24,7 @@ def test_a_time_limit_is_of_time_that_passed(lab: Lab, by_s: float) -> None:
     lab.host("a", gpus=1)
     job, _ = lab.submit(time_limit_s=1800.0)
     lab.run(job)
-    timer, began_s = f"limit:{job}", lab.now_s
+    timer, began_s = Timer(TimerKind.LIMIT, job), lab.now_s
     due_s = lab.scheduler.state.timers[timer]
     set_clock(lab, by_s)
     assert not d.StopAttempt.match(lab.tell(e.TimerFired(**lab.at(), timer=timer)), job=job), "posted by the old clock"
@@ -41,7 +42,7 @@ def test_a_retry_comes_when_it_was_due(lab: Lab) -> None:
         lab.run(job)
         lab.exit(job, end=RankEnd(reason=Reason.EXIT, exit_code=3))
         lab.stopped(job)
-    timer = f"retry:{job}"
+    timer = Timer(TimerKind.RETRY, job)
     left_s = lab.scheduler.state.timers[timer] - lab.now_s
     set_clock(lab, -HOUR_S)
     lab.now_s += left_s

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import AttemptReport, AttemptState, HostId, JobId, JobKind, JobSpec, RankReport, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -19,9 +19,9 @@ STEP_S = {1: 8.0, 2: 4.4, 4: 2.6, 8: 1.7}
 """By cores beside each device, of a model with its optimizer on the host."""
 
 
-def offloaded(**changed: Any) -> Outlook:
+def offloaded(**changed: Any) -> PerformanceTable:
     """A model that runs on one or two devices, and takes the cores that it gets."""
-    return Outlook(
+    return PerformanceTable(
         tuple(
             Estimate(
                 **{
@@ -46,7 +46,7 @@ def offloaded(**changed: Any) -> Outlook:
 def lab_of(gpus: int, **changed: Any) -> Lab:
     lab = Lab()
     lab.host("a", gpus=gpus, cores=CORES)
-    lab.tell(e.SpeedLearned(**lab.at(), model="large", outlook=offloaded(**changed), why="trials"))
+    lab.tell(e.SpeedLearned(**lab.at(), model="large", table=offloaded(**changed), why="trials"))
     return lab
 
 
@@ -87,9 +87,9 @@ def test_a_second_job_gets_its_share_of_them_without_a_rank_being_moved() -> Non
     """Ten cores: eight were worth it to the first; the next core is worth more to the second."""
     lab = Lab()
     lab.host("a", gpus=2, cores=10)
-    lab.tell(e.SpeedLearned(**lab.at(), model="large", outlook=offloaded(), why="trials"))
-    outlook = Outlook(offloaded().estimates[:1], 16, measured=7)  # one device each
-    lab.tell(e.SpeedLearned(**lab.at(), model="large", outlook=outlook, why="trials"))
+    lab.tell(e.SpeedLearned(**lab.at(), model="large", table=offloaded(), why="trials"))
+    table = PerformanceTable(offloaded().estimates[:1], 16, measured=7)  # one device each
+    lab.tell(e.SpeedLearned(**lab.at(), model="large", table=table, why="trials"))
     first, _ = submit(lab, "first")
     lab.run(first)
     assert each(lab, first) == 8

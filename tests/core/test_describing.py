@@ -6,7 +6,7 @@ from collections import Counter
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.scheduler import DESCRIPTIONS_AT_ONCE
+from clusterd.core.lifecycle.job_events import DESCRIPTIONS_PER_HOST
 from clusterd.types import HostId, JobId, JobKind
 from tests.core.conftest import Lab
 
@@ -22,7 +22,7 @@ def test_a_sweep_of_many_does_not_fill_the_hosts_with_processes(lab: Lab) -> Non
     for host in "ab":
         lab.host(host, gpus=1)
     asked = [pair for number in range(40) for pair in asked_of(lab.submit(f"net{number}", kind=JobKind.ELASTIC)[1])]
-    assert Counter(host for _, host in asked) == dict.fromkeys("ab", DESCRIPTIONS_AT_ONCE)
+    assert Counter(host for _, host in asked) == dict.fromkeys("ab", DESCRIPTIONS_PER_HOST)
     told = 0
     while asked:
         job, host = asked.pop(0)

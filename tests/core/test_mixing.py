@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.estimates.heterogeneous_speed import believed as believed_of
-from clusterd.core.estimates.job_forecast import Census
+from clusterd.core.estimates.job_forecast import Inventory
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.ledger import of_ranks
-from clusterd.core.performance_table import Estimate, Outlook, Shape
-from clusterd.core.placement.heterogeneous_search import Mixtures
+from clusterd.core.performance_table import Estimate, PerformanceTable, Shape
+from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates
 from clusterd.core.policies import POLICIES
 from clusterd.core.state import Job
 from clusterd.types import DeviceId, HostId, JobId, JobKind, JobSpec, RankPlace, Resources, Tenant
@@ -34,7 +35,7 @@ def step_s(name: str, shape: Shape) -> float:
     return SECONDS[name] / sum(shape) ** 0.95 * (1.1 if len(shape) > 1 else 1.0)
 
 
-def known(here: dict[str, list[int]], plans: tuple[Plan, ...] = ()) -> Outlook:
+def known(here: dict[str, list[int]], plans: tuple[Plan, ...] = ()) -> PerformanceTable:
     """Plain replicas (or these plans) on shapes of 1, 2, 4 and 8 devices, as a cluster with these hosts would know."""
     together = sorted((n for counts in here.values() for n in counts), reverse=True)
     shapes = [(1,), (2,), (4,), (2, 2), (8,), (4, 4), (4, 2), (4, 4, 4)]
@@ -56,7 +57,7 @@ def known(here: dict[str, list[int]], plans: tuple[Plan, ...] = ()) -> Outlook:
                         upper_s=1.05 * time,
                     )
                 )
-    return Outlook(tuple(offered), BATCH, measured=7, beyond=tuple(beyond))
+    return PerformanceTable(tuple(offered), BATCH, measured=7, beyond=tuple(beyond))
 
 
 def holds(counts: list[int], shape: Shape) -> bool:
@@ -66,13 +67,13 @@ def holds(counts: list[int], shape: Shape) -> bool:
 class MixedLab(Lab):
     """Hosts of named device types, and one model of which enough is known on each."""
 
-    def __init__(self, here: dict[str, list[int]], outlook: Outlook | None = None) -> None:
+    def __init__(self, here: dict[str, list[int]], table: PerformanceTable | None = None) -> None:
         super().__init__()
         self.types: dict[str, str] = {}
         for name, counts in here.items():
             for number, count in enumerate(counts):
                 self.typed_host(f"{name}{number}", name, count)
-        self.tell(e.SpeedLearned(**self.at(), model="net", outlook=outlook or known(here), why="trials"))
+        self.tell(e.SpeedLearned(**self.at(), model="net", table=table or known(here), why="trials"))
 
     def typed_host(self, host: str, name: str, count: int) -> None:
         plain = facts(host, gpus=count, cores=64)
@@ -99,7 +100,7 @@ class MixedLab(Lab):
         self.run(job)
         number = self.attempt(job).number
         believed = believed_of(
-            self.scheduler.state.outlooks["net"],
+            self.scheduler.state.performance_tables["net"],
             self.attempt(job).plan,
             of_ranks(self.scheduler.state.hosts, self.attempt(job)),
         )
@@ -153,9 +154,9 @@ def test_a_type_that_brings_nothing_is_left_alone() -> None:
 
 def test_a_running_job_grows_over_devices_of_another_type_where_the_move_pays() -> None:
     """A host of old devices joins; the job has hours left, then seconds."""
-    outlook = known({"new": [4], "old": [4]})
+    table = known({"new": [4], "old": [4]})
     for steps, grows in ((30_000, True), (40, False)):
-        lab = MixedLab({"new": [4]}, outlook)
+        lab = MixedLab({"new": [4]}, table)
         job, decided = lab.net("net-1", steps)
         assert launch(decided, job).plan == Plan(dp=4)
         lab.progress(job, 10)
@@ -320,7 +321,7 @@ def test_a_move_by_hand_to_gpus_and_cpus_is_refused() -> None:
     assert "devices of one kind, not cpu and cuda" in lab.why(job)
 
 
-def uneven_speedups() -> tuple[Outlook, Outlook]:
+def uneven_speedups() -> tuple[PerformanceTable, PerformanceTable]:
     """One model that is hardly faster on the new type, and one that is three times as fast there."""
     found = []
     for factor in (1.1, 3.0):
@@ -328,7 +329,7 @@ def uneven_speedups() -> tuple[Outlook, Outlook]:
             Estimate(plan=Plan(dp=4), device_type=name, shape=(4,), step_time_s=t, lower_s=0.95 * t, upper_s=1.05 * t)
             for name, t in (("new", 1.0), ("old", factor))
         )
-        found.append(Outlook(estimates, BATCH, measured=7))
+        found.append(PerformanceTable(estimates, BATCH, measured=7))
     return found[0], found[1]
 
 
@@ -336,7 +337,7 @@ def test_jobs_that_start_together_share_types_so_that_they_end_earlier_in_all() 
     """The first in order would take the new devices, which bring it little; the other needs them."""
     little, much = uneven_speedups()
     lab = MixedLab({"new": [4], "old": [4]}, little)
-    lab.tell(e.SpeedLearned(**lab.at(), model="other", outlook=much, why="trials"))
+    lab.tell(e.SpeedLearned(**lab.at(), model="other", table=much, why="trials"))
     resources, ids = Resources(devices=4), []
     events: list[e.Event] = []
     for number, (model, steps) in enumerate((("net", 1000), ("other", 1100)), 1):
@@ -362,11 +363,11 @@ def test_sampling_placement_splits_jobs_over_types() -> None:
     lab.progress(job, 10)
     for _ in range(2):
         lab.now_s += 60.0
-        lab.tell(e.TimerFired(**lab.at(), timer="round"))
+        lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
     assert d.StartMigration.match(lab.decisions) is None, "it stays as it is"
     other, _ = lab.net("net-2", 10_000, plan=Plan(dp=4), devices=4)
     lab.now_s += 60.0
-    lab.tell(e.TimerFired(**lab.at(), timer="round"))
+    lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.ROUND)))
     shrink = d.StartMigration.match(lab.decisions, job=job)
     assert shrink is not None
     decided = lab.moved(shrink)
@@ -388,16 +389,18 @@ def test_shares_stay_within_each_types_memory() -> None:
         Estimate(plan=plan, device_type=name, shape=(1, 1), step_time_s=s, lower_s=s, upper_s=s, device_bytes=needs)
         for name, s in (("fast", 1.0), ("slow", 3.0))
     )
-    outlook = Outlook((), 16, measured=7, beyond=estimates)
+    table = PerformanceTable((), 16, measured=7, beyond=estimates)
     spec = JobSpec(name="net", kind=JobKind.ELASTIC, command=("x",), resources=Resources())
     job = Job(JobId("1"), spec, priority=0, submitted_s=0.0, queued_s=0.0)
     job.shape = model.to_dict()
     for fast_bytes, shares in ((80 * GIB, (12, 4)), (12 * GIB, (10, 6)), (4 * GIB, None)):
-        there = Census({"fast": 1, "slow": 1}, {"fast": "cuda", "slow": "cuda"}, {"fast": fast_bytes, "slow": 10 * GIB})
-        mixtures = Mixtures()
+        there = Inventory(
+            {"fast": 1, "slow": 1}, {"fast": "cuda", "slow": "cuda"}, {"fast": fast_bytes, "slow": 10 * GIB}
+        )
+        mixtures = HeterogeneousEstimates()
         mixtures.on(there)
-        (known,) = mixtures.shapes(job.model, outlook, ("fast", "slow"))
-        found = mixtures.blend(outlook, job, known, ("fast", "slow"), plan, there)
+        (known,) = mixtures.shapes(job.model, table, ("fast", "slow"))
+        found = mixtures.predict_heterogeneous(table, job, known, ("fast", "slow"), plan, there)
         assert (found.plan.shares if found is not None else None) == shares
         if found is not None:
             assert found.device_bytes == memory_of(found.plan, model, kind="cuda").device_bytes
@@ -410,7 +413,7 @@ def test_steps_slower_than_believed_are_no_reason_to_move() -> None:
     start = launch(decided, job)
     lab.run(job)
     believed = believed_of(
-        lab.scheduler.state.outlooks["net"], start.plan, of_ranks(lab.scheduler.state.hosts, lab.attempt(job))
+        lab.scheduler.state.performance_tables["net"], start.plan, of_ranks(lab.scheduler.state.hosts, lab.attempt(job))
     )
     lab.tell(
         e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=10, loss=None, step_time_s=1.33 * believed.step_time_s)

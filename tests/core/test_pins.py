@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.types import DeviceId, HostId, JobId, JobKind
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -38,8 +39,8 @@ def fail_move(lab: Lab, job: JobId) -> None:
 def lose(lab: Lab, host: str) -> None:
     """It is given up."""
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId(host), why="power"))
-    lab.now_s = lab.scheduler.state.timers[f"host-lost:{host}"]
-    lab.tell(e.TimerFired(**lab.at(), timer=f"host-lost:{host}"))
+    lab.now_s = lab.scheduler.state.timers[Timer(TimerKind.HOST_LOST, host)]
+    lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.HOST_LOST, host)))
 
 
 def test_a_pin_to_a_plan_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -> None:
@@ -49,7 +50,7 @@ def test_a_pin_to_a_plan_that_the_job_could_not_be_moved_to_is_none(lab: Lab) ->
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=PINNED, pin=True, by="ann"))
     fail_move(lab, job)
     assert lab.scheduler.state.jobs[job].pinned is None
-    assert "dp=4 goes on; it is not pinned to tp=4 any more" in lab.why(job)
+    assert "dp=4 goes on; it is no longer pinned to tp=4" in lab.why(job)
 
 
 def test_a_pin_to_a_place_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -> None:
@@ -61,7 +62,7 @@ def test_a_pin_to_a_place_that_the_job_could_not_be_moved_to_is_none(lab: Lab) -
     lab.tell(e.MigrationRequested(**lab.at(), job=job, devices=there, pin=True, by="ann"))
     fail_move(lab, job)
     assert lab.scheduler.state.jobs[job].pinned is None
-    assert "dp=4 goes on; it is not pinned to dp=4 any more" in lab.why(job)
+    assert "dp=4 goes on; it is no longer pinned to dp=4" in lab.why(job)
 
 
 def test_a_pinned_job_that_could_not_leave_a_drained_host_is_pinned_as_before(lab: Lab) -> None:
@@ -96,7 +97,7 @@ def test_a_pinned_job_that_leaves_a_drained_host_for_fewer_devices_is_pinned_no_
     move(lab, job)
     assert len(lab.attempt(job).devices) == 2
     assert lab.scheduler.state.jobs[job].pinned is None
-    assert "it is not pinned to tp=4 any more" in lab.why(job)
+    assert "it is no longer pinned to tp=4" in lab.why(job)
 
 
 def test_a_job_that_is_pinned_to_the_plan_that_is_tried_on_it_stays_there(lab: Lab) -> None:
@@ -118,7 +119,7 @@ def test_a_trial_that_was_thought_of_before_a_pin_is_not_made(lab: Lab) -> None:
     job = pinned(lab)
     propose(lab, job, Plan(dp=4))
     assert lab.scheduler.state.jobs[job].pinned == PINNED
-    assert lab.attempt(job).migration is None and not lab.scheduler.state.jobs[job].being_tried
+    assert lab.attempt(job).migration is None and not lab.scheduler.state.jobs[job].trials.is_running
 
 
 def test_a_job_that_is_on_its_way_elsewhere_is_not_pinned_where_it_was(lab: Lab) -> None:
@@ -183,7 +184,7 @@ def test_a_pin_that_cannot_be_any_more_does_not_fail_the_job(lab: Lab) -> None:
     lab.stopped(job)
     assert lab.state(job) == "starting", lab.why(job)
     assert need(lab.attempt(job).plan) < need(large)
-    assert "it is not pinned to dp=4,zero=1 any more" in lab.why(job)
+    assert "it is no longer pinned to dp=4,zero=1" in lab.why(job)
 
 
 def test_a_pinned_job_whose_move_to_another_plan_fails_is_pinned_as_before(lab: Lab) -> None:
@@ -224,4 +225,4 @@ def test_a_pin_to_more_devices_than_are_left_is_over(lab: Lab) -> None:
     lab.host("b", gpus=4)
     lose(lab, "a")
     assert len(lab.attempt(job).devices) == 4
-    assert "it is not pinned to dp=6 any more" in lab.why(job)
+    assert "it is no longer pinned to dp=6" in lab.why(job)

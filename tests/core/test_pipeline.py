@@ -8,7 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -16,9 +16,9 @@ from tests.core.conftest import Lab
 TIMES = {1: 8.0, 2: 4.2, 4: 2.2, 8: 1.2}
 
 
-def known(uncertainty: float = 0.05, measured: int = 7) -> Outlook:
+def known(uncertainty: float = 0.05, measured: int = 7) -> PerformanceTable:
     """A model that scales well on one host; ZeRO is a fifth slower."""
-    return Outlook(
+    return PerformanceTable(
         tuple(
             Estimate(
                 plan=Plan(dp=n, zero=zero),
@@ -40,7 +40,7 @@ def known(uncertainty: float = 0.05, measured: int = 7) -> Outlook:
 def host_of_eight(lab: Lab) -> Lab:
     """One host of eight GPUs, and a model of which enough is known."""
     lab.host("a", gpus=8, cores=64)
-    lab.tell(e.SpeedLearned(**lab.at(), model="net", outlook=known(), why="trials"))
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
     return lab
 
 
@@ -86,7 +86,7 @@ def test_a_job_alone_gets_all_that_makes_it_faster_under_the_best_plan(host_of_e
 def test_beliefs_about_hardware_alone_change_no_plan(lab: Lab) -> None:
     """Fewer than three plans were measured: the job runs as it asks to."""
     lab.host("a", gpus=8, cores=64)
-    lab.tell(e.SpeedLearned(**lab.at(), model="net", outlook=known(measured=1)))
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(measured=1)))
     _, decided = submit(lab, "net-1", 1000, devices=1)
     assert len((d.LaunchAttempt.match(decided) or pytest.fail("not started")).ranks) == 1
 

@@ -8,6 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.types import DeviceId, HostId, JobId, JobKind, RankEnd, Reason
 from plans.memory import estimate
 from plans.plan import Plan
@@ -34,7 +35,7 @@ def test_a_rank_that_dies_in_a_move_is_stood_in_for_once_the_other_side_is_gone(
         leaving = attempt.generation
         new = attempt.migration.generation
         lab.tell(e.MigrationVerified(**lab.at(), **who, generation=new, step=9, network_bytes=0, local_bytes=1))
-        assert attempt.resuming
+        assert lab.scheduler.state.jobs[job].resuming is not None
         attempt.plan = Plan(dp=2)
     decided = lab.exit(job, rank=1, end=KILLED)
     decided += lab.tell(e.RankOrphaned(**lab.at(), **who, generation=attempt.generation, rank=0, step=9))
@@ -45,7 +46,7 @@ def test_a_rank_that_dies_in_a_move_is_stood_in_for_once_the_other_side_is_gone(
     start = d.StartMigration.match(decided, job=job)
     assert start is not None
     assert start.lost == (1,)
-    assert not attempt.resuming
+    assert lab.scheduler.state.jobs[job].resuming is None
 
 
 def orphan(lab: Lab, job: str, rank: int, step: int, **more: Any) -> list[d.Decision]:
@@ -66,7 +67,7 @@ def test_survivors_make_room_where_new_ranks_find_none_beside_them(lab: Lab, sha
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=1, step=500, loss=1.0, step_time_s=1.0))
     lab.exit(job, rank=1, end=KILLED)
     start = d.StartMigration.match(orphan(lab, job, 0, 500), job=job)
-    assert start is not None and start.makes_room == (share > 0.5)
+    assert start is not None and start.source_releases_memory == (share > 0.5)
 
 
 def test_a_gpu_that_failed_is_not_gone_on_with(lab: Lab) -> None:
@@ -94,7 +95,7 @@ def test_a_trial_that_runs_out_of_memory_takes_its_job_back(lab_with_two_hosts: 
     start = d.StartMigration.match(decided, job=job)
     assert start is not None
     assert (start.new_plan, start.lost) == (before, ())
-    (trial,) = lab.scheduler.state.jobs[job].trials
+    (trial,) = lab.scheduler.state.jobs[job].trials.past
     assert trial.is_refused
     move(lab, job)
     assert lab.state(job) == "running"
@@ -153,7 +154,7 @@ def test_a_trial_that_was_interrupted_may_be_made_again(lab_with_two_hosts: Lab)
     job = running(lab, devices=4)
     propose(lab, job, Plan(dp=2))
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2, zero=1), by="ann"))
-    (trial,) = lab.scheduler.state.jobs[job].trials
+    (trial,) = lab.scheduler.state.jobs[job].trials.past
     assert trial.failure
     assert not trial.is_refused
 
@@ -169,7 +170,7 @@ def spread(lab: Lab) -> tuple[Lab, JobId]:
     return lab, job
 
 
-def fire(lab: Lab, timer: str) -> list[d.Decision]:
+def fire(lab: Lab, timer: Timer) -> list[d.Decision]:
     assert timer in lab.scheduler.state.timers
     return lab.fire(timer)
 
@@ -179,8 +180,8 @@ def test_ranks_that_do_not_notice_are_told_before_they_are_given_up(spread: tupl
     lab, job = spread
     lab.exit(job, rank=0, end=KILLED)
     orphan(lab, job, 1, 9)
-    decided = fire(lab, f"recover:{job}")
-    told = d.CutOffSurvivors.match(decided, job=job)
+    decided = fire(lab, Timer(TimerKind.RECOVER, job))
+    told = d.AbortCollectives.match(decided, job=job)
     assert told is not None
     assert told.hosts == ("a", "b")
     assert "ranks [2, 3]" in told.reason
@@ -194,10 +195,10 @@ def test_ranks_that_do_not_notice_are_told_before_they_are_given_up(spread: tupl
 def test_ranks_that_stay_silent_are_given_up(spread: tuple[Lab, JobId]) -> None:
     lab, job = spread
     lab.exit(job, rank=0, end=KILLED)
-    fire(lab, f"recover:{job}")
-    decided = fire(lab, f"recover:{job}")
+    fire(lab, Timer(TimerKind.RECOVER, job))
+    decided = fire(lab, Timer(TimerKind.RECOVER, job))
     assert d.StopAttempt.match(decided, job=job)
-    assert "ranks [1, 2, 3] did not say" in lab.attempt(job).why
+    assert "ranks [1, 2, 3] did not report their state" in lab.attempt(job).why
 
 
 @pytest.mark.parametrize("noticed", [True, False])
@@ -208,7 +209,7 @@ def test_a_job_outlives_a_host_without_power(spread: tuple[Lab, JobId], noticed:
     if noticed:
         orphan(lab, job, 0, 9)
     else:
-        assert d.CutOffSurvivors.match(fire(lab, "host-lost:b"), job=job, hosts=("a",))
+        assert d.AbortCollectives.match(fire(lab, Timer(TimerKind.HOST_LOST, "b")), job=job, hosts=("a",))
         orphan(lab, job, 0, 9)
     start = d.StartMigration.match(orphan(lab, job, 1, 9), job=job)
     assert start is not None
@@ -223,7 +224,7 @@ def test_a_job_outlives_a_host_without_power(spread: tuple[Lab, JobId], noticed:
         e.AttemptStopped(**lab.at(), **who, generation=old, host=HostId("a")),
     )
     if noticed:
-        assert not d.StopAttempt.match(fire(lab, "host-lost:b"), job=job)
+        assert not d.StopAttempt.match(fire(lab, Timer(TimerKind.HOST_LOST, "b")), job=job)
     assert lab.state(job) == "running"
     assert attempt.number == 1
     assert not attempt.retired
@@ -237,12 +238,12 @@ def test_a_lost_host_is_not_waited_for_when_nothing_came_of_its_survivors(
     """The job was stopping until the host came back, which may be never."""
     lab, job = spread
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("b"), why="power"))
-    fire(lab, "host-lost:b")
+    fire(lab, Timer(TimerKind.HOST_LOST, "b"))
     assert lab.state(job) == "running"
     if is_cancelled:
         lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
     else:
-        fire(lab, f"recover:{job}")
+        fire(lab, Timer(TimerKind.RECOVER, job))
     assert lab.attempt(job).pending == {"a"}
     lab.stopped(job)
     assert lab.state(job) == ("cancelled" if is_cancelled else "starting")
@@ -257,24 +258,26 @@ def test_a_host_that_dies_under_a_move_to_it_does_not_take_the_job(spread: tuple
     )
     assert lab.attempt(job).migration is not None
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("c"), why="no answer"))
-    decided = fire(lab, "host-lost:c")
+    decided = fire(lab, Timer(TimerKind.HOST_LOST, "c"))
     assert lab.attempt(job).migration is None
     assert not d.StopAttempt.match(decided, generation=1)
     assert lab.state(job) == "running"
     assert not [device for device in lab.scheduler.state.leases if device.startswith("c:")]
 
 
-@pytest.mark.parametrize("may_finish", [True, False])
-def test_a_survivor_a_step_behind_makes_that_step_or_is_left_out(spread: tuple[Lab, JobId], may_finish: bool) -> None:
+@pytest.mark.parametrize("can_finish_step", [True, False])
+def test_a_survivor_a_step_behind_makes_that_step_or_is_left_out(
+    spread: tuple[Lab, JobId], can_finish_step: bool
+) -> None:
     """One got through the last reduction of the step, the other did not; the step that was made is not lost."""
     lab, job = spread
     lab.exit(job, rank=0, end=KILLED)
-    orphan(lab, job, 1, 9, may_finish=may_finish)
+    orphan(lab, job, 1, 9, can_finish_step=can_finish_step)
     orphan(lab, job, 2, 10)
     start = d.StartMigration.match(orphan(lab, job, 3, 10), job=job)
     assert start is not None
     assert start.step == 10
-    assert start.lost == ((0,) if may_finish else (0, 1))
+    assert start.lost == ((0,) if can_finish_step else (0, 1))
 
 
 def test_a_command_that_runs_for_days_between_its_hosts_faults_is_not_given_up(lab: Lab) -> None:
@@ -287,7 +290,7 @@ def test_a_command_that_runs_for_days_between_its_hosts_faults_is_not_given_up(l
         lab.now_s += 5 * 86400.0
         host = lab.attempt(job).hosts[0]
         lab.tell(e.HostDisconnected(**lab.at(), host=host, why="power"))
-        lab.now_s = lab.scheduler.state.timers[f"host-lost:{host}"]
-        lab.fire(f"host-lost:{host}")
+        lab.now_s = lab.scheduler.state.timers[Timer(TimerKind.HOST_LOST, host)]
+        lab.fire(Timer(TimerKind.HOST_LOST, host))
         assert lab.state(job) == "starting", "on the other host, at once"
         lab.connect(host)

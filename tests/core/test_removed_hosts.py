@@ -8,6 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.types import HostId, HostState, JobKind
 from tests.core.conftest import Lab
 
@@ -37,7 +38,7 @@ def test_a_state_without_a_host_in_use_recovers(lab_with_two_hosts: Lab) -> None
     del lab.scheduler.state.hosts[A]
     lab.tell(e.DaemonStarted(**lab.at(), epoch=2))
     lab.connect("b")
-    lab.fire("host-lost:a")
+    lab.fire(Timer(TimerKind.HOST_LOST, "a"))
     assert lab.attempt(job).hosts == (B,)
     lab.tell(e.HostRemoved(**lab.at(), host=A))
     assert list(lab.scheduler.state.hosts) == [B]

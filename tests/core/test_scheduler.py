@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import HOST_LOST_AFTER_S, Scheduler
 from clusterd.types import AttemptReport, HostId, JobState, RankEnd, RankReport, Reason
 from tests.core.conftest import CRASH, OK, Lab
@@ -98,8 +99,8 @@ def test_retries_after_the_first_wait_ever_longer(lab: Lab) -> None:
         lab.stopped(job)
         began_s = lab.now_s
         if lab.state(job) == "queued":
-            lab.now_s = lab.scheduler.state.timers[f"retry:{job}"]
-            lab.tell(e.TimerFired(**lab.at(), timer=f"retry:{job}"))
+            lab.now_s = lab.scheduler.state.timers[Timer(TimerKind.RETRY, job)]
+            lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.RETRY, job)))
         assert lab.state(job) == "starting"
         waited.append(round(lab.now_s - began_s))
     assert waited[:4] == [0, 6, 11, 21] and waited[-1] == 301
@@ -141,7 +142,7 @@ def test_a_lost_host_sends_its_job_to_another_and_is_cleaned_when_it_returns(lab
     lab.run(job)
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="no route"))
     lab.now_s += HOST_LOST_AFTER_S
-    decided = lab.tell(e.TimerFired(**lab.at(), timer="host-lost:a"))
+    decided = lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.HOST_LOST, "a")))
     launch = d.LaunchAttempt.match(decided, job=job, attempt=2)
     assert launch is not None
     assert launch.hosts == (HostId("b"),)
@@ -221,7 +222,7 @@ def test_after_a_restart_nothing_is_placed_until_busy_hosts_were_heard(lab_with_
     lab.connect("b")
     new, decided = lab.submit("new", devices=1)
     assert d.LaunchAttempt.match(decided) is None
-    assert "waits to hear from a" in lab.why(new)
+    assert "waits for a to report" in lab.why(new)
     report = AttemptReport(job=job, attempt=1, generation=1, ranks=(RankReport(rank=0, end=OK),))
     decided = lab.connect("a", report)
     assert d.StopAttempt.match(decided, job=job) is not None
@@ -323,7 +324,7 @@ def test_a_cancel_while_the_time_limit_ends_a_job_does_not_make_it_a_cancelled_o
     lab.host("a", gpus=1)
     job, _ = lab.submit(time_limit_s=60.0)
     lab.run(job)
-    lab.fire(f"limit:{job}")
+    lab.fire(Timer(TimerKind.LIMIT, job))
     lab.tell(e.JobCancelled(**lab.at(), job=job, by="ann"))
     lab.stopped(job)
     assert lab.state(job) == "failed" and "time limit" in lab.why(job)

@@ -8,6 +8,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.types import HostId, JobId, JobKind, JobSpec, RankEnd, RankReport, Reason, Resources, Tenant
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -51,7 +52,7 @@ def test_another_size_is_a_stop_a_save_and_a_start(lab: Lab) -> None:
     decided = stopped_in_good_order(lab, job)
     launch = d.LaunchAttempt.match(decided, job=job)
     assert launch is not None and (launch.plan, launch.attempt) == (Plan(dp=2), 2)
-    assert lab.scheduler.state.jobs[job].own_failures == 0
+    assert lab.scheduler.state.jobs[job].failures == 0
     requeued = d.RequeueJob.match(decided, job=job)
     assert requeued is not None and "what it saved" in requeued.reason
 
@@ -155,14 +156,14 @@ def test_checkpoints_by_the_clock_take_turns_and_wait_for_progress(lab: Lab) -> 
     lab.host("a", gpus=4)
     job, decided = submit(lab, checkpoint_directory="/shared", checkpoint_every_s=60.0)
     decided = lab.run(job)
-    assert d.SetTimer.match(decided, timer=f"checkpoint:{job}")
-    timer = e.TimerFired(**lab.at(), timer=f"checkpoint:{job}")
+    assert d.SetTimer.match(decided, timer=Timer(TimerKind.CHECKPOINT, job))
+    timer = e.TimerFired(**lab.at(), timer=Timer(TimerKind.CHECKPOINT, job))
     assert not d.TakeCheckpoint.match(lab.tell(timer), job=job)  # nothing was trained yet
     paths = []
     for step in (10, 20):
         attempt = lab.attempt(job).number
         lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=attempt, step=step, loss=1.0, step_time_s=0.1))
-        taken = d.TakeCheckpoint.match(lab.fire(f"checkpoint:{job}"), job=job)
+        taken = d.TakeCheckpoint.match(lab.fire(Timer(TimerKind.CHECKPOINT, job)), job=job)
         assert taken is not None
         paths.append(taken.path)
         lab.tell(e.CheckpointTaken(**lab.at(), job=job, attempt=attempt, step=step, path=taken.path))
@@ -239,7 +240,7 @@ def test_it_stays_on_a_drained_host_as_long_as_there_is_no_room(lab: Lab) -> Non
     lab.run(job)
     decided = lab.tell(e.HostDrained(**lab.at(), host=HostId("a"), by="ann"))
     assert d.StopAttempt.match(decided, job=job) is None
-    assert "until there is room elsewhere" in lab.why(job)
+    assert "until devices are free elsewhere" in lab.why(job)
     decided = lab.host("c", gpus=1)
     assert d.StopAttempt.match(decided, job=job)
     launch = d.LaunchAttempt.match(stopped_in_good_order(lab, job), job=job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.types import HostId, JobId, JobKind, JobState
 from tests.core.conftest import Lab
 
@@ -26,7 +27,7 @@ def step(lab: Lab, job: JobId, number: int, step_time_s: float = 1.0) -> None:
 
 def fire(lab: Lab, job: JobId, kind: str = "stall") -> list[d.Decision]:
     """The clock goes on to the job's timer."""
-    timer = f"{kind}:{job}"
+    timer = Timer(TimerKind(kind), job)
     lab.now_s = lab.scheduler.state.timers[timer]
     return lab.tell(e.TimerFired(**lab.at(), timer=timer))
 
@@ -40,7 +41,7 @@ def test_a_job_without_a_step_for_too_long_starts_again() -> None:
     assert again is not None, decided
     lab.run(job)
     step(lab, job, 2)
-    assert f"stall:{job}" in lab.scheduler.state.timers, "it is watched again"
+    assert Timer(TimerKind.STALL, job) in lab.scheduler.state.timers, "it is watched again"
 
 
 def test_steps_are_what_counts() -> None:
@@ -68,7 +69,7 @@ def test_the_first_step_of_an_attempt_is_waited_for_as_long() -> None:
         stop = d.StopAttempt.match(fire(lab, job), job=job)
         assert stop is not None and "since it was launched" in stop.reason
         lab.stopped(job)
-        if f"retry:{job}" in lab.scheduler.state.timers:
+        if Timer(TimerKind.RETRY, job) in lab.scheduler.state.timers:
             fire(lab, job, "retry")
     assert "without a step" in lab.scheduler.state.jobs[job].reason
 
@@ -77,16 +78,16 @@ def test_a_host_that_cannot_be_heard_is_no_proof() -> None:
     lab, job = training()
     lab.tell(e.HostDisconnected(**lab.at(), host=HostId("a"), why="timeout"))
     assert d.StopAttempt.match(fire(lab, job)) is None
-    assert f"stall:{job}" in lab.scheduler.state.timers
+    assert Timer(TimerKind.STALL, job) in lab.scheduler.state.timers
 
 
 def test_nobody_is_watched_who_did_not_ask() -> None:
     lab, job = training(stall_s=None)
-    assert f"stall:{job}" not in lab.scheduler.state.timers
+    assert Timer(TimerKind.STALL, job) not in lab.scheduler.state.timers
 
 
 def test_a_job_that_is_over_is_not_watched() -> None:
     lab, job = training()
     lab.finish(job)
     assert lab.scheduler.state.jobs[job].state is JobState.FINISHED
-    assert f"stall:{job}" not in lab.scheduler.state.timers
+    assert Timer(TimerKind.STALL, job) not in lab.scheduler.state.timers

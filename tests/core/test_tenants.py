@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import JobId, JobKind, Tenant
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -22,7 +22,7 @@ def learned(lab: Lab) -> None:
         Estimate(plan=Plan(dp=n), device_type="cuda", shape=(n,), step_time_s=s, lower_s=s, upper_s=s)
         for n, s in ((1, 8.0), (2, 4.0), (4, 2.0))
     )
-    lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=Outlook(rows, measured=3)))
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", table=PerformanceTable(rows, measured=3)))
 
 
 def test_a_tenant_with_all_its_devices_in_use_waits_and_holds_up_nobody(lab: Lab) -> None:

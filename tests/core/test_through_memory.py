@@ -8,7 +8,8 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.events import Timer, TimerKind
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import DeviceId, HostId, JobId, RankEnd, Reason
 from plans.memory import estimate
 from plans.plan import Plan
@@ -152,8 +153,8 @@ def test_a_policy_grows_a_job_through_host_memory_where_that_pays(lab: Lab) -> N
         )
         for n, t in ((4, 2.2), (6, 1.2))
     )
-    outlook = Outlook(estimates, global_batch=gpt().global_batch, measured=7)
-    lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=outlook, why="trials"))
+    table = PerformanceTable(estimates, global_batch=gpt().global_batch, measured=7)
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", table=table, why="trials"))
     other, _ = lab.submit(devices=2)
     lab.run(other)
     job = running(lab, devices=4)
@@ -179,18 +180,18 @@ def test_a_plan_is_tried_through_host_memory_and_left_again_in_the_same_way(full
     lab.tell(e.AttemptLaunched(**lab.at(), job=job, attempt=2, generation=1, restored_step=7))
     progress(lab, job, 8)
     known = lab.scheduler.state.jobs[job]
-    assert known.trial is not None and known.trial.from_step == 8
+    assert known.trials.current is not None and known.trials.current.from_step == 8
     measured(lab, job, 3.0)
     rows = tuple(
         Estimate(plan=plan, device_type="cuda", shape=(4,), step_time_s=t, lower_s=t, upper_s=t)
         for plan, t in ((Plan(dp=4), 1.0), (WISH, 3.0))
     )
-    lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=Outlook(rows, global_batch=12, measured=2)))
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", table=PerformanceTable(rows, global_batch=12, measured=2)))
     decided = propose(lab, job, None)
     assert d.StopAttempt.match(decided, job=job, attempt=2)
     launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
     assert launch is not None and launch.plan == Plan(dp=4)
-    assert [trial.failure for trial in known.trials] == [""]
+    assert [trial.failure for trial in known.trials.past] == [""]
 
 
 def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]) -> None:
@@ -198,7 +199,7 @@ def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]
     lab, job = full
     decided = propose(lab, job, Plan(dp=2))
     assert not d.StopAttempt.match(decided, job=job)
-    (trial,) = lab.scheduler.state.jobs[job].trials
+    (trial,) = lab.scheduler.state.jobs[job].trials.past
     assert "trains on the same device" in trial.failure and not trial.is_refused
 
 
@@ -213,7 +214,7 @@ def test_its_time_limit_goes_on(lab: Lab) -> None:
     ask(lab, job, WISH, "gpu1", "gpu2", "gpu3", "gpu5")
     lab.stopped(job)
     assert lab.attempt(job).number == 2
-    assert lab.scheduler.state.timers[f"limit:{job}"] == pytest.approx(lab.now_s + 600.0, abs=5.0)
+    assert lab.scheduler.state.timers[Timer(TimerKind.LIMIT, job)] == pytest.approx(lab.now_s + 600.0, abs=5.0)
     lab.run(job)
     progress(lab, job, 8)
     lab.now_s += 500.0
@@ -221,4 +222,4 @@ def test_its_time_limit_goes_on(lab: Lab) -> None:
         lab.exit(job, rank, RankEnd(reason=Reason.LOST))
     lab.stopped(job)
     assert lab.attempt(job).number == 3
-    assert lab.scheduler.state.timers[f"limit:{job}"] == pytest.approx(lab.now_s + 3600.0, abs=5.0)
+    assert lab.scheduler.state.timers[Timer(TimerKind.LIMIT, job)] == pytest.approx(lab.now_s + 3600.0, abs=5.0)

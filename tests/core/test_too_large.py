@@ -10,7 +10,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import JobId, JobKind, JobSpec, RankEnd, Reason, Resources
 from plans.memory import estimate
 from plans.plan import Plan
@@ -76,11 +76,11 @@ def test_a_policy_offers_nothing_that_needs_as_much(lab: Lab, room: bool) -> Non
         return Estimate(**which, step_time_s=seconds, lower_s=seconds, upper_s=seconds)
 
     if room:
-        lab.scheduler.state.jobs[job].at_most_bytes = None
+        lab.scheduler.state.jobs[job].memory_cap_bytes = None
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, attempt=2, step=5, loss=1.0, step_time_s=10.0))
     lab.now_s += 500
-    outlook = Outlook((row(Plan(dp=4), 1.0), row(small, 10.0)), global_batch=MODEL.global_batch, measured=7)
-    decided = lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=outlook, why="trials"))
+    table = PerformanceTable((row(Plan(dp=4), 1.0), row(small, 10.0)), global_batch=MODEL.global_batch, measured=7)
+    decided = lab.tell(e.SpeedLearned(**lab.at(), model="m", table=table, why="trials"))
     assert (d.StartMigration.match(decided, job=job, new_plan=Plan(dp=4)) is not None) == room
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_runs_out_beside_those_of_a_move_is_not_its_plan_s_fault(lab
         lab.tell(e.RankOrphaned(**lab.at(), job=job, **at, generation=1, rank=1, step=500))
         start = d.StartMigration.match(lab.tell(gone), job=job)
         assert start is not None
-        assert (start.makes_room, start.lost) == (True, (0,))
+        assert (start.source_releases_memory, start.lost) == (True, (0,))
         return
     lab.tell(gone)
     lab.stopped(job)
@@ -139,7 +139,7 @@ def test_a_large_job_with_long_steps_has_time_to_leave_its_state(lab: Lab) -> No
     """It was killed after a minute, in the middle of a copy, and steps were lost."""
     job, at = submitted(lab, Plan(dp=2), 2), {"attempt": 1}
     lab.tell(e.AttemptProgressed(**lab.at(), job=job, **at, step=500, loss=1.0, step_time_s=60.0))
-    lab.scheduler.state.jobs[job].needs_room = True
+    lab.scheduler.state.jobs[job].needs_exclusive_memory = True
     decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2, checkpointing=True), by="ann"))
     stop = d.StopAttempt.match(decided, job=job)
     assert stop is not None

@@ -6,7 +6,8 @@ from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.events import Timer, TimerKind
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import HostId, JobId, JobKind
 from plans.memory import estimate
 from plans.plan import Plan
@@ -63,7 +64,7 @@ def learned(lab: Lab, **seconds: float) -> None:
         Estimate(plan=plans[name], device_type="cuda", shape=(4,), step_time_s=s, lower_s=s * 0.9, upper_s=s * 1.1)
         for name, s in seconds.items()
     )
-    lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=Outlook(rows, measured=2)))
+    lab.tell(e.SpeedLearned(**lab.at(), model="m", table=PerformanceTable(rows, measured=2)))
 
 
 def test_a_trial_keeps_the_devices_that_it_leaves_idle(lab_with_two_hosts: Lab) -> None:
@@ -84,7 +85,7 @@ def test_a_trial_keeps_the_devices_that_it_leaves_idle(lab_with_two_hosts: Lab) 
     back = d.StartMigration.match(decided, new_plan=Plan(tp=4))
     assert back is not None and {place.device for place in back.new_ranks} == before
     move(lab, job)
-    assert lab.attempt(job).kept == {} and set(lab.attempt(job).devices) == before
+    assert lab.attempt(job).reserved_devices == {} and set(lab.attempt(job).devices) == before
 
 
 def test_a_trial_waits_for_the_first_step_and_is_measured_where_it_runs(lab_with_two_hosts: Lab) -> None:
@@ -93,9 +94,9 @@ def test_a_trial_waits_for_the_first_step_and_is_measured_where_it_runs(lab_with
     plan = lab.attempt(job).plan
     propose(lab, job, plan)
     assert lab.attempt(job).migration is None  # it runs so already
-    assert lab.scheduler.state.jobs[job].trial.from_step == 5  # type: ignore[union-attr]
+    assert lab.scheduler.state.jobs[job].trials.current.from_step == 5  # type: ignore[union-attr]
     measured(lab, job, 1.5)
-    assert lab.scheduler.state.jobs[job].trials[-1].step_time_s == 1.5
+    assert lab.scheduler.state.jobs[job].trials.past[-1].step_time_s == 1.5
 
 
 def test_a_failed_trial_is_over_and_the_old_plan_goes_on(lab_with_two_hosts: Lab) -> None:
@@ -110,7 +111,7 @@ def test_a_failed_trial_is_over_and_the_old_plan_goes_on(lab_with_two_hosts: Lab
     for host in attempt.hosts:
         lab.tell(e.AttemptStopped(**lab.at(), **who, host=host))
     known = lab.scheduler.state.jobs[job]
-    assert known.trial is None and "out of device memory" in known.trials[-1].failure
+    assert known.trials.current is None and "out of device memory" in known.trials.past[-1].failure
     assert attempt.plan == plan
     assert {lease.job for lease in lab.scheduler.state.leases.values()} == {job}
 
@@ -122,7 +123,7 @@ def test_a_person_who_moves_a_job_ends_its_trial(lab_with_two_hosts: Lab) -> Non
     move(lab, job)
     decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(tp=4), by="ann"))
     assert d.StartMigration.match(decided, new_plan=Plan(tp=4))
-    assert "ann" in lab.scheduler.state.jobs[job].trials[-1].failure
+    assert "ann" in lab.scheduler.state.jobs[job].trials.past[-1].failure
 
 
 def test_a_trial_that_nobody_measures_is_given_up(lab_with_two_hosts: Lab) -> None:
@@ -131,9 +132,9 @@ def test_a_trial_that_nobody_measures_is_given_up(lab_with_two_hosts: Lab) -> No
     propose(lab, job, Plan(dp=2))
     move(lab, job)
     lab.now_s += 200.0
-    lab.tell(e.TimerFired(**lab.at(), timer=f"trial:{job}"))
+    lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.TRIAL, job)))
     known = lab.scheduler.state.jobs[job]
-    assert known.trial is None and "not measured" in known.trials[-1].failure
+    assert known.trials.current is None and "not measured" in known.trials.past[-1].failure
 
 
 def test_a_job_that_ends_in_a_trial_leaves_no_lease(lab_with_two_hosts: Lab) -> None:
@@ -152,7 +153,7 @@ def test_a_trial_that_would_take_the_memory_of_who_trains_is_not_made(lab: Lab) 
     each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
     lab.tell(e.HostChanged(**lab.at(), host=HostId("a"), facts=facts("a", gpus=4, gpu_bytes=int(each * 1.8))))
     propose(lab, job, Plan(dp=2))
-    (trial,) = lab.scheduler.state.jobs[job].trials
+    (trial,) = lab.scheduler.state.jobs[job].trials.past
     assert not trial.is_refused and "trains on the same device" in trial.failure
     assert lab.state(job) == "running"
 
@@ -179,7 +180,7 @@ def test_a_trial_that_nobody_follows_up_leaves_no_job_under_its_plan(lab: Lab) -
     move(lab, job)
     measured(lab, job, 50.0)
     learned(lab, dp4=1.0, tp4=1.1)
-    lab.now_s = lab.scheduler.state.timers[f"trial:{job}"]
-    decided = lab.tell(e.TimerFired(**lab.at(), timer=f"trial:{job}"))
+    lab.now_s = lab.scheduler.state.timers[Timer(TimerKind.TRIAL, job)]
+    decided = lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.TRIAL, job)))
     back = d.StartMigration.match(decided, new_plan=Plan(dp=4))
     assert back is not None and "the fastest known" in back.reason

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.projection import unusable
 from clusterd.types import HostId, JobId, JobKind, JobState, RankEnd, Reason
 from tests.core.conftest import Lab
@@ -21,13 +22,13 @@ def lab_of(hosts: str) -> Lab:
     return lab
 
 
-def refuse(lab: Lab, job: JobId, why: str = MISSING, lasts: bool = True) -> list[d.Decision]:
+def refuse(lab: Lab, job: JobId, why: str = MISSING, is_permanent: bool = True) -> list[d.Decision]:
     """The host that the job was to start on says that it cannot; the attempt is over."""
     attempt = lab.attempt(job)
     lab.tell(
         e.LaunchFailed(
             **lab.at(), job=job, attempt=attempt.number, generation=1, host=attempt.hosts[0], why=why,
-            is_infrastructure=True, lasts=lasts,
+            is_infrastructure=True, is_permanent=is_permanent,
         )
     )  # fmt: skip
     return lab.stopped(job)
@@ -46,7 +47,7 @@ def test_a_job_that_a_host_cannot_start_goes_to_another_at_once() -> None:
     assert second != first
     refuse(lab, job)
     assert place_of(lab, job) not in (first, second)
-    assert lab.scheduler.state.jobs[job].lost_in_a_row == 0
+    assert lab.scheduler.state.jobs[job].consecutive_losses == 0
 
 
 def test_what_no_host_can_start_fails_at_once_with_the_reason() -> None:
@@ -62,10 +63,10 @@ def test_what_may_be_over_soon_is_tried_again() -> None:
     """A full disk on the only host; or a folder that is not there any more, where the job has trained before."""
     lab = lab_of("a")
     job, _ = lab.submit()
-    refuse(lab, job, "no space left", lasts=False)
-    refuse(lab, job, "no space left", lasts=False)
+    refuse(lab, job, "no space left", is_permanent=False)
+    refuse(lab, job, "no space left", is_permanent=False)
     assert lab.scheduler.state.jobs[job].state is JobState.QUEUED
-    assert lab.scheduler.state.jobs[job].lost_in_a_row == 2
+    assert lab.scheduler.state.jobs[job].consecutive_losses == 2
 
 
 def test_who_needs_all_hosts_keeps_trying_them() -> None:
@@ -75,9 +76,9 @@ def test_who_needs_all_hosts_keeps_trying_them() -> None:
     shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}
     lab.tell(e.ModelDescribed(**lab.at(), job=job, shape=shape))
     assert len(lab.attempt(job).hosts) == 2
-    refuse(lab, job, lasts=False)
-    assert lab.scheduler.state.jobs[job].unfit == {}
-    assert lab.scheduler.state.jobs[job].lost_in_a_row == 1
+    refuse(lab, job, is_permanent=False)
+    assert lab.scheduler.state.jobs[job].excluded_hosts == {}
+    assert lab.scheduler.state.jobs[job].consecutive_losses == 1
 
 
 def test_a_host_that_was_mended_is_tried_again() -> None:
@@ -85,10 +86,10 @@ def test_a_host_that_was_mended_is_tried_again() -> None:
     job, _ = lab.submit()
     first = place_of(lab, job)
     refuse(lab, job)
-    assert lab.scheduler.state.jobs[job].unfit == {first: MISSING}
+    assert lab.scheduler.state.jobs[job].excluded_hosts == {first: MISSING}
     lab.tell(e.HostDrained(**lab.at(), host=first, by="", why=""))
     lab.tell(e.HostUndrained(**lab.at(), host=first))
-    assert lab.scheduler.state.jobs[job].unfit == {}
+    assert lab.scheduler.state.jobs[job].excluded_hosts == {}
 
 
 FAULT = RankEnd(reason=Reason.DEVICE_FAULT, exit_code=93, message="the GPU failed: uncorrectable ECC error")
@@ -126,7 +127,7 @@ def test_a_gpu_that_failed_is_tried_again_ever_later() -> None:
     waits_s = []
     for _ in range(3):
         assert lab.scheduler.state.jobs[job].state is JobState.QUEUED
-        timer = f"fault:{device}"
+        timer = Timer(TimerKind.FAULT, device)
         waits_s.append(lab.scheduler.state.timers[timer] - lab.now_s)
         lab.fire(timer)
         fail_gpu(lab, job)
@@ -146,7 +147,7 @@ def test_a_gpu_is_offered_again_when_somebody_has_seen_to_its_host() -> None:
     assert known is not None
     lab.tell(e.HostConnected(**lab.at(), host=HostId("a"), facts=replace(known, boot_id="another"), attempts=()))
     assert lab.scheduler.state.hosts[HostId("a")].faults == {}
-    lab.fire(f"retry:{job}")
+    lab.fire(Timer(TimerKind.RETRY, job))
     assert lab.attempt(job).number == 3
 
 

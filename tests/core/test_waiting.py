@@ -17,7 +17,7 @@ from tests.core.test_pipeline import known
 
 def submit(lab: Lab, **resources: Any) -> JobId:
     """A job of a model that is fastest on all eight GPUs of a host."""
-    lab.tell(e.SpeedLearned(**lab.at(), model="net", outlook=known(), why="trials"))
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))
     job = JobId("1")
     spec = JobSpec(name="net", kind=JobKind.ELASTIC, command=("x",), resources=Resources(**resources))
     shape = {"parameters": [], "layers": [], "samples": 16, "global_batch": 16, "steps": 1000}

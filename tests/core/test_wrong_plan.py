@@ -9,7 +9,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import JobId, RankEnd, Reason
 from plans.plan import Plan
 from tests.core.conftest import Lab
@@ -39,8 +39,8 @@ def row(plan: Plan, seconds: float) -> Estimate:
 
 def wanted(lab: Lab, *others: Estimate) -> list[d.Decision]:
     """What is decided when other plans turn out to be so fast."""
-    outlook = Outlook((*others, row(Plan(), 10.0)), global_batch=MODEL.global_batch, measured=7)
-    return lab.tell(e.SpeedLearned(**lab.at(), model="m", outlook=outlook, why="trials"))
+    table = PerformanceTable((*others, row(Plan(), 10.0)), global_batch=MODEL.global_batch, measured=7)
+    return lab.tell(e.SpeedLearned(**lab.at(), model="m", table=table, why="trials"))
 
 
 def fails(lab: Lab, job: JobId, **more: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_pin_to_such_plans_is_over_when_it_has_been_tried(lab: Lab) -> None:
     """One that is like a refused plan is its user's to try, once."""
     job = running_on_one(lab)
     state = lab.scheduler.state.jobs[job]
-    state.cannot_train_under(Plan(dp=2), "it writes")
+    state.reject_plan(Plan(dp=2), "it writes")
     state.pinned = Plan(dp=4)
     lab.exit(job, rank=0, end=RankEnd(reason=Reason.LOST))
     lab.stopped(job)

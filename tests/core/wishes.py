@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.types import HostFacts, HostId, JobKind, JobSpec, Resources, Tenant
 from plans.memory import estimate
 from plans.plan import Plan
@@ -92,7 +92,7 @@ def specs(draw: st.DrawFn, kind: JobKind | None = None) -> JobSpec:
 
 
 @st.composite
-def outlooks(draw: st.DrawFn) -> Outlook:
+def performance_tables(draw: st.DrawFn) -> PerformanceTable:
     """Beliefs about speed, for hosts as they are or once were."""
     slower = draw(st.sampled_from([1.0, 1.5, 0.3]))
     sizes = draw(st.sampled_from([(1, 2, 3, 4, 6, 8), (1, 2), (2, 4), (4,)]))
@@ -100,7 +100,7 @@ def outlooks(draw: st.DrawFn) -> Outlook:
     return replace(known, measured=draw(st.sampled_from([0, 2, 7])), is_whole=draw(st.integers(0, 7)) == 0)
 
 
-def believed(sizes: tuple[int, ...], seconds: Mapping[str, float], scale: float = 0.8) -> Outlook:
+def believed(sizes: tuple[int, ...], seconds: Mapping[str, float], scale: float = 0.8) -> PerformanceTable:
     """Each plan of so many ranks on each shape that there could be."""
     shapes = [(1,), (2,), (3,), (4,), (1, 1), (2, 1), (2, 2), (4, 2), (4, 2, 2)]
     rows = [
@@ -118,4 +118,4 @@ def believed(sizes: tuple[int, ...], seconds: Mapping[str, float], scale: float 
         for number, plan in enumerate(PLANS)
         if plan.ranks == sum(shape) and plan.ranks in sizes
     ]
-    return Outlook(tuple(rows), MODEL.global_batch, measured=7)
+    return PerformanceTable(tuple(rows), MODEL.global_batch, measured=7)

@@ -31,7 +31,7 @@ STOPPED = RankEnd(reason=Reason.STOPPED)
 Key = tuple[JobId, int, int]
 """Job, attempt, generation."""
 
-Done = d.LaunchAttempt | d.StopAttempt | d.DescribeModel | d.StartMigration | d.ResumeAttempt | d.CutOffSurvivors
+Done = d.LaunchAttempt | d.StopAttempt | d.DescribeModel | d.StartMigration | d.ResumeAttempt | d.AbortCollectives
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class World:
                 key = (decision.job, decision.attempt, decision.generation)
                 if all(self.is_up(host) for host in decision.hosts) and not self.is_broken(key):
                     self.answer(e.MigrationFinished(**self.at(), **_who(key), downtime_s=0.1))
-            case d.CutOffSurvivors():
+            case d.AbortCollectives():
                 key = (decision.job, decision.attempt, decision.generation)
                 for host in decision.hosts if refuses == 0 else ():
                     for rank in [rank for h, k, rank in self.live() if (h, k) == (host, key)]:
@@ -197,7 +197,7 @@ class World:
             if not self.is_up(host):
                 return
             if refuses:
-                how = {"is_infrastructure": refuses != 2, "lasts": refuses != 1}
+                how = {"is_infrastructure": refuses != 2, "is_permanent": refuses != 1}
                 self.answer(e.LaunchFailed(**self.at(), **_who(key), host=host, why="disk full", **how))
                 return
             if key not in self.running[host]:
@@ -220,7 +220,7 @@ class World:
             model = MODELS[int(asked.job) % 2]
             self.answer(e.ModelDescribed(**self.at(), job=asked.job, shape=SHAPE, model=model))
         else:
-            how = {"is_infrastructure": refuses != 2, "lasts": refuses == 3}
+            how = {"is_infrastructure": refuses != 2, "is_permanent": refuses == 3}
             self.answer(e.ModelNotDescribed(**self.at(), job=asked.job, why="no torch", **how))
 
     def _prepare(self, start: d.StartMigration, refuses: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.model_description import Describer
 from clusterd.daemon.storage.snapshot_replicas import Keeper
@@ -96,11 +97,11 @@ def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf:
 
 def wait_for_retry(lab: Lab, job: JobId) -> list[d.Decision]:
     """The next try, when it is time."""
-    due_s = lab.scheduler.state.timers.get(f"retry:{job}")
+    due_s = lab.scheduler.state.timers.get(Timer(TimerKind.RETRY, job))
     if due_s is None:
         return []
     lab.now_s = due_s
-    return lab.tell(e.TimerFired(**lab.at(), timer=f"retry:{job}"))
+    return lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.RETRY, job)))
 
 
 def test_a_bug_in_a_launch_ends_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,7 +140,7 @@ def test_a_snapshot_whose_host_falls_silent_is_not_waited_for_for_ever() -> None
     job = running(lab, devices=1)
     lost = lab.attempt(job).hosts[0]
     lab.tell(e.HostDisconnected(**lab.at(), host=lost, why="no power"))
-    decided = lab.fire(f"host-lost:{lost}")
+    decided = lab.fire(Timer(TimerKind.HOST_LOST, lost))
     decided = [x for x in decided if isinstance(x, d.LaunchAttempt)]
     assert [x.attempt for x in decided] == [2]
     lab.tell(*carried_out(lab, decided, deaf="c"))

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.journal import engine as module
@@ -41,7 +42,7 @@ def test_what_happened_is_told_when_there_is_room_again(tmp_path: Path, monkeypa
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             await engine.post(e.HostAdded(at_s=1.0, host=host))
-            engine.scheduler.state.timers["due"] = time.time()
+            engine.scheduler.state.timers[Timer(TimerKind.SETTLE, "1")] = time.time()
             monkeypatch.setattr(journal, "append", full)
             async with anyio.create_task_group() as facts:
                 facts.start_soon(engine.report, e.HostDisconnected(at_s=2.0, host=host, why="pulled"))
@@ -114,7 +115,9 @@ def test_what_cannot_be_written_at_all_fails_its_sender_alone(tmp_path: Path) ->
         async with anyio.create_task_group() as group:
             group.start_soon(engine.run)
             with pytest.raises(OverflowError):
-                await engine.post(e.EndForeseen(at_s=1.0, job=JobId("1"), predictable=True, steps=2**70, why=""))
+                await engine.post(
+                    e.CompletionPredicted(at_s=1.0, job=JobId("1"), predictable=True, steps=2**70, why="")
+                )
             await engine.post(e.HostAdded(at_s=1.0, host=host))
             group.cancel_scope.cancel()
 

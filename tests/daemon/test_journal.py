@@ -15,7 +15,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Proposal, Refusal, View
 from clusterd.daemon.journal import journal as module
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.journal.journal import MIGRATIONS, Journal
+from clusterd.daemon.journal.journal import FORMAT, Journal
 from clusterd.errors import ClusterError
 from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec
@@ -142,23 +142,23 @@ def test_what_the_last_batch_proposed_is_asked_again_and_then_kept(journal: Jour
     assert third.scheduler.state == second.scheduler.state
 
 
-def test_a_journal_of_the_first_format_is_brought_to_this_one(tmp_path: Path) -> None:
-    """Its proposals were not kept: they are made again, as before."""
+def test_a_journal_of_a_development_version_is_refused_whole(tmp_path: Path) -> None:
+    """Its events cannot be read: the message says what to do, and nothing of the file is changed."""
     path = tmp_path / "journal.db"
     first = Journal(path)
     engine, _ = engine_of(first)
     anyio.run(post, engine, *[submitted(n) for n in range(1, 5)])
     first.close()
     with sqlite3.connect(path) as db:
-        db.execute("DROP TABLE proposals")
-        db.execute("PRAGMA user_version=1")
+        db.execute("PRAGMA user_version=2")
     db.close()
-    assert [len(batch.events) for batch in journal_batches(path)], "it can be looked at as it is"
-    second = Journal(path)
-    again, _ = engine_of(second)
-    again.restore()
-    assert again.scheduler.state == engine.scheduler.state
-    second.close()
+    with pytest.raises(ClusterError, match=r"development version .*move the state directory away"):
+        Journal(path)
+    with pytest.raises(ClusterError, match="is of format 2"):
+        list(journal_batches(path))
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM events").fetchone() == (4,)
+    db.close()
 
 
 def test_a_full_disk_refuses_the_submit_and_goes_on(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_journal_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     Journal(path).close()
     with sqlite3.connect(path) as db:
-        db.execute(f"PRAGMA user_version={len(MIGRATIONS) + 1}")
+        db.execute(f"PRAGMA user_version={FORMAT + 1}")
     db.close()
     with pytest.raises(ClusterError, match="was written by a newer clusterd"):
         Journal(path)
@@ -248,15 +248,15 @@ def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None:
     """Cut off in the middle, holding an event that nobody knows, or some browser's: one line each, no traceback."""
-    cut, strange, foreign = (tmp_path / name / "journal.db" for name in ("cut", "strange", "foreign"))
-    for path in (cut, strange):
+    cut, unknown_attempts_notice, foreign = (tmp_path / name / "journal.db" for name in ("cut", "strange", "foreign"))
+    for path in (cut, unknown_attempts_notice):
         made = Journal(path)
         engine, _ = engine_of(made)
         anyio.run(post, engine, *[submitted(n) for n in range(1, 300)])
         made.close()
     with cut.open("r+b") as file:
         file.truncate(cut.stat().st_size // 2)
-    with sqlite3.connect(strange) as db:
+    with sqlite3.connect(unknown_attempts_notice) as db:
         db.execute("UPDATE events SET kind = 'Teleported' WHERE id = 7")
     db.close()
     foreign.parent.mkdir()
@@ -265,7 +265,7 @@ def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None
     db.close()
     with pytest.raises(ClusterError, match="cannot be used as the journal"):
         engine_of(Journal(cut))[0].restore()
-    opened = Journal(strange)
+    opened = Journal(unknown_attempts_notice)
     with pytest.raises(ClusterError, match=r"holds what this version does not know.*Teleported"):
         engine_of(opened)[0].restore()
     opened.close()

@@ -121,7 +121,7 @@ def test_older_generations_are_dropped_and_all_when_the_job_is_over(
     told(keeper, 1, 20)
     attempt = state.jobs[JOB].attempts[0]
     assert attempt.plan is not None
-    attempt.past_plans[1] = attempt.plan
+    attempt.plans_by_generation[1] = attempt.plan
     attempt.generation = 2
     told(keeper, 0, 40, generation=2)
     assert not any(verb == "drop" for _, verb, _ in agents.asked)

@@ -14,6 +14,7 @@ import pytest
 
 from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.hosts import Membership
 from clusterd.daemon.api.server import Peer
@@ -127,7 +128,7 @@ def test_what_may_still_run_on_a_lost_host_is_told_when_it_is_removed(journal: J
             which: dict[str, Any] = {"job": JobId("1"), "attempt": 1, "generation": 1}
             await made.engine.post(e.AttemptLaunched(at_s=3.0, **which))
             await made.engine.post(e.HostDisconnected(at_s=4.0, host=HOST, why="the cable is out"))
-            await made.engine.post(e.TimerFired(at_s=1e4, timer="host-lost:a"))
+            await made.engine.post(e.TimerFired(at_s=1e4, timer=Timer(TimerKind.HOST_LOST, "a")))
             answer = await made.membership.host_remove(PEER, "a")
             assert answer == {"name": "a", "left": ["net (1.1)"], "agent_left": False}
 

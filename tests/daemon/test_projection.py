@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from clusterd.cli.jobs import why
 from clusterd.core import events as e
+from clusterd.core.events import Timer, TimerKind
 from clusterd.projection import job_row
 from clusterd.types import HostId
 from plans.plan import Plan
@@ -79,12 +80,12 @@ def test_a_job_that_outlives_a_lost_host_says_that_it_goes_on() -> None:
     job = running(lab, devices=4)
     lab.attempt(job).plan = Plan(dp=4)
     lose(lab, "b")
-    lab.fire("host-lost:b")
+    lab.fire(Timer(TimerKind.HOST_LOST, "b"))
     row = job_row(lab.scheduler.state.jobs[job], lab.scheduler.state)
     assert row["state"] == "running"
     assert row["reason"] == (
         f"b is lost since {clock(lab.now_s)} (the cable): the job goes on without it; "
-        "b is lost (the cable); ranks on a are asked what they hold"
+        "b is lost (the cable); ranks on a are asked for their state"
     )
 
 
@@ -92,7 +93,7 @@ def test_plans_under_which_a_job_cannot_train_are_told(monkeypatch: pytest.Monke
     """The scheduler left them out, and nobody could see why."""
     lab, job = lab_with_a_job_that_runs()
     known = lab.scheduler.state.jobs[job]
-    known.cannot_train_under(Plan(tp=2), "exit code 96: the forward pass writes into blocks.0.weight")
+    known.reject_plan(Plan(tp=2), "exit code 96: the forward pass writes into blocks.0.weight")
     row = job_row(known, lab.scheduler.state)
     assert row["refused"] == {"tp=2": "exit code 96: the forward pass writes into blocks.0.weight"}
     answer = row | {"ahead": [], "holders": {}, "unusable": [], "decisions": []}

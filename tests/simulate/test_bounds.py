@@ -74,8 +74,8 @@ def test_jobs_that_do_not_scale_run_side_by_side() -> None:
 def test_no_policy_beats_it(jobs: list[tuple[float, str, int]], policy: str) -> None:
     truth = truth_of(wide=LINEAR, narrow={1: 3.0, 2: 2.0, 4: 1.7})
     cluster, given_ = parse_cluster("1x8:g"), workload_of(*jobs)
-    outlooks = run.believe(truth, True, 0, list(truth.models))
-    found = figures(run.simulate(run.Setting(cluster, given_, truth, outlooks, move_s=0.0), policy))
+    performance_tables = run.believe(truth, True, 0, list(truth.models))
+    found = figures(run.simulate(run.Setting(cluster, given_, truth, performance_tables, move_s=0.0), policy))
     least = bounds(cluster, given_, truth)
     assert found["average_completion_s"] >= least.average_completion_s * (1.0 - 1e-6)
     assert found["makespan_s"] >= least.makespan_s * (1.0 - 1e-6)

@@ -25,8 +25,8 @@ def gavel() -> run.Setting:
     cluster = parse_cluster("2x4:v100+4x4:p100+6x4:k80")
     files = DATA / "gavel" / "max_min_fairness.tsv", DATA / "gavel" / "simulation_throughputs.json"
     truth, jobs = read("gavel", *files, cluster)
-    outlooks = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    return run.Setting(cluster, jobs, truth, outlooks, move_s=0.0, round_s=360.0, whole_steps=True)
+    performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
+    return run.Setting(cluster, jobs, truth, performance_tables, move_s=0.0, round_s=360.0, whole_steps=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def pollux() -> run.Setting:
     cluster = parse_cluster("16x4:t4")
     files = DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4"
     truth, jobs = read("pollux", *files, cluster)
-    outlooks = run.believe(truth, True, 0, [a.model for a in jobs.arrivals], counts_only=True)
-    return run.Setting(cluster, jobs, truth, outlooks, move_s=30.0, start_s=30.0, round_s=60.0)
+    performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals], counts_only=True)
+    return run.Setting(cluster, jobs, truth, performance_tables, move_s=30.0, start_s=30.0, round_s=60.0)
 
 
 def test_gavels_fifo_takes_as_long_as_published(gavel: run.Setting) -> None:
@@ -91,8 +91,8 @@ def test_on_arenas_trace_ours_is_first_and_everybody_finishes(names: tuple[str, 
     files = DATA / "arena" / "simulate_trace_pai.csv", DATA / "arena" / "prof_database_optimal.json"
     truth, jobs = read("arena", *files, cluster)
     jobs = workload.with_steps(jobs, 0.2)
-    outlooks = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    given = run.Setting(cluster, jobs, truth, outlooks, move_s=0.001)
+    performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
+    given = run.Setting(cluster, jobs, truth, performance_tables, move_s=0.001)
     ours = figures(run.simulate(given, "default"))
     assert ours["finished"] == ours["jobs"] == 125
     assert ours["average_completion_s"] / 3600 < 0.70, "Arena's own"

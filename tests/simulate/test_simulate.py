@@ -52,8 +52,8 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def setting(files: tuple[Path, Path], **changes: object) -> run.Setting:
     cluster = parse_cluster("1x8:g")
     truth, jobs = read("a800", files[1], files[0], cluster)
-    outlooks = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
-    return run.over(run.Setting(cluster, jobs, truth, outlooks), **changes)
+    performance_tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
+    return run.over(run.Setting(cluster, jobs, truth, performance_tables), **changes)
 
 
 def test_a_job_alone_takes_as_long_as_its_steps(files: tuple[Path, Path]) -> None:

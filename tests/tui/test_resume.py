@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clusterd.core.events import TimerFired
+from clusterd.core.events import Timer, TimerFired, TimerKind
 from clusterd.daemon.api.watch import WINDOW, Feed
 from tests.conftest import RunningCluster
 from tui.model.model import Model
@@ -95,7 +95,7 @@ def test_changes_are_kept_for_a_while_and_then_no_more() -> None:
     """Just inside the window everything missed is there; one change further back it is not."""
     feed = Feed()
     for number in range(1, WINDOW + 11):
-        feed.add([TimerFired(id=number, at_s=float(number), timer="t")], [])
+        feed.add([TimerFired(id=number, at_s=float(number), timer=Timer(TimerKind.SETTLE, "t"))], [])
     inside = feed.after(10)
     assert inside is not None
     assert [change.number for change in inside] == list(range(11, WINDOW + 11))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from clusterd.core.allocation.resize_unmodelled import first_that_works, movable
+from clusterd.core.allocation.resize_unmodelled import first_that_works
+from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.ledger import of_ranks
 from clusterd.core.placement.place import candidates, kinds_for
 from clusterd.core.state import Job
@@ -16,13 +17,13 @@ from clusterd.core.view import Move, View
 from clusterd.types import AttemptState, DeviceId, JobKind
 
 
-def room_for(job: Job, view: View, count: int) -> list[Move]:
+def preempt_for(job: Job, view: View, count: int) -> list[Move]:
     """Shrinks that free devices where a queued job may use them; empty when they would not be enough.
 
     A command's devices are of one host, and nobody's of two kinds. Takes from the lowest priority first, and from the
     youngest among equals.
     """
-    victims = [v for v in view.running if _yields(v, job) and movable(v, view) is not None]
+    victims = [v for v in view.running if _yields(v, job) and can_migrate(v, view) is not None]
     victims.sort(key=lambda v: (v.priority, -v.submitted_s))
     if not victims:
         return []
@@ -67,7 +68,7 @@ def leaving(job: Job) -> set[DeviceId]:
     if attempt is None:
         return set()
     going = [rank for retired in attempt.retired.values() for rank in retired.ranks.values()]
-    stays: set[DeviceId | None] = set(attempt.kept)
+    stays: set[DeviceId | None] = set(attempt.reserved_devices)
     if attempt.migration is not None:
         going += attempt.ranks.values()
         stays.update(rank.place.device for rank in attempt.migration.ranks.values())

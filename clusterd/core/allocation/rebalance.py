@@ -6,12 +6,12 @@ Growth into what is free comes first (`growing`). What one gives here the other 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from clusterd.core.allocation.shrink_to_share import to_shares
-from clusterd.core.allocation.start_waiting import MOST_CONSIDERED, Steering
-from clusterd.core.allocation.victim_search import Clearing, Making
-from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.shrink_to_share import shrink_to_share
+from clusterd.core.allocation.start_waiting import MOST_CONSIDERED, victim_sizes
+from clusterd.core.allocation.victim_search import EvictionPlan, VictimSearch
+from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.heterogeneous_search import as_if_free
 
@@ -19,57 +19,56 @@ OFFERS_TRIED = 3
 """Of each who would grow."""
 
 
-@dataclass(slots=True)
-class Exchange(Steering):
-    """Moves of two, one for the other's sake."""
+def rebalance(ctx: PassContext) -> None:
+    """Shrinks for those who run on less than their share, first for whom a device brings most."""
+    wishes: list[tuple[float, JobForecast, list[Estimate]]] = []
+    for p in ctx.running:
+        if ctx.sizes.get(p.job.id, 0) <= len(p.devices) or not ctx.can_migrate(p):
+            continue
+        wider = [x for x in p.curve.upto(ctx.max_devices(p)) if x.devices > len(p.devices)]
+        gains = sorted(((_surplus_s(ctx, p, x), x) for x in wider), key=lambda item: -item[0])
+        good = [(s, x) for s, x in gains if s > 0 and ctx.costs.within_budget(p, x)]
+        if good:
+            per_device_s = good[0][0] / (good[0][1].devices - len(p.devices))
+            wishes.append((per_device_s, p, [x for _, x in good[:OFFERS_TRIED]]))
+    wishes.sort(key=lambda w: (-w[0], w[1].job.id))
+    for _, p, offers in wishes[:MOST_CONSIDERED]:
+        if p.job.id not in ctx.moved:
+            _rebalance_one(ctx, p, offers)
 
-    def exchange(self) -> None:
-        """Shrinks for those who run on less than their share, first for whom a device brings most."""
-        wishes: list[tuple[float, Prospect, list[Estimate]]] = []
-        for p in self.running:
-            if self.sizes.get(p.job.id, 0) <= len(p.devices) or not self._may_move(p):
-                continue
-            wider = [x for x in p.curve.upto(self._at_most(p)) if x.devices > len(p.devices)]
-            gains = sorted(((self._surplus_s(p, x), x) for x in wider), key=lambda item: -item[0])
-            good = [(s, x) for s, x in gains if s > 0 and self.mobility.within_budget(p, x)]
-            if good:
-                per_device_s = good[0][0] / (good[0][1].devices - len(p.devices))
-                wishes.append((per_device_s, p, [x for _, x in good[:OFFERS_TRIED]]))
-        wishes.sort(key=lambda w: (-w[0], w[1].job.id))
-        for _, p, offers in wishes[:MOST_CONSIDERED]:
-            if p.job.id not in self.moved:
-                self._give_way(p, offers)
 
-    def _surplus_s(self, p: Prospect, offer: Estimate) -> float:
-        """Seconds that it gains by running so, beyond what any growth must bring."""
-        return self._gain_s(p, offer) - self.habits.grow * self.mobility.cost_s(p, offer)
+def _surplus_s(ctx: PassContext, p: JobForecast, offer: Estimate) -> float:
+    """Seconds that it gains by running so, beyond what any growth must bring."""
+    return ctx.gain_s(p, offer) - ctx.thresholds.grow * ctx.costs.cost_s(p, offer)
 
-    def _give_way(self, p: Prospect, offers: Sequence[Estimate]) -> None:
-        best: tuple[float, Making] | None = None
-        for offer in offers:
-            making = self._clear(p, offer)
-            if making is not None:
-                saved_s = self._surplus_s(p, offer) - self.habits.shrink * making.lost_s
-                if saved_s > 0 and (best is None or saved_s > best[0]):
-                    best = (saved_s, making)
-        if best is None:
-            return
-        making = to_shares(best[1], self.sizes, self.mobility)
-        for change in making.changes:
-            self.room.take(change.devices, {}, {})
-            self._move(change.v, change.offer, change.devices, f"gives to {p.job.spec.name}, which is to grow")
-        self.room.take(making.now, {}, {})
-        self.moved.add(p.job.id)
 
-    def _clear(self, p: Prospect, offer: Estimate) -> Making | None:
-        """What would have to change, its own devices counting as free; nobody can sit on those before it has left."""
-        clearing = Clearing(self.room, p, [v for v in self._movable() if v is not p])
-        making = as_if_free(
-            self.room, p, lambda: clearing.make(offer, lambda v: self._sizes_of(v, False), self.mobility.cost_s)
-        )
-        own = {d.id for d in p.devices}
-        if making is None or not making.changes:
-            return None
-        if any(d.id in own for change in making.changes for d in change.devices):
-            return None
-        return making if self._may_pass(p, offer, [d for d in making.now if d.id not in own]) else None
+def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> None:
+    best: tuple[float, EvictionPlan] | None = None
+    for offer in offers:
+        eviction = _search(ctx, p, offer)
+        if eviction is not None:
+            saved_s = _surplus_s(ctx, p, offer) - ctx.thresholds.shrink * eviction.lost_s
+            if saved_s > 0 and (best is None or saved_s > best[0]):
+                best = (saved_s, eviction)
+    if best is None:
+        return
+    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs)
+    for change in eviction.changes:
+        ctx.ledger.take(change.devices, {}, {})
+        ctx.migrate(change.v, change.offer, change.devices, f"gives to {p.job.spec.name}, which is to grow")
+    ctx.ledger.take(eviction.now, {}, {})
+    ctx.moved.add(p.job.id)
+
+
+def _search(ctx: PassContext, p: JobForecast, offer: Estimate) -> EvictionPlan | None:
+    """What would have to change, its own devices counting as free; nobody can sit on those before it has left."""
+    search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v is not p])
+    eviction = as_if_free(
+        ctx.ledger, p, lambda: search.make(offer, lambda v: victim_sizes(ctx, v, False), ctx.costs.cost_s)
+    )
+    own = {d.id for d in p.devices}
+    if eviction is None or not eviction.changes:
+        return None
+    if any(d.id in own for change in eviction.changes for d in change.devices):
+        return None
+    return eviction if ctx.may_backfill(p, offer, [d for d in eviction.now if d.id not in own]) else None

@@ -1,45 +1,33 @@
-"""Changing what runs, by simple rules: who grows back, who leaves a drained host, where a job goes on after a loss.
-
-A move is made only while enough of the job is left to pay for it.
-"""
+"""Migrations of elastic jobs without a performance model: off drained hosts, after a loss, and back to their size."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
-from math import inf
 
-from clusterd.core.allocation.first_fit import Choice, Impossible, choose
+from clusterd.core.estimates.can_migrate import can_migrate
+from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, memory_conflict
 from clusterd.core.estimates.heterogeneous_speed import in_proportion
 from clusterd.core.ledger import of_ranks
-from clusterd.core.lifecycle import migrations
-from clusterd.core.placement.place import Placement, candidates, fitting, place_on
+from clusterd.core.placement.place import candidates, fitting, place_on
 from clusterd.core.state import Attempt, Host, Job
-from clusterd.core.view import Free, Move, Refusal, View
-from clusterd.types import AttemptState, Device, DeviceId, HostId, HostState, JobId, JobKind
+from clusterd.core.view import FreeResources, Move, Refusal, View
+from clusterd.types import AttemptState, Device, DeviceId, HostId, JobId
 from plans.legality import check
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
-WORTH_MOVING_S = 10.0
-"""A job that will be over sooner is left where it is."""
-
-SETTLE_S = 2.0
-"""Between two moves of one job: what a move brings has to be seen before the next is thought of."""
-
-SETTLE_AFTER_FAILURE_S = 30.0
-
-_PLENTY = 1 << 30
+_UNLIMITED = 1 << 30
 
 
 def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, ...], by: str) -> Move | Refusal:
-    """The move that a person asked for, or why it cannot be made."""
+    """Migration that a user asked for, or the reason why it cannot be made."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
         what = f"{job.spec.name} ({job.spec.kind.value}) is {job.state.value}"
         return Refusal(job.id, f"{what}: only elastic jobs that run can be moved")
-    wish = plan or attempt.plan
-    count = wish.ranks
+    requested = plan or attempt.plan
+    count = requested.ranks
     own = of_ranks(view.hosts, attempt)
     if devices:
         known = {d.id: d for h in view.hosts.values() for d in h.devices}
@@ -50,31 +38,31 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     else:
         here = [d for d in own if _may_stay(d, view)]
         usable = [*here, *(d for h in candidates(job, view.free) for d in h.devices if own and d.kind == own[0].kind)]
-        chosen = _spread(usable, count, wish.tp, prefer=here)
-        if len(chosen) < count:  # shards of a layer across hosts: slow, but it is what was asked for
+        chosen = _spread(usable, count, requested.tp, prefer=here)
+        if len(chosen) < count:  # tensor-parallel shards across hosts: slow, but the user asked for it
             chosen = _spread(usable, count, 1, prefer=here)
     if len(chosen) != count:
-        return Refusal(job.id, f"{wish} needs {count} devices, {len(chosen)} are given or free for it")
-    several = check(wish, kinds={d.kind for d in chosen})
+        return Refusal(job.id, f"{requested} needs {count} devices, {len(chosen)} are given or free for it")
+    several = check(requested, kinds={d.kind for d in chosen})
     if several:
         return Refusal(job.id, "; ".join(several))
-    if plan is None or not plan.shares:  # shares that somebody wrote down are theirs
+    if plan is None or not plan.shares:  # a user's own shares stay
         batch = ModelShape.from_dict(job.shape or {}).global_batch
-        wish = in_proportion(view.outlooks.get(job.model), wish, chosen, batch)
-    return _move(job, chosen, wish, f"asked for by {by}" if by else "asked for", None)
+        requested = in_proportion(view.performance_tables.get(job.model), requested, chosen, batch)
+    return _move(job, chosen, requested, f"asked for by {by}" if by else "asked for", None)
 
 
 def must_leave(job: Job, view: View) -> str:
-    """Why a running elastic job is to be moved off drained hosts now; empty: it is not."""
-    attempt = movable(job, view, forced=True)
+    """Reason to migrate a running elastic job off drained hosts now; empty: there is none."""
+    attempt = can_migrate(job, view, forced=True)
     return view.leaving(attempt) if attempt is not None else ""
 
 
 def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:
-    """Moves that take elastic jobs off drained hosts: the same plan elsewhere, or a smaller one on what is left.
+    """Migrations of elastic jobs off drained hosts: the same plan elsewhere, or a smaller one on the devices left.
 
     Args:
-        skip: jobs that are somebody else's business.
+        skip: jobs that another allocator handles.
     """
     moves: list[Move] = []
     for job in view.running:
@@ -95,33 +83,33 @@ def drained(view: View, skip: Container[JobId] = ()) -> list[Move]:
 
 
 def after_loss(job: Job, attempt: Attempt, view: View, why: str) -> Move | None:
-    """Where a job goes whose ranks died: as many devices as it had, of its own and of free ones, or fewer.
+    """Migration of a job whose ranks died: to as many devices as it had, its own and free ones, or to fewer.
 
-    Cores are not asked for: others may have been lent them, who give them back in the next pass.
+    CPU cores do not count: they may be lent to other jobs, which give them back in the next pass.
     """
     own = of_ranks(view.hosts, attempt)
     here = [d for d in own if _may_stay(d, view)]
     kind = own[0].kind if own else ""
-    free = [d for h in candidates(job, view.free) for d in fitting(job, replace(h, cores=_PLENTY), kind)]
+    free = [d for h in candidates(job, view.free) for d in fitting(job, replace(h, cores=_UNLIMITED), kind)]
     return first_that_works(job, [*here, *free], here, len(attempt.ranks), attempt.plan, why, None)
 
 
 def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> list[Move]:
-    """Devices that nobody can use go back to jobs that have fewer than they asked for; the oldest first.
+    """Migrations that give idle devices to jobs that hold fewer than they asked for, oldest job first.
 
     Args:
-        waiting: devices that each queued job waits for. A job does not grow while one of them could start without what
-            the job holds already; one that needs these too waits for its end, which growing only brings nearer.
-        skip: jobs that are somebody else's business.
+        waiting: number of devices that each queued job waits for. A job does not grow while one of them could start
+            without the devices that the job holds; a wider one waits for the job's end, which growth brings nearer.
+        skip: jobs that another allocator handles.
     """
     moves: list[Move] = []
     total = sum(len(h.devices) for h in view.hosts.values() if h.unusable is None)
     needs = [count for count in waiting if count > 0]
     for job in sorted(view.running, key=lambda j: (-j.priority, j.submitted_s)):
-        outlook = view.outlooks.get(job.model)
-        if job.id in skip or (outlook is not None and outlook.is_whole):
+        table = view.performance_tables.get(job.model)
+        if job.id in skip or (table is not None and table.is_whole):
             continue
-        attempt = movable(job, view)
+        attempt = can_migrate(job, view)
         asked = max(job.spec.resources.devices, 1)
         if attempt is None or len(attempt.ranks) >= asked:
             continue
@@ -131,9 +119,11 @@ def growth(view: View, waiting: Iterable[int], skip: Container[JobId] = ()) -> l
         free = _free_for(job, own, view.free)[: view.quotas.left(job.spec.tenant)]
         if not free:
             continue
-        wish = job.spec.resources.plan if len(own) + len(free) >= asked else None
+        requested = job.spec.resources.plan if len(own) + len(free) >= asked else None
         reason = f"{len(free)} devices are free, and it asked for {asked}"
-        move = first_that_works(job, [*own, *free], own, min(len(own) + len(free), asked), wish, reason, view.hosts)
+        move = first_that_works(
+            job, [*own, *free], own, min(len(own) + len(free), asked), requested, reason, view.hosts
+        )
         if move is not None and len(move.ranks) > len(own):
             book(view.free, move, attempt)
             view.quotas.take(job.spec.tenant, len(move.ranks) - len(own))
@@ -146,13 +136,13 @@ def first_that_works(
     devices: list[Device],
     prefer: list[Device],
     count: int,
-    wish: Plan | None,
+    requested: Plan | None,
     reason: str,
     hosts: Mapping[HostId, Host] | None,
 ) -> Move | None:
-    """A move to `count` of these devices, or to fewer where no plan uses that many."""
+    """Migration to `count` of these devices, or to fewer where no plan uses that many; None: no plan fits."""
     for size in range(min(count, len(devices)), 0, -1):
-        plan = wish if wish is not None and wish.ranks == size else None
+        plan = requested if requested is not None and requested.ranks == size else None
         group = plan.tp if plan else 1
         chosen = _spread(devices, size, group, prefer)
         if len(chosen) == size:
@@ -163,25 +153,25 @@ def first_that_works(
 
 
 def _move(
-    job: Job, chosen: list[Device], wish: Plan | None, reason: str, hosts: Mapping[HostId, Host] | None
+    job: Job, chosen: list[Device], requested: Plan | None, reason: str, hosts: Mapping[HostId, Host] | None
 ) -> Move | Refusal:
-    """`hosts`: where the old ranks train until the switch; None: they need not, or do not any more."""
+    """Migration to these devices; `hosts`: where the source ranks train until the switch; None: they do not train."""
     memory_bytes = min(d.memory_bytes for d in chosen)
-    answer: Choice | Impossible = choose(
-        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, wish, job.bounds
+    answer: ChosenPlan | Impossible = choose(
+        ModelShape.from_dict(job.shape or {}), len(chosen), chosen[0].kind, memory_bytes, requested, job.bounds
     )
     if isinstance(answer, Impossible):
         return Refusal(job.id, answer.reason)
     if hosts is not None and job.attempt is not None:
-        full = migrations.crowded(hosts, job, job.attempt, answer.plan, {d.id for d in chosen})
-        if full is not None:
-            return Refusal(job.id, full)
-    where: Placement = place_on(job, chosen)
+        conflict = memory_conflict(hosts, job, job.attempt, answer.plan, {d.id for d in chosen})
+        if conflict is not None:
+            return Refusal(job.id, conflict)
+    where = place_on(job, chosen)
     return Move(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, f"{answer.plan}: {reason}")
 
 
 def _spread(devices: Iterable[Device], count: int, group: int, prefer: list[Device]) -> list[Device]:
-    """`count` devices in groups that stay on one host, those that the job has first; fewer if there are not so many."""
+    """Pick `count` devices in groups that stay on one host, preferred ones first; fewer if there are not enough."""
     mine = {d.id for d in prefer}
     by_host: dict[HostId, list[Device]] = {}
     for device in devices:
@@ -195,42 +185,19 @@ def _spread(devices: Iterable[Device], count: int, group: int, prefer: list[Devi
     return chosen
 
 
-def movable(job: Job, view: View, forced: bool = False) -> Attempt | None:
-    """The attempt, if the job may be moved now and a move would pay."""
-    attempt = job.attempt
-    if attempt is None or attempt.plan is None or job.spec.kind is not JobKind.ELASTIC:
-        return None
-    if attempt.state is not AttemptState.RUNNING or attempt.migration or attempt.resuming or attempt.retired:
-        return None
-    if job.step < 1 or any(h not in view.hosts or view.hosts[h].state is not HostState.UP for h in attempt.hosts):
-        return None
-    last = job.migrations[-1] if job.migrations else None
-    since_s = view.now_s - last.ended_s if last is not None and last.ended_s is not None else inf
-    if since_s < job.calm_s(SETTLE_AFTER_FAILURE_S):
-        return None
-    if forced:
-        return attempt
-    # Trials follow one another; who needs the job's devices does not wait for the last of them.
-    settling = last is not None and view.now_s - (last.ended_s or last.started_s) < SETTLE_S and not job.being_tried
-    if job.pinned is not None or settling:
-        return None
-    left = (job.shape or {}).get("steps", 0) - job.step
-    return attempt if left * (job.step_time_s or 0.0) >= WORTH_MOVING_S else None
-
-
 def _may_stay(device: Device, view: View) -> bool:
     host = view.hosts[device.host]
     return host.unusable is None and not host.is_faulty(device.id)
 
 
-def _free_for(job: Job, own: list[Device], free: Free) -> list[Device]:
-    """Devices of its kind that the job may have beside its own."""
+def _free_for(job: Job, own: list[Device], free: FreeResources) -> list[Device]:
+    """Free devices of the job's kind that it may use beside its own."""
     kind = own[0].kind if own else ""
     return [device for host in candidates(job, free) for device in fitting(job, host, kind)]
 
 
-def book(free: Free, move: Move, attempt: Attempt) -> None:
-    """Take what the move books beside what the job has booked already."""
+def book(free: FreeResources, move: Move, attempt: Attempt) -> None:
+    """Take the resources of a migration beyond what the job has booked already."""
     mine = set(attempt.devices)
     new = [p for p in move.ranks if p.device not in mine]
     cores = {p.host: max(move.cores.get(p.host, 0) - attempt.cores.get(p.host, 0), 0) for p in new}

@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
-from clusterd.core.allocation.migration_cost import Mobility
-from clusterd.core.allocation.victim_search import Change, Making
+from clusterd.core.allocation.migration_cost import MigrationCosts
+from clusterd.core.allocation.victim_search import Change, EvictionPlan
 from clusterd.core.ledger import per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.types import JobId
 
 
-def to_shares(making: Making, shares: Mapping[JobId, int], mobility: Mobility, claims: Container[JobId] = ()) -> Making:
+def shrink_to_share(
+    eviction: EvictionPlan, shares: Mapping[JobId, int], costs: MigrationCosts, claims: Container[JobId] = ()
+) -> EvictionPlan:
     """The same changes, each down to the share of the one who is changed.
 
     Args:
         claims: jobs that are made to yield by right: these give no more than they must.
     """
     changes = [
-        c if c.v.job.id in claims else _to_share(c, max(shares.get(c.v.job.id, 0), c.v.curve.least), mobility)
-        for c in making.changes
+        c if c.v.job.id in claims else _to_share(c, max(shares.get(c.v.job.id, 0), c.v.curve.least), costs)
+        for c in eviction.changes
     ]
-    return replace(making, changes=tuple(changes))
+    return replace(eviction, changes=tuple(changes))
 
 
-def _to_share(change: Change, share: int, mobility: Mobility) -> Change:
+def _to_share(change: Change, share: int, costs: MigrationCosts) -> Change:
     """On one of the hosts where it was to be, that with most of its devices."""
     if share >= change.offer.devices:
         return change
@@ -39,10 +41,10 @@ def _to_share(change: Change, share: int, mobility: Mobility) -> Change:
 
     def is_fit(x: Estimate) -> bool:
         # Down to its share it is not stopped where for less it is moved alive.
-        is_dear = mobility.cost_s(v, x) > mobility.cost_s(v, change.offer)
+        is_dear = costs.cost_s(v, x) > costs.cost_s(v, change.offer)
         return len(x.shape) == 1 and x.devices == share <= here[host] and not is_dear
 
-    offer = next((x for x in v.curve.upto(share) if is_fit(x) and mobility.within_budget(v, x)), None)
+    offer = next((x for x in v.curve.upto(share) if is_fit(x) and costs.within_budget(v, x)), None)
     if offer is None:
         return change
     devices = [d for d in change.devices if d.host == host and d.name == offer.device_type][: offer.devices]

@@ -8,17 +8,15 @@ is more than what it costs, by a margin, and within a budget for the whole life 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from clusterd.core.allocation.pass_context import Seated
-from clusterd.core.allocation.scale_up import Growing
-from clusterd.core.allocation.shrink_to_share import to_shares
-from clusterd.core.allocation.victim_search import Clearing, Making
-from clusterd.core.estimates.availability import Opening, Reservation
-from clusterd.core.estimates.job_forecast import WORTHWHILE, Prospect
-from clusterd.core.ledger import seat
+from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.shrink_to_share import shrink_to_share
+from clusterd.core.allocation.victim_search import EvictionPlan, VictimSearch
+from clusterd.core.estimates.availability import EarliestStart, Reservation
+from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
+from clusterd.core.ledger import bind
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.assign import assign
+from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
 from clusterd.core.state import Job
 from clusterd.core.view import Refusal, Start
@@ -29,183 +27,187 @@ MOST_CONSIDERED = 12
 """Waiting jobs for which the future and other people's devices are looked at, in one pass."""
 
 
-@dataclass(slots=True)
-class Steering(Growing):
-    """One pass over jobs whose speed is known."""
+# --- those who wait -----------------------------------------------------------------------------------------------
 
-    # --- those who wait -----------------------------------------------------------------------------------------------
 
-    def admit(self, p: Prospect) -> bool:
-        """Start the job, make room for it, or say what it waits for; whether it starts now."""
-        if self.room.total < p.curve.least and self.considered >= MOST_CONSIDERED:
-            return self._refuse(p, None)
-        tenant = p.job.spec.tenant
-        beyond = self.view.quotas.why_not(tenant, p.curve.least)
-        if beyond is not None:
-            self.proposal.refusals.append(Refusal(p.job.id, beyond))
-            return False
-        want = min(max(self.sizes.get(p.job.id, 0), p.curve.least), self.view.quotas.left(tenant))
-        offers = p.curve.upto(want)
-        offers = tuple(sorted(offers, key=lambda x: self._burden_s(p, x)))
-        found = self._or_mixed(p, want, self._seat(p, offers))
-        if found is not None and self._is_best(p, found[0], offers[0]) and self._may_pass(p, *found):
-            return self._start(p, *found)
-        if self.considered >= MOST_CONSIDERED:
-            if found is not None and self._may_pass(p, *found):
-                return self._start(p, *found)
-            return self._refuse(p, None)
-        self.considered += 1
-        opening = self.forecast.opening(p.job, offers, lambda x: self._burden_s(p, x))
-        if found is not None and not self._may_pass(p, *found):
-            found = None
-        if found is not None and not self._better_later(p, found[0], opening):
-            ends_s = self._grown_s(p, found[0], opening)
-        else:
-            found, ends_s = None, float("inf")
-            if opening is not None:
-                ends_s = opening.at_s + self._burden_s(p, opening.offer)
-        if self._make_room(p, offers, ends_s):
-            return False
-        return self._start(p, *found) if found is not None else self._refuse(p, opening)
-
-    def _is_best(self, p: Prospect, offer: Estimate, single: Estimate) -> bool:
-        """As good as the best on devices of one type."""
-        return offer == single or (bool(offer.device_types) and self._burden_s(p, offer) <= self._burden_s(p, single))
-
-    def _or_mixed(self, p: Prospect, want: int, found: Found | None) -> Found | None:
-        """What was found for one who waits, or devices of several types where these serve it better."""
-        if self.mixing is None or self.mixing.left <= 0:
-            return found
-        # Every device is somebody's share: a mix that is a little faster takes what others are to have.
-        if found is not None and self.spare <= 0:
-            return found
-        self.mixing.left -= 1
-        price = self._price(p, self.habits.price)
-        mixed = self.mixing.best(
-            p,
-            self._most_mixed(p, want),
-            lambda step_s, devices: p.steps_left * step_s * (1.0 + price * devices),
-            (1.0 - WORTHWHILE) * self._burden_s(p, found[0]) if found is not None else float("inf"),
-        )
-        if mixed is None or not self._may_pass(p, *mixed):
-            return found
-        return mixed
-
-    def _seat(self, p: Prospect, offers: Sequence[Estimate]) -> Found | None:
-        for offer in offers:
-            if offer.devices <= self.room.total:
-                devices = self.room.find(p.job, offer)
-                if devices is not None:
-                    return offer, devices
-        return None
-
-    def _better_later(self, p: Prospect, offer: Estimate, opening: Opening | None) -> bool:
-        """Waiting for better ends sooner than starting now, growing included."""
-        if opening is None:
-            return False
-        return opening.at_s + self._burden_s(p, opening.offer) < self._grown_s(p, offer, opening)
-
-    def _grown_s(self, p: Prospect, offer: Estimate, opening: Opening | None) -> float:
-        """The burden of starting so now and moving to what comes free, where that is less than staying."""
-        now_s = self._burden_s(p, offer)
-        if opening is None:
-            return now_s
-        best_s = self._burden_s(p, opening.offer)
-        meanwhile_s = opening.at_s * now_s / max(p.left_s(offer), 1e-9)  # its devices paid for
-        grown_s = meanwhile_s + self.mobility.move_s(p.job) + best_s * max(1.0 - opening.at_s / max(now_s, 1e-9), 0.0)
-        return min(now_s, grown_s)
-
-    def _start(self, p: Prospect, offer: Estimate, devices: list[Device]) -> bool:
-        where = seat(p.job, offer, devices)
-        self._occupy(p.left_s(offer), devices)
-        self.room.take(devices, where.cores, where.memory_bytes)
-        self.view.free.take(where.ranks, where.cores, where.memory_bytes)
-        self.view.quotas.take(p.job.spec.tenant, len(devices))
-        self.spare -= max(len(devices) - self.sizes.get(p.job.id, 0), 0)
-        if self.mixing is not None:
-            self.started.append(Seated(p, offer, devices, len(self.proposal.starts)))
-        self.proposal.starts.append(started_as(p, offer, devices))
-        return True
-
-    def share_out(self) -> None:
-        """Jobs that start in this pass exchange devices of different types where that serves them better in all.
-
-        Not where a place is kept for somebody: how long each device is held was weighed for that.
-        """
-        if self.mixing is None or self.reservation is not None:
-            return
-        found = assign(self.started, self.view, self.mixing, self.room)
-        for one, (offer, devices) in zip(self.started, found or [], strict=False):
-            self.proposal.starts[one.number] = started_as(one.p, offer, devices)
-
-    def _refuse(self, p: Prospect, opening: Opening | None) -> bool:
-        least = p.curve.points[p.curve.least]
-        offer = least if opening is None else opening.offer
-        if opening is not None:
-            if self.reservation is None:
-                spare = self.forecast.free_at(offer.device_type, opening.at_s)
-                for host, count in opening.hosts.items():
-                    spare[host] = spare.get(host, 0) - count
-                self.reservation = Reservation(opening.at_s, offer.device_type, spare)
-            self.forecast.take(offer.device_type, opening.hosts)
-        said = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
-        self.proposal.refusals.append(Refusal(p.job.id, said, devices=offer.devices))
+def start_waiting(ctx: PassContext, p: JobForecast) -> bool:
+    """Start the job, make room for it, or say what it waits for; whether it starts now."""
+    if ctx.ledger.total < p.curve.least and ctx.considered >= MOST_CONSIDERED:
+        return _refuse(ctx, p, None)
+    tenant = p.job.spec.tenant
+    beyond = ctx.view.quotas.why_not(tenant, p.curve.least)
+    if beyond is not None:
+        ctx.proposal.refusals.append(Refusal(p.job.id, beyond))
         return False
+    want = min(max(ctx.sizes.get(p.job.id, 0), p.curve.least), ctx.view.quotas.left(tenant))
+    offers = p.curve.upto(want)
+    offers = tuple(sorted(offers, key=lambda x: ctx.burden_s(p, x)))
+    found = _or_mixed(ctx, p, want, _find(ctx, p, offers))
+    if found is not None and _is_best(ctx, p, found[0], offers[0]) and ctx.may_backfill(p, *found):
+        return _start(ctx, p, *found)
+    if ctx.considered >= MOST_CONSIDERED:
+        if found is not None and ctx.may_backfill(p, *found):
+            return _start(ctx, p, *found)
+        return _refuse(ctx, p, None)
+    ctx.considered += 1
+    earliest_start = ctx.forecast.earliest_start(p.job, offers, lambda x: ctx.burden_s(p, x))
+    if found is not None and not ctx.may_backfill(p, *found):
+        found = None
+    if found is not None and not _better_later(ctx, p, found[0], earliest_start):
+        ends_s = _grown_s(ctx, p, found[0], earliest_start)
+    else:
+        found, ends_s = None, float("inf")
+        if earliest_start is not None:
+            ends_s = earliest_start.at_s + ctx.burden_s(p, earliest_start.offer)
+    if _preempt(ctx, p, offers, ends_s):
+        return False
+    return _start(ctx, p, *found) if found is not None else _refuse(ctx, p, earliest_start)
 
-    # --- those who make room ------------------------------------------------------------------------------------------
 
-    def _make_room(self, p: Prospect, offers: Sequence[Estimate], ends_s: float) -> bool:
-        """Others shrink, or sit elsewhere, where that spares the job more than it costs them; whether room comes."""
-        least = offers[-1].devices if ends_s == float("inf") else offers[0].devices
-        if self.leaving > 0 and self.room.total + self.leaving >= least > self.room.total:
-            self.leaving -= least - self.room.total
-            self.proposal.refusals.append(Refusal(p.job.id, "devices for it are being freed", devices=least))
-            return True
-        claims = {v.job.id for v in self.running if _yields(v.job, p.job)}
-        best: tuple[float, Making] | None = None
-        clearing = Clearing(self.room, p, self._movable())
-        for offer in offers[:3]:
-            run_s = self._burden_s(p, offer)
-            if run_s >= ends_s and not claims:
-                break
-            making = clearing.make(offer, lambda v: self._sizes_of(v, v.job.id in claims), self.mobility.cost_s)
-            if making is None:
-                continue
-            lost_s = sum(change.lost_s for change in making.changes if change.v.job.id not in claims)
-            saved_s = ends_s - run_s - self.habits.shrink * lost_s
-            by_right = bool(claims) and all(change.v.job.id in claims for change in making.changes)
-            if not making.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
-                continue
-            if best is None or saved_s > best[0]:
-                best = (saved_s, making)
-        if best is None:
-            return False
-        making = to_shares(best[1], self.sizes, self.mobility, claims)
-        why = (
-            f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
-        )
-        for change in making.changes:
-            self.room.take(change.devices, {}, {})
-            claim = _claim(p.job) if change.v.job.id in claims else why
-            self._move(change.v, change.offer, change.devices, f"makes room for {p.job.spec.name}, which {claim}")
-        self.room.take(making.now, {}, {})
-        said = f"its {making.offer.devices} devices are being freed"
-        self.proposal.refusals.append(Refusal(p.job.id, said, devices=making.offer.devices))
+def _is_best(ctx: PassContext, p: JobForecast, offer: Estimate, single: Estimate) -> bool:
+    """As good as the best on devices of one type."""
+    return offer == single or (bool(offer.device_types) and ctx.burden_s(p, offer) <= ctx.burden_s(p, single))
+
+
+def _or_mixed(ctx: PassContext, p: JobForecast, want: int, found: Found | None) -> Found | None:
+    """What was found for one who waits, or devices of several types where these serve it better."""
+    if ctx.mixed_search is None or ctx.mixed_search.left <= 0:
+        return found
+    # Every device is somebody's share: a mix that is a little faster takes what others are to have.
+    if found is not None and ctx.spare <= 0:
+        return found
+    ctx.mixed_search.left -= 1
+    price = ctx.price(p, ctx.thresholds.price)
+    mixed = ctx.mixed_search.best(
+        p,
+        ctx.max_mixed_devices(p, want),
+        lambda step_s, devices: p.steps_left * step_s * (1.0 + price * devices),
+        (1.0 - WORTHWHILE) * ctx.burden_s(p, found[0]) if found is not None else float("inf"),
+    )
+    if mixed is None or not ctx.may_backfill(p, *mixed):
+        return found
+    return mixed
+
+
+def _find(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
+    for offer in offers:
+        if offer.devices <= ctx.ledger.total:
+            devices = ctx.ledger.find(p.job, offer)
+            if devices is not None:
+                return offer, devices
+    return None
+
+
+def _better_later(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> bool:
+    """Waiting for better ends sooner than starting now, growing included."""
+    if earliest_start is None:
+        return False
+    return earliest_start.at_s + ctx.burden_s(p, earliest_start.offer) < _grown_s(ctx, p, offer, earliest_start)
+
+
+def _grown_s(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> float:
+    """The burden of starting so now and moving to what comes free, where that is less than staying."""
+    now_s = ctx.burden_s(p, offer)
+    if earliest_start is None:
+        return now_s
+    best_s = ctx.burden_s(p, earliest_start.offer)
+    meanwhile_s = earliest_start.at_s * now_s / max(p.left_s(offer), 1e-9)  # its devices paid for
+    grown_s = meanwhile_s + ctx.costs.move_s(p.job) + best_s * max(1.0 - earliest_start.at_s / max(now_s, 1e-9), 0.0)
+    return min(now_s, grown_s)
+
+
+def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Device]) -> bool:
+    where = bind(p.job, offer, devices)
+    ctx.occupy(p.left_s(offer), devices)
+    ctx.ledger.take(devices, where.cores, where.memory_bytes)
+    ctx.view.free.take(where.ranks, where.cores, where.memory_bytes)
+    ctx.view.quotas.take(p.job.spec.tenant, len(devices))
+    ctx.spare -= max(len(devices) - ctx.sizes.get(p.job.id, 0), 0)
+    if ctx.mixed_search is not None:
+        ctx.started.append(PlannedStart(p, offer, devices, len(ctx.proposal.starts)))
+    ctx.proposal.starts.append(started_as(p, offer, devices))
+    return True
+
+
+def exchange_devices(ctx: PassContext) -> None:
+    """Jobs that start in this pass exchange devices of different types where that serves them better in all.
+
+    Not where a place is kept for somebody: how long each device is held was weighed for that.
+    """
+    if ctx.mixed_search is None or ctx.reservation is not None:
+        return
+    found = assign(ctx.started, ctx.view, ctx.mixed_search, ctx.ledger)
+    for one, (offer, devices) in zip(ctx.started, found or [], strict=False):
+        ctx.proposal.starts[one.number] = started_as(one.p, offer, devices)
+
+
+def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | None) -> bool:
+    least = p.curve.points[p.curve.least]
+    offer = least if earliest_start is None else earliest_start.offer
+    if earliest_start is not None:
+        if ctx.reservation is None:
+            spare = ctx.forecast.free_at(offer.device_type, earliest_start.at_s)
+            for host, count in earliest_start.hosts.items():
+                spare[host] = spare.get(host, 0) - count
+            ctx.reservation = Reservation(earliest_start.at_s, offer.device_type, spare)
+        ctx.forecast.take(offer.device_type, earliest_start.hosts)
+    said = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
+    ctx.proposal.refusals.append(Refusal(p.job.id, said, devices=offer.devices))
+    return False
+
+
+# --- those who make room ------------------------------------------------------------------------------------------
+
+
+def _preempt(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float) -> bool:
+    """Others shrink, or sit elsewhere, where that spares the job more than it costs them; whether room comes."""
+    least = offers[-1].devices if ends_s == float("inf") else offers[0].devices
+    if ctx.leaving > 0 and ctx.ledger.total + ctx.leaving >= least > ctx.ledger.total:
+        ctx.leaving -= least - ctx.ledger.total
+        ctx.proposal.refusals.append(Refusal(p.job.id, "devices for it are being freed", devices=least))
         return True
+    claims = {v.job.id for v in ctx.running if _yields(v.job, p.job)}
+    best: tuple[float, EvictionPlan] | None = None
+    search = VictimSearch(ctx.ledger, p, ctx.migratable())
+    for offer in offers[:3]:
+        run_s = ctx.burden_s(p, offer)
+        if run_s >= ends_s and not claims:
+            break
+        eviction = search.make(offer, lambda v: victim_sizes(ctx, v, v.job.id in claims), ctx.costs.cost_s)
+        if eviction is None:
+            continue
+        lost_s = sum(change.lost_s for change in eviction.changes if change.v.job.id not in claims)
+        saved_s = ends_s - run_s - ctx.thresholds.shrink * lost_s
+        by_right = bool(claims) and all(change.v.job.id in claims for change in eviction.changes)
+        if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
+            continue
+        if best is None or saved_s > best[0]:
+            best = (saved_s, eviction)
+    if best is None:
+        return False
+    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, claims)
+    why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
+    for change in eviction.changes:
+        ctx.ledger.take(change.devices, {}, {})
+        claim = _claim(p.job) if change.v.job.id in claims else why
+        ctx.migrate(change.v, change.offer, change.devices, f"makes room for {p.job.spec.name}, which {claim}")
+    ctx.ledger.take(eviction.now, {}, {})
+    said = f"its {eviction.offer.devices} devices are being freed"
+    ctx.proposal.refusals.append(Refusal(p.job.id, said, devices=eviction.offer.devices))
+    return True
 
-    def _sizes_of(self, v: Prospect, by_right: bool) -> tuple[Estimate, ...]:
-        """What a running job may be changed to for the sake of others, largest first."""
-        least = v.curve.least if by_right else max(min(self.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
-        return tuple(
-            x
-            for x in v.curve.upto(len(v.devices))
-            if x.devices >= least and (by_right or self.mobility.within_budget(v, x))
-        )
+
+def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
+    """What a running job may be changed to for the sake of others, largest first."""
+    least = v.curve.least if by_right else max(min(ctx.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
+    return tuple(
+        x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.costs.within_budget(v, x))
+    )
 
 
-def started_as(p: Prospect, offer: Estimate, devices: Sequence[Device]) -> Start:
+def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
     """The start of a job so."""
-    where = seat(p.job, offer, devices)
+    where = bind(p.job, offer, devices)
     reason = (
         f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {duration(p.left_s(offer))} to go, by what is known of "
         "its speed"

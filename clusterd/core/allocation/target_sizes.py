@@ -12,16 +12,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 
-from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.types import JobId
 
 
-def by_work(prospects: Sequence[Prospect]) -> list[Prospect]:
+def by_work(forecasts: Sequence[JobForecast]) -> list[JobForecast]:
     """Most work first."""
-    return sorted(prospects, key=lambda p: (-p.work_s, p.job.submitted_s, p.job.id))
+    return sorted(forecasts, key=lambda p: (-p.work_s, p.job.submitted_s, p.job.id))
 
 
-def shares(ordered: Sequence[Prospect], devices: int) -> dict[JobId, int]:
+def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
     """Devices for each job, at most so many in all; none for those that should wait.
 
     Args:
@@ -53,7 +53,7 @@ def shares(ordered: Sequence[Prospect], devices: int) -> dict[JobId, int]:
     return size
 
 
-def _best_step(p: Prospect, size: int, left: int) -> tuple[float, int] | None:
+def _best_step(p: JobForecast, size: int, left: int) -> tuple[float, int] | None:
     """The next size with the most progress per further device, and that progress; none that is not faster."""
     points: Mapping[int, object] = p.curve.points
     speed = p.curve.effort_s / p.curve.points[size].step_time_s if size else 0.0

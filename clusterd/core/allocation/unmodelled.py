@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from clusterd.core.allocation.first_fit import Choice, Impossible, choose
-from clusterd.core.placement.place import Placement, candidates, fitting, kinds_for, per_device, place
+from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
+from clusterd.core.placement.place import candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
-from clusterd.core.view import Free, HostFree, Refusal, View
+from clusterd.core.view import FreeResources, HostFree, Placement, Refusal, View
 from clusterd.types import Device, JobKind, Resources
 from clusterd.units import size
 from plans.model_shape import ModelShape
@@ -54,13 +54,13 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
         return Grant(None, placement, _started(job, placement, None))
     if job.description is not Description.DONE or job.shape is None:
         return Refusal(job.id, LEARNING)
-    outlook = view.outlooks.get(job.model)
-    if outlook is not None and outlook.is_whole:
+    table = view.performance_tables.get(job.model)
+    if table is not None and table.is_whole:
         return Refusal(job.id, "none of the ways in which it can run fits the hosts that are there for it")
     usable = [d for d in known if wanted.kind is None or d.kind == wanted.kind]
     choice = _as_pinned(job, view) or _choice(job, max(wanted.devices, 1), usable)
     if isinstance(choice, Impossible):
-        return Refusal(job.id, choice.reason, forever=True)
+        return Refusal(job.id, choice.reason, is_permanent=True)
     beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
     if beyond is not None:
         return Refusal(job.id, beyond)
@@ -106,7 +106,7 @@ def _told_by(command: Iterable[str]) -> list[str]:
     return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in words]
 
 
-def at_some_size(job: Job, free: Free, most: int) -> Grant | None:
+def at_some_size(job: Job, free: FreeResources, most: int) -> Grant | None:
     """The best of a checkpointable job's plans that there is room for, on `most` devices."""
     for plan in sizes(job):
         placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None
@@ -116,19 +116,19 @@ def at_some_size(job: Job, free: Free, most: int) -> Grant | None:
     return None
 
 
-def _choice(job: Job, count: int, devices: Iterable[Device]) -> Choice | Impossible:
+def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Impossible:
     """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
     shape = ModelShape.from_dict(job.shape or {})
     # "cuda" first: placement prefers it too.
     for kind in sorted({d.kind for d in devices}, reverse=True):
         memory_bytes = min(d.memory_bytes for d in devices if d.kind == kind)
         choice = choose(shape, count, kind, memory_bytes, job.spec.resources.plan, job.bounds)
-        if isinstance(choice, Choice):
+        if isinstance(choice, ChosenPlan):
             return choice
     return choice
 
 
-def _as_pinned(job: Job, view: View) -> Choice | None:
+def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
     """The plan that the job is pinned to, on as many devices; None: it could not be had now whatever else ended."""
     plan = job.pinned
     if plan is None or plan.ranks > view.quotas.most(job.spec.tenant):
@@ -140,7 +140,7 @@ def _as_pinned(job: Job, view: View) -> Choice | None:
             continue
         shape, memory_bytes = ModelShape.from_dict(job.shape or {}), min(d.memory_bytes for d in devices)
         choice = choose(shape, plan.ranks, kind, memory_bytes, plan, job.bounds)
-        if isinstance(choice, Choice):
+        if isinstance(choice, ChosenPlan):
             return choice
     return None
 
@@ -248,7 +248,7 @@ def _short_of(job: Job) -> str:
     return f"waits for {count} free {what} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
 
 
-def _started(job: Job, placement: Placement, choice: Choice | None) -> str:
+def _started(job: Job, placement: Placement, choice: ChosenPlan | None) -> str:
     hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
     if choice is None:
         return f"fits on {hosts}"

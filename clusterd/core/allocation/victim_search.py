@@ -9,30 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from clusterd.core.estimates.job_forecast import Prospect
-from clusterd.core.ledger import Room
+from clusterd.core.estimates.job_forecast import JobForecast
+from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import Estimate
 from clusterd.types import Device, HostId, JobId
 
 HOSTS_TRIED = 8
 """Of each offer, for each width: those that lack least."""
 
-SizesOf = Callable[[Prospect], Sequence[Estimate]]
-CostOf = Callable[[Prospect, Estimate], float]
+SizesOf = Callable[[JobForecast], Sequence[Estimate]]
+CostOf = Callable[[JobForecast, Estimate], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A running job somewhere else, or smaller."""
 
-    v: Prospect
+    v: JobForecast
     offer: Estimate
     devices: list[Device]
     lost_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class EvictionPlan:
     """Changes after which there is room."""
 
     offer: Estimate
@@ -45,28 +45,30 @@ class Making:
         return sum(change.lost_s for change in self.changes)
 
 
-class Clearing:
+class VictimSearch:
     """Looks for changes; takes nothing."""
 
-    def __init__(self, room: Room, p: Prospect, movable: Sequence[Prospect]) -> None:
-        self.room, self.p = room, p
-        self.on_host: dict[HostId, list[Prospect]] = {}
+    def __init__(self, ledger: Ledger, p: JobForecast, movable: Sequence[JobForecast]) -> None:
+        self.ledger, self.p = ledger, p
+        self.on_host: dict[HostId, list[JobForecast]] = {}
         for v in movable:
             if v.job.priority <= p.job.priority:
                 for host in dict.fromkeys(d.host for d in v.devices):
                     self.on_host.setdefault(host, []).append(v)
 
-    def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> Making | None:
+    def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> EvictionPlan | None:
         """What would have to change for this offer; None where it cannot be had so."""
         kind = offer.device_type
-        free = {host: len(types.get(kind, {})) for host, types in self.room.devices.items() if self.p.job.admits(host)}
+        free = {
+            host: len(types.get(kind, {})) for host, types in self.ledger.devices.items() if self.p.job.admits(host)
+        }
         # A host can give what is free on it and what those who may be moved hold there.
         reach = {
             host: count + sum(d.host == host and d.name == kind for v in self.on_host.get(host, ()) for d in v.devices)
             for host, count in free.items()
         }
         # What a host costs is known only when its jobs were asked: each alone, the cheapest together.
-        alone: dict[int, list[tuple[float, HostId, Making]]] = {}
+        alone: dict[int, list[tuple[float, HostId, EvictionPlan]]] = {}
         for count in dict.fromkeys(offer.shape):
             fit = sorted((h for h in free if reach[h] >= count), key=lambda h: (max(count - free[h], 0), free[h], h))
             found = [(h, self._changes(offer, {h: count}, free, sizes_of, cost_of)) for h in fit[:HOSTS_TRIED]]
@@ -83,17 +85,17 @@ class Clearing:
 
     def _changes(
         self, offer: Estimate, kept: dict[HostId, int], free: dict[HostId, int], sizes_of: SizesOf, cost_of: CostOf
-    ) -> Making | None:
-        room = self.room
+    ) -> EvictionPlan | None:
+        ledger = self.ledger
         kind = offer.device_type
         now: list[Device] = []
         for host, count in kept.items():
-            some = sorted(room.devices[host].get(kind, {}).values(), key=lambda d: d.id)
+            some = sorted(ledger.devices[host].get(kind, {}).values(), key=lambda d: d.id)
             now += some[: min(count, len(some))]
         missing = {host: count - free[host] for host, count in kept.items() if count > free[host]}
         changes: list[Change] = []
         taken: list[Device] = list(now)
-        room.take(now, {}, {})
+        ledger.take(now, {}, {})
         try:
             for host in sorted(missing, key=lambda h: (missing[h], h)):
                 while missing[host] > 0:
@@ -105,14 +107,14 @@ class Clearing:
                     own = {d.id for d in change.v.devices}
                     stays = {d.id for d in change.devices}
                     fresh = [d for d in change.devices if d.id not in own]
-                    room.take(fresh, {}, {})
+                    ledger.take(fresh, {}, {})
                     taken += fresh
                     for device in change.v.devices:
                         if device.id not in stays and device.host in missing and device.name == kind:
                             missing[device.host] -= 1
-            return Making(offer, tuple(changes), tuple(now))
+            return EvictionPlan(offer, tuple(changes), tuple(now))
         finally:
-            room.put(taken, {}, {})
+            ledger.put(taken, {}, {})
 
     def _cheapest(
         self,
@@ -147,7 +149,7 @@ class Clearing:
         return best[3] if best is not None else None
 
     def _elsewhere(
-        self, v: Prospect, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
+        self, v: JobForecast, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
     ) -> tuple[Estimate, list[Device]] | None:
         """Its fastest offer on devices that are free, or its own and not missing."""
         wanted = {host: max(count, 0) for host, count in missing.items()}
@@ -155,7 +157,7 @@ class Clearing:
         for device in v.devices:
             if device.name == kind and wanted.get(device.host, 0) > 0:
                 wanted[device.host] -= 1
-            elif device.host in self.room.devices:
+            elif device.host in self.ledger.devices:
                 keeps.append(device)
         if len(keeps) == len(v.devices):
             return None
@@ -163,12 +165,12 @@ class Clearing:
         for device in keeps:
             per_host[device.host] = per_host.get(device.host, 0) + 1
         own = {d.id for d in keeps}
-        self.room.put(keeps, {}, {})
+        self.ledger.put(keeps, {}, {})
         try:
             for offer in sizes:
-                devices = self.room.find(v.job, offer, per_host, own)
+                devices = self.ledger.find(v.job, offer, per_host, own)
                 if devices is not None:
                     return offer, devices
             return None
         finally:
-            self.room.take(keeps, {}, {})
+            self.ledger.take(keeps, {}, {})

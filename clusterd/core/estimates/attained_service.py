@@ -1,14 +1,13 @@
-"""What a job has got so far, and what it still needs: attained service and remaining work."""
+"""Attained service and remaining work of a job."""
 
 from __future__ import annotations
 
-from clusterd.core.queueing.predictability import steps_in_all
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.types import JobKind
 
 
 def attained_s(job: Job, now_s: float) -> float:
-    """Device-seconds that a job has held, moves and launches included."""
+    """Device-seconds that a job has held, launches and migrations included."""
     return sum(_of_attempt(job, attempt, now_s) for attempt in job.attempts)
 
 
@@ -25,39 +24,50 @@ def _of_attempt(job: Job, attempt: Attempt, now_s: float) -> float:
 
 
 def executed_s(job: Job, now_s: float) -> float:
-    """Seconds for which it held devices."""
+    """Seconds for which a job has held devices."""
     return sum((a.ended_s if a.ended_s is not None else now_s) - a.started_s for a in job.attempts)
 
 
 def time_left_s(job: Job) -> float | None:
-    """How long its next attempt may run; None: no limit.
+    """Seconds that the job's next attempt may run; None: no limit.
 
-    What a job had until it was moved through host memory, or made way, counts where it keeps its state. After a fault
-    the clock starts anew: what was done may have to be done again.
+    Time before a preemption counts, as the job keeps its state. After a fault the limit starts anew, as work may be
+    repeated.
     """
     limit_s = job.spec.time_limit_s
     if limit_s is None or job.spec.kind is JobKind.COMMAND:
         return limit_s
-    had_s = 0.0
+    used_s = 0.0
     for attempt in reversed(job.attempts):
         if attempt.ended_s is None:
-            continue  # the one that has just begun
+            continue  # the attempt that has just begun
         if attempt.outcome not in (Outcome.PREEMPTED, Outcome.REFUSED):
             break
-        had_s += attempt.ended_s - attempt.started_s if attempt.outcome is Outcome.PREEMPTED else 0.0
-    return max(limit_s - had_s, 0.0)
+        used_s += attempt.ended_s - attempt.started_s if attempt.outcome is Outcome.PREEMPTED else 0.0
+    return max(limit_s - used_s, 0.0)
+
+
+def total_steps(job: Job) -> int:
+    """Steps that the job trains from start to end; 0: unknown.
+
+    The smaller of the declared number and the step at which a trusted loss curve reaches the job's target.
+    """
+    declared = int((job.shape or {}).get("steps") or 0)
+    if job.predicted_steps is None or job.predictable is False:
+        return declared
+    return min(declared, job.predicted_steps) if declared else job.predicted_steps
 
 
 def steps_left(job: Job) -> float | None:
-    """Steps still to train; None: nobody knows how many there are."""
-    steps = steps_in_all(job)
+    """Steps still to train; None: unknown."""
+    steps = total_steps(job)
     return max(float(steps - job.step), 0.0) if steps else None
 
 
 def likely_steps_left(job: Job) -> float:
-    """Steps still to train; of a job that does not say how many there are, as many as it has made, and at least 100.
+    """Expected steps still to train; for an unknown number, as many as the job has made, and at least 100.
 
-    Lifetimes of training jobs have heavy tails: what has lasted long lasts long (after Tiresias's observation).
+    Lifetimes of training jobs are heavy-tailed: a job that has run long is expected to run long (after Tiresias).
     """
     left = steps_left(job)
     return left if left is not None else max(float(job.step), 100.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from clusterd.core.estimates.job_forecast import Prospect
-from clusterd.core.ledger import Room, by_type, needs, per_host
+from clusterd.core.estimates.job_forecast import JobForecast
+from clusterd.core.ledger import Ledger, by_type, needs, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Job
 from clusterd.types import Device, HostId
@@ -15,7 +15,7 @@ NEVER = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class EarliestStart:
     """An offer that there will be room for."""
 
     offer: Estimate
@@ -45,18 +45,18 @@ class Reservation:
                 self.spare[host] = self.spare.get(host, 0) - count
 
 
-class Forecast:
+class AvailabilityForecast:
     """Free devices of each host and type over time, and the cores and memory beside them."""
 
-    def __init__(self, room: Room, running: Sequence[Prospect]) -> None:
-        self._room = room
+    def __init__(self, ledger: Ledger, running: Sequence[JobForecast]) -> None:
+        self._room = ledger
         self._now: dict[str, dict[HostId, int]] = {}
-        for host, types in room.devices.items():
+        for host, types in ledger.devices.items():
             for name, free in types.items():
                 self._now.setdefault(name, {})[host] = len(free)
         ends: list[tuple[float, str, dict[HostId, int]]] = []
         for p in running:
-            usable = [device for device in p.devices if device.host in room.devices]
+            usable = [device for device in p.devices if device.host in ledger.devices]
             ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
         ends.sort(key=lambda e: e[0])
         self._ends = ends
@@ -85,13 +85,15 @@ class Forecast:
                     free[host] = free.get(host, 0) + count
         return free
 
-    def opening(self, job: Job, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]) -> Opening | None:
+    def earliest_start(
+        self, job: Job, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]
+    ) -> EarliestStart | None:
         """The offer with the least burden for the job, waiting included; None: no room will ever be.
 
         Args:
             offers: least burden first.
         """
-        best: Opening | None = None
+        best: EarliestStart | None = None
         best_s = NEVER
         for offer in offers:
             run_s = burden_s(offer)
@@ -102,34 +104,34 @@ class Forecast:
                 best, best_s = found, found.at_s + run_s
         return best
 
-    def _first(self, job: Job, offer: Estimate, within_s: float) -> Opening | None:
+    def _first(self, job: Job, offer: Estimate, within_s: float) -> EarliestStart | None:
         """Binary search over the ends of running jobs: room only grows."""
         mine = [i for i, end in enumerate(self._ends) if end[1] == offer.device_type and end[0] < within_s]
         hosts = _fit(offer.shape, self._fit_for(job, offer, 0.0))
         if hosts is not None:
-            return Opening(offer, 0.0, hosts)
+            return EarliestStart(offer, 0.0, hosts)
         low, high = 0, len(mine)
-        answer: Opening | None = None
+        answer: EarliestStart | None = None
         while low < high:
             middle = (low + high) // 2
             at_s = self._ends[mine[middle]][0]
             hosts = _fit(offer.shape, self._fit_for(job, offer, at_s))
             if hosts is not None:
-                answer, high = Opening(offer, at_s, hosts), middle
+                answer, high = EarliestStart(offer, at_s, hosts), middle
             else:
                 low = middle + 1
         return answer
 
     def _fit_for(self, job: Job, offer: Estimate, at_s: float) -> dict[HostId, int]:
         """Devices free then that the job may have, each with the cores and the memory that it needs beside it."""
-        room, (cores, memory_bytes) = self._room, self._back_at(at_s)
+        ledger, (cores, memory_bytes) = self._room, self._back_at(at_s)
         each_cores, each_bytes = needs(job, offer)
         each_cores, each_bytes = max(each_cores, 1), max(each_bytes, 1)
         return {
             host: min(
                 count,
-                (room.cores.get(host, 0) + cores.get(host, 0)) // each_cores,
-                (room.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
+                (ledger.cores.get(host, 0) + cores.get(host, 0)) // each_cores,
+                (ledger.memory_bytes.get(host, 0) + memory_bytes.get(host, 0)) // each_bytes,
             )
             for host, count in self.free_at(offer.device_type, at_s).items()
             if job.admits(host)

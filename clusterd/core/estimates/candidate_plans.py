@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from clusterd.core.performance_table import Estimate, Outlook
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.state import Job
 from plans.plan import Plan
 
@@ -20,7 +20,7 @@ ENOUGH = 3
 """Measured plans before a model's outlook is acted upon: fewer are beliefs about the hardware, not about the job."""
 
 
-class Choice(Enum):
+class PlanFreedom(Enum):
     """How free a policy is with a job's plan."""
 
     ASKED = "asked"  # the user's plan, on as many devices as asked
@@ -30,7 +30,7 @@ class Choice(Enum):
 
 
 @dataclass(frozen=True)
-class Menu:
+class CandidatePlans:
     """Estimates by device type and number of devices; for each shape its fastest plan, fastest shape first."""
 
     sizes: Mapping[str, Mapping[int, tuple[Estimate, ...]]]
@@ -60,37 +60,39 @@ class Menu:
         return {n: tuple(sorted(some, key=lambda x: x.step_time_s)) for n, some in sorted(found.items())}
 
 
-class Menus:
+class CandidatePlansCache:
     """Menus of jobs, remembered: jobs of one model with one wish share one."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[Outlook, Menu]] = {}
+        self._known: dict[tuple[Any, ...], tuple[PerformanceTable, CandidatePlans]] = {}
 
-    def of(self, job: Job, outlooks: Mapping[str, Outlook], choice: Choice) -> Menu | None:
+    def of(
+        self, job: Job, performance_tables: Mapping[str, PerformanceTable], choice: PlanFreedom
+    ) -> CandidatePlans | None:
         """What the job could run as; None: it is a black box, or nothing of its wish is known."""
-        outlook = outlooks.get(job.model) if job.model else None
-        if outlook is None or outlook.measured < min(ENOUGH, len(outlook.estimates)):
+        table = performance_tables.get(job.model) if job.model else None
+        if table is None or table.measured < min(ENOUGH, len(table.estimates)):
             return None
         wanted = job.spec.resources
         key = (job.model, wanted.plan, wanted.devices, wanted.kind, job.bounds, choice)
         known = self._known.get(key)
-        if known is None or known[0] is not outlook:
-            known = (outlook, _menu(job, outlook, choice))
+        if known is None or known[0] is not table:
+            known = (table, _candidates(job, table, choice))
             self._known[key] = known
         return known[1] if known[1].sizes else None
 
 
-def _menu(job: Job, outlook: Outlook, choice: Choice) -> Menu:
-    wish, asked = job.spec.resources.plan, max(job.spec.resources.devices, 1)
+def _candidates(job: Job, table: PerformanceTable, choice: PlanFreedom) -> CandidatePlans:
+    requested, asked = job.spec.resources.plan, max(job.spec.resources.devices, 1)
     sizes: dict[str, dict[int, list[Estimate]]] = {}
-    for (device_type, shape), some in outlook.by_shape.items():
+    for (device_type, shape), some in table.by_shape.items():
         count = sum(shape)
-        if choice in (Choice.ASKED, Choice.SIZE) and count != asked:
+        if choice in (PlanFreedom.ASKED, PlanFreedom.SIZE) and count != asked:
             continue
-        allowed = [x for x in some if may_fit(job, x) and _is_allowed(x.plan, wish, choice)]
+        allowed = [x for x in some if may_fit(job, x) and _is_allowed(x.plan, requested, choice)]
         if allowed:
             sizes.setdefault(device_type, {}).setdefault(count, []).append(allowed[0])
-    return Menu(
+    return CandidatePlans(
         {
             device_type: {
                 n: tuple(sorted(found, key=lambda x: (x.step_time_s, len(x.shape))))
@@ -106,18 +108,18 @@ def may_fit(job: Job, offer: Estimate) -> bool:
     return job.bounds.admits(offer.plan, offer.device_bytes)
 
 
-def _is_allowed(plan: Plan, wish: Plan | None, choice: Choice) -> bool:
-    if wish is None or choice in (Choice.SIZE, Choice.ANY):
+def _is_allowed(plan: Plan, requested: Plan | None, choice: PlanFreedom) -> bool:
+    if requested is None or choice in (PlanFreedom.SIZE, PlanFreedom.ANY):
         return True
-    return is_alike(plan, wish)
+    return is_alike(plan, requested)
 
 
-def is_alike(plan: Plan, wish: Plan) -> bool:
+def is_alike(plan: Plan, requested: Plan) -> bool:
     """The same way of training with another number of replicas."""
     return (plan.tp, plan.pp, plan.zero, plan.offload, plan.checkpointing) == (
-        wish.tp,
-        wish.pp,
-        wish.zero,
-        wish.offload,
-        wish.checkpointing,
+        requested.tp,
+        requested.pp,
+        requested.zero,
+        requested.offload,
+        requested.checkpointing,
     )

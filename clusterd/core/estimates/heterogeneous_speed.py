@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from clusterd.core.ledger import shape_of
-from clusterd.core.performance_table import Estimate, Outlook, evenly
+from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
 from clusterd.types import Device
 from plans.plan import Plan, even_shares
 
 UNBOUNDED = 1 << 60
 
 
-def blend(
+def predict_heterogeneous(
     alone: Mapping[str, Estimate], device_types: Sequence[str], global_batch: int, most: Mapping[str, int] | None = None
 ) -> Estimate | None:
     """What is believed of the plan with the best shares on hosts of these types; None: it cannot be cut so.
@@ -44,38 +44,38 @@ def blend(
     return _estimate(alone, plan, shares, owners, device_types, global_batch)
 
 
-def believed(outlook: Outlook, plan: Plan, devices: Sequence[Device]) -> Estimate | None:
+def believed(table: PerformanceTable, plan: Plan, devices: Sequence[Device]) -> Estimate | None:
     """What is believed of a plan on these devices, by rank; None: nothing."""
     names = {device.name for device in devices}
-    known = outlook.of(plan, names.pop(), shape_of(devices)) if len(names) == 1 else None
+    known = table.of(plan, names.pop(), shape_of(devices)) if len(names) == 1 else None
     if known is not None or not (names or plan.shares):
         return known
-    return pace(outlook, plan, [(device.host, device.name) for device in devices])
+    return pace(table, plan, [(device.host, device.name) for device in devices])
 
 
-def pace(outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]) -> Estimate | None:
+def pace(table: PerformanceTable, plan: Plan, places: Sequence[tuple[str, str]]) -> Estimate | None:
     """What is believed of a plan with the shares that it has; None: it is not known on some type, or cannot be so.
 
     Args:
         places: host and device type of each rank.
     """
-    found = _laid(outlook, plan, places)
+    found = _laid(table, plan, places)
     if found is None:
         return None
     alone, owners, names = found
     return _estimate(
-        alone, plan, plan.shares or even_shares(outlook.global_batch, plan.dp), owners, names, outlook.global_batch
+        alone, plan, plan.shares or even_shares(table.global_batch, plan.dp), owners, names, table.global_batch
     )
 
 
-def in_proportion(outlook: Outlook | None, plan: Plan, devices: Sequence[Device], batch: int) -> Plan:
+def in_proportion(table: PerformanceTable | None, plan: Plan, devices: Sequence[Device], batch: int) -> Plan:
     """The plan with its batch split by the speed of these devices, by rank; evenly where that is not known.
 
     Args:
         batch: the job's global batch.
     """
-    if plan.pp == 1 and outlook is not None and len({device.name for device in devices}) > 1:
-        found = _laid(outlook, plan, [(device.host, device.name) for device in devices])
+    if plan.pp == 1 and table is not None and len({device.name for device in devices}) > 1:
+        found = _laid(table, plan, [(device.host, device.name) for device in devices])
         if found is not None:
             alone, owners, _ = found
             slowness = [alone[name].step_time_s / _largest_share(alone[name].plan, batch) for name in owners]
@@ -87,7 +87,7 @@ def in_proportion(outlook: Outlook | None, plan: Plan, devices: Sequence[Device]
 
 
 def _laid(
-    outlook: Outlook, plan: Plan, places: Sequence[tuple[str, str]]
+    table: PerformanceTable, plan: Plan, places: Sequence[tuple[str, str]]
 ) -> tuple[Mapping[str, Estimate], list[str], list[str]] | None:
     """Beliefs by type, the type of each replica, and of each host, most devices first."""
     if plan.pp != 1 or len(places) != plan.ranks:
@@ -96,7 +96,7 @@ def _laid(
     for host, name in places:
         hosts.setdefault(host, []).append(name)
     by_size = sorted(hosts.values(), key=lambda names: -len(names))
-    alone = outlook.alone.get(tuple(len(names) for names in by_size), {}).get(evenly(plan), {})
+    alone = table.alone.get(tuple(len(names) for names in by_size), {}).get(evenly(plan), {})
     owners: list[str] = []
     for replica in range(plan.dp):
         mine = {places[plan.rank_of(0, replica, shard)][1] for shard in range(plan.tp)}

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterd.core.estimates.attained_service import likely_steps_left
-from clusterd.core.estimates.candidate_plans import Choice, Menu, Menus, is_alike, may_fit
+from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePlansCache, PlanFreedom, is_alike, may_fit
 from clusterd.core.estimates.heterogeneous_speed import believed
 from clusterd.core.ledger import by_type, needs, of_ranks
-from clusterd.core.performance_table import Estimate, Outlook, Shape, evenly
+from clusterd.core.performance_table import Estimate, PerformanceTable, Shape, evenly
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import Device, JobKind
@@ -34,7 +34,7 @@ Reach = tuple[tuple[str, Shape], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class Inventory:
     """Usable devices by type, and the kind and memory of each type."""
 
     count: Mapping[str, int]
@@ -53,7 +53,7 @@ class Census:
         return sum(self.count.values())
 
 
-def census(view: View, job: Job | None = None) -> Census:
+def take_inventory(view: View, job: Job | None = None) -> Inventory:
     """Of hosts that may be used, busy devices included.
 
     Args:
@@ -72,7 +72,7 @@ def census(view: View, job: Job | None = None) -> Census:
             kinds[name] = devices[0].kind
             memory_bytes[name] = min(memory_bytes.get(name, 1 << 62), *(d.memory_bytes for d in devices))
     shapes = {name: tuple(sorted(some, reverse=True)) for name, some in counts.items()}
-    return Census({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes)
+    return Inventory({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def _saves(offer: Estimate, best: Estimate) -> bool:
 
 
 @dataclass(slots=True)
-class Prospect:
+class JobForecast:
     """A job with what is to be expected of it now."""
 
     job: Job
@@ -150,52 +150,52 @@ class Curves:
     """Curves of jobs, remembered while outlooks and the cluster stay the same."""
 
     def __init__(self) -> None:
-        self._menus = Menus()
-        self._known: dict[tuple[int, bool, Plan | None, Reach], tuple[Menu, Curve | None]] = {}
-        self._census: Census | None = None
+        self._candidates = CandidatePlansCache()
+        self._known: dict[tuple[int, bool, Plan | None, Reach], tuple[CandidatePlans, Curve | None]] = {}
+        self._census: Inventory | None = None
         self._view: View | None = None  # of the pass
-        self._choosy: dict[object, Census] = {}  # in it, of jobs for which not every host would do
+        self._choosy: dict[object, Inventory] = {}  # in it, of jobs for which not every host would do
 
-    def of(self, job: Job, view: View, there: Census) -> Curve | None:
+    def of(self, job: Job, view: View, there: Inventory) -> Curve | None:
         """The job's curve; None: it is a black box, or nothing it could run as is known to fit this cluster."""
         if not job.model or job.spec.kind is not JobKind.ELASTIC or job.shape is None:
             return None
         if there != self._census:
             self._known.clear()
             self._census = there
-        menu = self._menus.of(job, view.outlooks, Choice.ANY)
-        if menu is None:
+        candidates = self._candidates.of(job, view.performance_tables, PlanFreedom.ANY)
+        if candidates is None:
             return None
         there, reach = self._there_for(job, view, there)
-        key = (id(menu), job.spec.guaranteed, job.pinned, reach)
+        key = (id(candidates), job.spec.guaranteed, job.pinned, reach)
         known = self._known.get(key)
-        if known is None or known[0] is not menu:
-            known = (menu, _curve(job, menu, there, view.outlooks[job.model]))
+        if known is None or known[0] is not candidates:
+            known = (candidates, _curve(job, candidates, there, view.performance_tables[job.model]))
             self._known[key] = known
         return known[1]
 
-    def _there_for(self, job: Job, view: View, there: Census) -> tuple[Census, Reach]:
+    def _there_for(self, job: Job, view: View, there: Inventory) -> tuple[Inventory, Reach]:
         """What is there for this job: what is fastest where it may not be must not stand for what it may have."""
         wanted = job.spec.resources
-        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.unfit):
+        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.excluded_hosts):
             return there, ()
         if view is not self._view:
             self._view, self._choosy = view, {}
-        key = (wanted.hosts, needs(job, None), tuple(job.unfit))
+        key = (wanted.hosts, needs(job, None), tuple(job.excluded_hosts))
         if key not in self._choosy:
-            self._choosy[key] = census(view, job)
+            self._choosy[key] = take_inventory(view, job)
         mine = self._choosy[key]
         return mine, tuple(sorted(mine.shapes.items()))
 
 
-def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | None:
+def _curve(job: Job, candidates: CandidatePlans, there: Inventory, table: PerformanceTable) -> Curve | None:
     wanted = job.spec.resources
 
     def is_there(x: Estimate) -> bool:
         return there.holds(x) and (wanted.kind is None or there.kinds.get(x.device_type) == wanted.kind)
 
-    possible = [x for some in menu.by_speed.values() for x in some if is_there(x)]
-    promised = _promised(job, outlook, there) if job.spec.guaranteed else None
+    possible = [x for some in candidates.by_speed.values() for x in some if is_there(x)]
+    promised = _promised(job, table, there) if job.spec.guaranteed else None
     if job.spec.guaranteed:
         asked = max(wanted.devices, 1)
         kept = [promised] if promised is not None else []
@@ -203,7 +203,7 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
         possible = kept or [x for x in possible if x.devices >= asked]
     possible = [x for x in possible if may_fit(job, x)]
     if job.pinned is not None:
-        pinned = [x for x in outlook.estimates if x.plan == evenly(job.pinned) and is_there(x) and may_fit(job, x)]
+        pinned = [x for x in table.estimates if x.plan == evenly(job.pinned) and is_there(x) and may_fit(job, x)]
         possible = pinned or possible  # where its plan cannot be had, the pin is over
     if not possible:
         return None
@@ -223,12 +223,12 @@ def _curve(job: Job, menu: Menu, there: Census, outlook: Outlook) -> Curve | Non
     return Curve(points, effort_s, tuple(offers), promised, job.pinned is not None)
 
 
-def _promised(job: Job, outlook: Outlook, there: Census) -> Estimate | None:
+def _promised(job: Job, table: PerformanceTable, there: Inventory) -> Estimate | None:
     """What the job asks for, on as few hosts as possible; None: nothing is known of it."""
     wanted = job.spec.resources
     asked = [
         x
-        for x in outlook.estimates
+        for x in table.estimates
         if x.devices == max(wanted.devices, 1)
         and there.holds(x)
         and (wanted.plan is None or is_alike(x.plan, wanted.plan))
@@ -241,11 +241,11 @@ def keeps(estimate: Estimate, promised: Estimate) -> bool:
     return estimate.upper_s <= promised.lower_s
 
 
-def prospect(job: Job, curve: Curve, view: View) -> Prospect:
+def forecast_job(job: Job, curve: Curve, view: View) -> JobForecast:
     """What is to be expected of this job now."""
-    found = Prospect(job, curve, max(likely_steps_left(job), 1.0))
+    found = JobForecast(job, curve, max(likely_steps_left(job), 1.0))
     attempt = job.attempt
     if attempt is not None and attempt.plan is not None:
         found.devices = of_ranks(view.hosts, attempt)
-        found.now = believed(view.outlooks[job.model], attempt.plan, found.devices)
+        found.now = believed(view.performance_tables[job.model], attempt.plan, found.devices)
     return found

@@ -1,290 +1,312 @@
-"""Handlers of what happens to attempts and their ranks."""
+"""Handlers of attempt and rank events: launch, progress, exit, recovery from survivors, stop."""
 
 from __future__ import annotations
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.allocation import resize_unmodelled
+from clusterd.core.estimates.can_migrate import SETTLE_S
+from clusterd.core.events import TimerKind
 from clusterd.core.ledger import of_ranks
-from clusterd.core.lifecycle import attempts, migrations, recovery
-from clusterd.core.lifecycle.trial_events import OnTrials
+from clusterd.core.lifecycle import attempts, jobs, migrations, recovery, stopping
+from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.lifecycle.migration_events import abandon_trial, begin_migration
 from clusterd.core.state import Attempt, Host, Job, Migration, Outcome
+from clusterd.core.transitions import MigrationState
 from clusterd.core.view import Refusal, View
 from clusterd.types import AttemptState, HostId, HostState, JobKind, JobState, RankEnd, RankReport, Reason
 from clusterd.units import duration
 
 TARGET_TIMES = 3
-"""Looks in a row at a loss that is on target."""
+"""Consecutive reports with the loss on target that end a job; one lucky batch is not enough."""
 
 STALL_STEPS = 20
-"""Times its step time that a job may be without a step, whatever it asks for."""
+"""A job never counts as stalled within this many of its step times."""
 
 
-class OnAttempts(OnTrials):
-    """From the launch to the last rank's end, and on from what survives it."""
+def on_attempt_launched(ctx: HandlerContext, event: e.AttemptLaunched) -> None:
+    attempt = ctx.state.attempt(event.job, event.attempt, event.generation)
+    if attempt is None or attempt.state is not AttemptState.LAUNCHING:
+        return
+    attempt.go(AttemptState.RUNNING, ctx.now_s)
+    job = ctx.state.jobs[event.job]
+    job.go(JobState.RUNNING, ctx.now_s)
+    migration = job.restarting
+    if migration is not None:
+        migration.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
+        if job.spec.kind is JobKind.CHECKPOINTABLE:  # its script may never report a step
+            _restart_completed(ctx, job, migration)
+    if event.restored_step is not None:
+        lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
+        ctx.hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
+    _schedule_checkpoint(ctx, job)
+    _watch_for_stall(ctx, job, ctx.now_s)
+    stopping.settle(ctx, attempt)
 
-    def _on_attempt_launched(self, event: e.AttemptLaunched) -> None:
-        attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        if attempt is None or attempt.state is not AttemptState.LAUNCHING:
-            return
-        attempt.go(AttemptState.RUNNING)
-        job = self.state.jobs[event.job]
-        job.go(JobState.RUNNING)
-        onward = _under_way(job)
-        if onward is not None:
-            onward.step = event.restored_step if event.restored_step is not None else job.checkpoint_step
-            if job.spec.kind is JobKind.CHECKPOINTABLE:  # whether it tells of steps is its own affair
-                self._went_on(job, onward)
-        if event.restored_step is not None:
-            lost = f"; steps {event.restored_step + 1} to {job.step} are done again" * (job.step > event.restored_step)
-            self._hold(job, f"goes on from the snapshot of step {event.restored_step} in memory{lost}")
-        self._next_checkpoint(job)
-        self._watch_progress(job, self._now_s)
-        self._settle(attempt)
 
-    def _went_on(self, job: Job, onward: Migration) -> None:
-        """A job that was stopped to start again elsewhere trains there."""
-        onward.downtime_s, onward.ended_s = self._now_s - onward.started_s, self._now_s
-        stopped_s = sum(seconds for _, seconds, _ in onward.phases)
-        onward.phases.append(("start", onward.downtime_s - stopped_s, f"{len(onward.ranks)} new ranks go on from it"))
-        if job.model:  # what a script that saves by itself takes says nothing of others
-            migrations.learn_cost(self.state.restart_costs_s, job.model, onward.downtime_s)
-        self._set_timer(f"settle:{job.id}", self._now_s + resize_unmodelled.SETTLE_S, f"{job.spec.name} was moved")
+def _restart_completed(ctx: HandlerContext, job: Job, migration: Migration) -> None:
+    """Record that a job trains again after a migration through host memory."""
+    migration.go(MigrationState.DONE, ctx.now_s)
+    migration.downtime_s, migration.ended_s = ctx.now_s - migration.started_s, ctx.now_s
+    stopped_s = sum(seconds for _, seconds, _ in migration.phases)
+    started = f"{len(migration.ranks)} new ranks go on from it"
+    migration.phases.append(("start", migration.downtime_s - stopped_s, started))
+    if job.model:  # the time that one script takes to save says nothing about others
+        migrations.learn_cost(ctx.state.restart_costs_s, job.model, migration.downtime_s)
+    ctx.set_timer(TimerKind.SETTLE, job.id, ctx.now_s + SETTLE_S, f"{job.spec.name} was moved")
 
-    def _is_target_reached(self, job: Job, attempt: Attempt) -> None:
-        """A job that is good enough ends; one lucky batch is not enough."""
-        target = job.spec.target_loss
-        if target is None or attempt.state is not AttemptState.RUNNING:
-            return
-        job.at_target = job.at_target + 1 if job.loss is not None and job.loss <= target else 0
-        if job.at_target >= TARGET_TIMES:
-            self._stop(attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {job.step}")
 
-    def _next_checkpoint(self, job: Job) -> None:
-        every_s, directory = job.spec.checkpoint_every_s, job.spec.checkpoint_directory
-        if every_s is not None and directory is not None:
-            self._set_timer(f"checkpoint:{job.id}", self._now_s + every_s, f"{job.spec.name} is saved by the clock")
+def _stop_at_target(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
+    """Stop a job whose loss has been on target for some reports."""
+    target = job.spec.target_loss
+    if target is None or attempt.state is not AttemptState.RUNNING:
+        return
+    job.target_hits = job.target_hits + 1 if job.loss is not None and job.loss <= target else 0
+    if job.target_hits >= TARGET_TIMES:
+        stopping.stop(ctx, attempt, Outcome.TARGET_REACHED, f"its loss reached {target:g} by step {job.step}")
 
-    def _checkpoint_is_due(self, job: Job | None) -> None:
-        """Ask the ranks, unless they are being moved: then the next time will do."""
-        attempt = job.attempt if job is not None else None
-        if job is None or attempt is None or attempt.state is not AttemptState.RUNNING:
-            return
-        if attempt.migration is None and not attempt.resuming and job.step > job.checkpoint_step:
-            # Two take turns: while one is written the other is whole.
-            turn = 1 - int((job.checkpoint or "").endswith("/1"))
-            path = job.spec.checkpoint_path(job.id, str(turn))
-            reason = f"every {job.spec.checkpoint_every_s:g} s"
-            self._to_ranks(d.TakeCheckpoint, attempt, attempt.hosts, reason, path=path)
-        self._next_checkpoint(job)
 
-    def _on_launch_failed(self, event: e.LaunchFailed) -> None:
-        attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        if attempt is None or attempt.state is AttemptState.STOPPING:
-            return
-        outcome = Outcome.LAUNCH_FAILED
-        if event.is_infrastructure:
-            devices = of_ranks(self.state.hosts, attempt)
-            job = self.state.jobs[event.job]
-            if self._try_elsewhere(job, event.host, event.why, devices):
-                outcome = Outcome.REFUSED
-            elif not event.lasts or job.step:  # where it trained before it may again
-                outcome = Outcome.HOST_LOST
-        self._stop(attempt, outcome, f"{event.host} did not start it: {event.why}")
+def _schedule_checkpoint(ctx: HandlerContext, job: Job) -> None:
+    every_s, directory = job.spec.checkpoint_every_s, job.spec.checkpoint_directory
+    if every_s is not None and directory is not None:
+        reason = f"{job.spec.name} is saved every {every_s:g} s"
+        ctx.set_timer(TimerKind.CHECKPOINT, job.id, ctx.now_s + every_s, reason)
 
-    def _on_rank_exited(self, event: e.RankExited) -> None:
-        attempt = self.state.attempt(event.job, event.attempt)
-        if attempt is None:
-            return
-        if attempt.generation != event.generation:
-            self._coming_rank_exited(attempt, event)
-            return
-        rank = attempt.ranks.get(event.rank)
-        if rank is None or rank.end is not None:
-            return
-        attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)], self.state.hosts)
-        self._leave_out_faulty(event.host)
-        if any(r.end is not None and r.end.reason is Reason.CROWDED for r in attempt.ranks.values()):
-            self.state.jobs[event.job].needs_room = True
-        self._after_end(attempt)
 
-    def _coming_rank_exited(self, attempt: Attempt, event: e.RankExited) -> None:
-        """Whoever leads the move says what becomes of it; what its device and its plan are worth is learned here."""
-        move = attempt.migration
-        if move is not None and move.generation == event.generation:
-            for place in (p for p in move.places if p.rank == event.rank):
-                attempts.note_fault(place, event.end, self.state.hosts)
-                if event.end.reason is Reason.PLAN:
-                    self.state.jobs[event.job].cannot_train_under(move.plan, str(event.end))
-            self._leave_out_faulty(event.host)
+def checkpoint_due(ctx: HandlerContext, job: Job | None) -> None:
+    """Take the periodic checkpoint, except in the middle of a migration: then the next one will do."""
+    attempt = job.attempt if job is not None else None
+    if job is None or attempt is None or attempt.state is not AttemptState.RUNNING:
+        return
+    if attempt.migration is None and job.resuming is None and job.step > job.checkpoint_step:
+        # Two directories take turns: while one is being written the other is whole.
+        turn = 1 - int((job.checkpoint or "").endswith("/1"))
+        path = job.spec.checkpoint_path(job.id, str(turn))
+        reason = f"every {job.spec.checkpoint_every_s:g} s"
+        ctx.to_ranks(d.TakeCheckpoint, attempt, attempt.hosts, reason, path=path)
+    _schedule_checkpoint(ctx, job)
 
-    def _leave_out_faulty(self, host_id: HostId) -> None:
-        """Have its devices that failed offered again after some time."""
-        host = self.state.hosts.get(host_id)
-        for device, fault in host.faults.items() if host is not None else ():
-            if fault.is_left_out and f"fault:{device}" not in self.state.timers:
-                until_s = self._now_s + attempts.fault_s(fault.times)
-                self._set_timer(f"fault:{device}", until_s, f"{device} is left out until then: {fault.why}")
 
-    def _on_rank_orphaned(self, event: e.RankOrphaned) -> None:
-        attempt = self.state.attempt(event.job, event.attempt, event.generation)
-        if attempt is None or attempt.state is not AttemptState.RUNNING or event.rank not in attempt.ranks:
-            return
-        attempt.orphaned[event.rank] = event.step
-        if event.may_finish:
-            attempt.may_finish.add(event.rank)
-        attempt.is_too_large |= event.out_of_memory
-        if f"recover:{event.job}" not in self.state.timers:
-            self._set_timer(
-                f"recover:{event.job}", self._now_s + recovery.NOTICE_S, f"rank {event.rank} lost its peers"
-            )
-        self._recover(attempt)
+def on_launch_failed(ctx: HandlerContext, event: e.LaunchFailed) -> None:
+    attempt = ctx.state.attempt(event.job, event.attempt, event.generation)
+    if attempt is None or attempt.state is AttemptState.STOPPING:
+        return
+    outcome = Outcome.LAUNCH_FAILED
+    if event.is_infrastructure:
+        devices = of_ranks(ctx.state.hosts, attempt)
+        job = ctx.state.jobs[event.job]
+        if jobs.exclude_host(ctx, job, event.host, event.why, devices):
+            outcome = Outcome.REFUSED
+        elif not event.is_permanent or job.step:  # where it trained before it may train again
+            outcome = Outcome.HOST_LOST
+    stopping.stop(ctx, attempt, outcome, f"{event.host} did not start it: {event.why}")
 
-    def _after_end(self, attempt: Attempt) -> None:
-        """A rank ended: wait for those that survive it, or end the attempt."""
-        job = self.state.jobs[attempt.job]
-        ends = [rank.end for rank in attempt.ranks.values() if rank.end is not None]
-        if not any(recovery.may_recover(job, attempt, end) for end in ends) or job.step < 1:
-            self._settle(attempt)
-            return
-        if attempt.migration is not None and not attempt.migration.lost:
-            self._give_up_migration(attempt, "a rank that was to be moved died")
-        if f"recover:{job.id}" not in self.state.timers:
-            job.reason = (
-                f"a rank died ({next(end for end in ends if not end.is_success)}); its peers are asked what they hold"
-            )
-            self._set_timer(f"recover:{job.id}", self._now_s + recovery.NOTICE_S, job.reason)
-        self._recover(attempt)
 
-    def _survivors_are_late(self, attempt: Attempt) -> None:
-        """Not everyone is known to be dead or waiting: tell them, and at last go on without what they hold."""
-        silent = sorted(recovery.undecided(attempt, self.state.hosts))
-        if attempt.cut_off:
-            self._stop(attempt, Outcome.HOST_LOST, f"ranks died, and ranks {silent} did not say what they hold")
-            return
-        why = f"ranks {silent} have not noticed that peers are gone" if silent else "ranks died"
-        self._cut_off(attempt, why)
-        self._set_timer(f"recover:{attempt.job}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, why)
+def on_rank_exited(ctx: HandlerContext, event: e.RankExited) -> None:
+    attempt = ctx.state.attempt(event.job, event.attempt)
+    if attempt is None:
+        return
+    if attempt.generation != event.generation:
+        _target_rank_exited(ctx, attempt, event)
+        return
+    rank = attempt.ranks.get(event.rank)
+    if rank is None or rank.end is not None:
+        return
+    attempts.take_reports(attempt, [RankReport(rank=event.rank, end=event.end)], ctx.state.hosts)
+    quarantine_devices(ctx, event.host)
+    if any(r.end is not None and r.end.reason is Reason.CROWDED for r in attempt.ranks.values()):
+        ctx.state.jobs[event.job].needs_exclusive_memory = True
+    rank_ended(ctx, attempt)
 
-    def _outlives(self, attempt: Attempt, host: Host) -> bool:
-        """Whether ranks on other hosts may have all that is needed; they are asked then."""
-        job = self.state.jobs[attempt.job]
-        end = RankEnd(reason=Reason.LOST)
-        others = [h for h in attempt.hosts if self.state.hosts[h].state is HostState.UP]
-        if not others or job.step < 1 or not recovery.may_recover(job, attempt, end):
-            return False
-        if attempt.migration is not None:
-            self._give_up_migration(attempt, f"{host.id} is lost")
-        job.reason = f"{host.id} is lost ({host.why}); ranks on {', '.join(others)} are asked what they hold"
-        self._cut_off(attempt, job.reason)
-        self._set_timer(f"recover:{job.id}", self._now_s + recovery.WAIT_FOR_SURVIVORS_S, job.reason)
-        self._recover(attempt)
-        return True
 
-    def _recover(self, attempt: Attempt) -> None:
-        """Go on from what is left, once it is known what that is."""
-        job = self.state.jobs[attempt.job]
-        if attempt.state is not AttemptState.RUNNING or attempt.migration is not None:
-            return
-        if recovery.undecided(attempt, self.state.hosts):
-            return
-        lost = recovery.dead(attempt, self.state.hosts)
-        if not (lost or attempt.is_too_large) or attempt.retired:
-            return  # looked at again when the ranks of the last move are gone: their devices are not free before
-        self.state.timers.pop(f"recover:{job.id}", None)
-        if attempt.resuming:  # what is left came by a move that nobody will report the end of
-            attempt.resuming, job.migrations[-1].ended_s = False, self._now_s
-        self._give_up_trial(job, "out of memory" if attempt.is_too_large else "ranks died", attempt.is_too_large)
-        step = max((attempt.orphaned[rank] for rank in set(attempt.orphaned) - lost), default=0)
-        view = View(self.state, self._now_s)
-        if lost:
-            lost = set(attempt.ranks) - (recovery.outlived_by(attempt, step) - lost)
-            answer = recovery.way_on(job, attempt, view, sorted(lost))
-        else:
-            answer = recovery.way_back(job, attempt, view)
-        if isinstance(answer, Refusal):
-            self._stop(attempt, Outcome.HOST_LOST, answer.reason)
-        elif stale := migrations.objection(self.state, job, answer, after_loss=True):
-            self._stop(attempt, Outcome.HOST_LOST, stale)
-        else:
-            self._begin_migration(
-                job, attempt, answer, lost, step, recovery.is_crowded(job, attempt, answer, view.hosts)
-            )
+def _target_rank_exited(ctx: HandlerContext, attempt: Attempt, event: e.RankExited) -> None:
+    """Record what a target rank's exit says about its device and plan; the executor reports the failed migration."""
+    migration = attempt.migration
+    if migration is not None and migration.generation == event.generation:
+        for place in (p for p in migration.places if p.rank == event.rank):
+            attempts.note_fault(place, event.end, ctx.state.hosts)
+            if event.end.reason is Reason.PLAN:
+                ctx.state.jobs[event.job].reject_plan(migration.plan, str(event.end))
+        quarantine_devices(ctx, event.host)
 
-    def _on_attempt_stopped(self, event: e.AttemptStopped) -> None:
-        host = self.state.hosts.get(event.host)
-        if host is not None:
-            host.orphans.discard((event.job, event.attempt, event.generation))
-            host.strangers.discard((event.job, event.attempt, event.generation))
-            if (left := self.state.past_attempt(event.job, event.attempt)) is not None:
-                left.given_up.discard(host.id)
-        attempt = self.state.attempt(event.job, event.attempt)
-        if attempt is not None and attempt.generation == event.generation:
-            attempts.take_reports(attempt, event.ranks, self.state.hosts)
-            self._leave_out_faulty(event.host)
-            self._gone_from(attempt, event.host)
-        elif attempt is not None:
-            self._retired_gone(attempt, event.generation, event.host)
-            if f"recover:{event.job}" in self.state.timers:
-                self._recover(attempt)
-        self._pass_due = True
 
-    def _on_checkpoint_taken(self, event: e.CheckpointTaken) -> None:
-        job = self.state.jobs.get(event.job)
-        if job is not None and event.step >= job.checkpoint_step:
-            job.checkpoint, job.checkpoint_step = event.path, event.step
+def quarantine_devices(ctx: HandlerContext, host_id: HostId) -> None:
+    """Set the timers after which the host's faulty devices are offered again."""
+    host = ctx.state.hosts.get(host_id)
+    for device, fault in host.faults.items() if host is not None else ():
+        if fault.is_left_out and not ctx.has_timer(TimerKind.FAULT, device):
+            until_s = ctx.now_s + attempts.fault_s(fault.times)
+            ctx.set_timer(TimerKind.FAULT, device, until_s, f"{device} is left out until then: {fault.why}")
 
-    def _on_attempt_progressed(self, event: e.AttemptProgressed) -> None:
-        job = self.state.jobs.get(event.job)
-        attempt = self.state.attempt(event.job, event.attempt)
-        if job is None or attempt is None or event.step < attempt.step:
-            return  # old news: what was held back on its way
-        attempt.step = event.step
-        onward = _under_way(job)
-        if onward is not None and onward.step is not None and event.step > onward.step:
-            self._went_on(job, onward)
-        job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
-        job.progressed_s = event.at_s
-        self._watch_progress(job, event.at_s)
-        if job.first_loss is None:
-            job.first_loss = event.first_loss
-        job.lost_in_a_row = 0
-        self._is_target_reached(job, attempt)
-        if job.trial is not None and job.trial.from_step is None:
-            self._pass_due = True
 
-    def _watch_progress(self, job: Job, since_s: float) -> None:
-        """One timer for all its steps: when it fires, the newest of them counts."""
-        if job.spec.stall_s is not None and f"stall:{job.id}" not in self.state.timers:
-            limit_s = _stalled_after_s(job, job.spec.stall_s)
-            said = f"{job.spec.name} may be without a step for {duration(limit_s)}"
-            self._set_timer(f"stall:{job.id}", since_s + limit_s, said)
+def on_rank_orphaned(ctx: HandlerContext, event: e.RankOrphaned) -> None:
+    attempt = ctx.state.attempt(event.job, event.attempt, event.generation)
+    if attempt is None or attempt.state is not AttemptState.RUNNING or event.rank not in attempt.ranks:
+        return
+    attempt.survivors.steps[event.rank] = event.step
+    if event.can_finish_step:
+        attempt.survivors.can_finish_step.add(event.rank)
+    attempt.survivors.out_of_memory |= event.out_of_memory
+    if not ctx.has_timer(TimerKind.RECOVER, event.job):
+        until_s = ctx.now_s + recovery.NOTICE_S
+        ctx.set_timer(TimerKind.RECOVER, event.job, until_s, f"rank {event.rank} lost its peers")
+    recover(ctx, attempt)
 
-    def _may_have_stalled(self, job: Job | None) -> None:
-        """Start it again if nothing explains that it makes no steps."""
-        attempt = job.attempt if job is not None else None
-        if job is None or attempt is None or job.spec.stall_s is None:
-            return
-        if attempt.state is not AttemptState.RUNNING:
-            return  # the launch of the next attempt winds it up again
-        changing = attempt.migration is not None or attempt.resuming or attempt.orphaned
-        away = any(self.state.hosts[host].state is not HostState.UP for host in attempt.hosts)
-        since_s = self._now_s if changing or away else max(job.progressed_s or 0.0, attempt.started_s)
-        silent_s = self._now_s - since_s
-        if silent_s >= _stalled_after_s(job, job.spec.stall_s):
-            after = f"after step {attempt.step}" if attempt.step else "since it was launched"
-            said = f"no step for {duration(silent_s)} {after}; its log shows where its ranks were"
-            self._stop(attempt, Outcome.HOST_LOST, said)
-        else:
-            self._watch_progress(job, since_s)
+
+def rank_ended(ctx: HandlerContext, attempt: Attempt) -> None:
+    """Wait for the survivors of a rank that ended, or end the attempt."""
+    job = ctx.state.jobs[attempt.job]
+    ends = [rank.end for rank in attempt.ranks.values() if rank.end is not None]
+    if not any(recovery.may_recover(job, attempt, end) for end in ends) or job.step < 1:
+        stopping.settle(ctx, attempt)
+        return
+    if attempt.migration is not None and not attempt.migration.lost:
+        stopping.abandon_migration(ctx, attempt, "a source rank died")
+    if not ctx.has_timer(TimerKind.RECOVER, job.id):
+        cause = next(end for end in ends if not end.is_success)
+        job.reason = f"a rank died ({cause}); its peers are asked for their state"
+        ctx.set_timer(TimerKind.RECOVER, job.id, ctx.now_s + recovery.NOTICE_S, job.reason)
+    recover(ctx, attempt)
+
+
+def survivors_timed_out(ctx: HandlerContext, attempt: Attempt) -> None:
+    """Abort the collectives of silent ranks; the second time, end the attempt without their state."""
+    silent = sorted(recovery.undecided(attempt, ctx.state.hosts))
+    if attempt.survivors.collectives_aborted:
+        reason = f"ranks died, and ranks {silent} did not report their state"
+        stopping.stop(ctx, attempt, Outcome.HOST_LOST, reason)
+        return
+    reason = f"ranks {silent} have not noticed that peers are gone" if silent else "ranks died"
+    _abort_collectives(ctx, attempt, reason)
+    ctx.set_timer(TimerKind.RECOVER, attempt.job, ctx.now_s + recovery.WAIT_FOR_SURVIVORS_S, reason)
+
+
+def _abort_collectives(ctx: HandlerContext, attempt: Attempt, reason: str) -> None:
+    """Tell reachable ranks, once, that peers are gone."""
+    attempt.survivors.collectives_aborted = True
+    up = tuple(h for h in attempt.hosts if ctx.state.hosts[h].state is HostState.UP)
+    ctx.to_ranks(d.AbortCollectives, attempt, up, reason)
+
+
+def survives_host_loss(ctx: HandlerContext, attempt: Attempt, host: Host) -> bool:
+    """Ask the ranks on other hosts for their state after a host was lost; False: they cannot have all of it."""
+    job = ctx.state.jobs[attempt.job]
+    end = RankEnd(reason=Reason.LOST)
+    others = [h for h in attempt.hosts if ctx.state.hosts[h].state is HostState.UP]
+    if not others or job.step < 1 or not recovery.may_recover(job, attempt, end):
+        return False
+    if attempt.migration is not None:
+        stopping.abandon_migration(ctx, attempt, f"{host.id} is lost")
+    job.reason = f"{host.id} is lost ({host.why}); ranks on {', '.join(others)} are asked for their state"
+    _abort_collectives(ctx, attempt, job.reason)
+    ctx.set_timer(TimerKind.RECOVER, job.id, ctx.now_s + recovery.WAIT_FOR_SURVIVORS_S, job.reason)
+    recover(ctx, attempt)
+    return True
+
+
+def recover(ctx: HandlerContext, attempt: Attempt) -> None:
+    """Migrate from the survivors once every rank is known to be dead or waiting; end the attempt where that fails."""
+    job = ctx.state.jobs[attempt.job]
+    survivors = attempt.survivors
+    if attempt.state is not AttemptState.RUNNING or attempt.migration is not None:
+        return
+    if recovery.undecided(attempt, ctx.state.hosts):
+        return
+    lost = recovery.dead(attempt, ctx.state.hosts)
+    if not (lost or survivors.out_of_memory) or attempt.retired:
+        return  # tried again once the retired ranks are gone: their devices are not free before
+    ctx.cancel_timer(TimerKind.RECOVER, job.id)
+    if (resuming := job.resuming) is not None:  # no rank is left to report the end of this migration
+        resuming.go(MigrationState.DONE, ctx.now_s)
+        resuming.ended_s = ctx.now_s
+    abandon_trial(ctx, job, "out of memory" if survivors.out_of_memory else "ranks died", survivors.out_of_memory)
+    step = max((survivors.steps[rank] for rank in set(survivors.steps) - lost), default=0)
+    view = View(ctx.state, ctx.now_s)
+    if lost:
+        lost = set(attempt.ranks) - (recovery.usable_survivors(attempt, step) - lost)
+        answer = recovery.migrate_survivors(job, attempt, view, sorted(lost))
+    else:
+        answer = recovery.migrate_back(job, attempt, view)
+    if isinstance(answer, Refusal):
+        stopping.stop(ctx, attempt, Outcome.HOST_LOST, answer.reason)
+    elif objection := migrations.objection(ctx.state, job, answer, after_loss=True):
+        stopping.stop(ctx, attempt, Outcome.HOST_LOST, objection)
+    else:
+        lacks_memory = recovery.lacks_memory(job, attempt, answer, view.hosts)
+        begin_migration(ctx, job, attempt, answer, lost, step, lacks_memory)
+
+
+def on_attempt_stopped(ctx: HandlerContext, event: e.AttemptStopped) -> None:
+    host = ctx.state.hosts.get(event.host)
+    if host is not None:
+        key = (event.job, event.attempt, event.generation)
+        host.orphans.discard(key)
+        host.unknown_attempts.discard(key)
+        if (past := ctx.state.past_attempt(event.job, event.attempt)) is not None:
+            past.unconfirmed_hosts.discard(host.id)
+    attempt = ctx.state.attempt(event.job, event.attempt)
+    if attempt is not None and attempt.generation == event.generation:
+        attempts.take_reports(attempt, event.ranks, ctx.state.hosts)
+        quarantine_devices(ctx, event.host)
+        stopping.gone_from(ctx, attempt, event.host)
+    elif attempt is not None:
+        stopping.retired_gone(ctx, attempt, event.generation, event.host)
+        if ctx.has_timer(TimerKind.RECOVER, event.job):
+            recover(ctx, attempt)
+    ctx.pass_due = True
+
+
+def on_checkpoint_taken(ctx: HandlerContext, event: e.CheckpointTaken) -> None:
+    job = ctx.state.jobs.get(event.job)
+    if job is not None and event.step >= job.checkpoint_step:
+        job.checkpoint, job.checkpoint_step = event.path, event.step
+
+
+def on_attempt_progressed(ctx: HandlerContext, event: e.AttemptProgressed) -> None:
+    job = ctx.state.jobs.get(event.job)
+    attempt = ctx.state.attempt(event.job, event.attempt)
+    if job is None or attempt is None or event.step < attempt.step:
+        return  # a report that was delayed on its way
+    attempt.step = event.step
+    migration = job.restarting
+    if migration is not None and migration.step is not None and event.step > migration.step:
+        _restart_completed(ctx, job, migration)
+    job.step, job.loss, job.step_time_s = event.step, event.loss, event.step_time_s
+    job.progressed_s = event.at_s
+    _watch_for_stall(ctx, job, event.at_s)
+    if job.first_loss is None:
+        job.first_loss = event.first_loss
+    job.consecutive_losses = 0
+    _stop_at_target(ctx, job, attempt)
+    if job.trials.current is not None and job.trials.current.from_step is None:
+        ctx.pass_due = True
+
+
+def _watch_for_stall(ctx: HandlerContext, job: Job, since_s: float) -> None:
+    """Set the job's stall timer, unless it is set: one timer for all steps; the newest counts when it fires."""
+    if job.spec.stall_s is not None and not ctx.has_timer(TimerKind.STALL, job.id):
+        limit_s = _stalled_after_s(job, job.spec.stall_s)
+        reason = f"{job.spec.name} may be without a step for {duration(limit_s)}"
+        ctx.set_timer(TimerKind.STALL, job.id, since_s + limit_s, reason)
+
+
+def check_stall(ctx: HandlerContext, job: Job | None) -> None:
+    """Restart a job that has made no step for too long, unless something explains it."""
+    attempt = job.attempt if job is not None else None
+    if job is None or attempt is None or job.spec.stall_s is None:
+        return
+    if attempt.state is not AttemptState.RUNNING:
+        return  # the launch of the next attempt sets the timer again
+    changing = attempt.migration is not None or job.resuming is not None or attempt.survivors.steps
+    away = any(ctx.state.hosts[host].state is not HostState.UP for host in attempt.hosts)
+    since_s = ctx.now_s if changing or away else max(job.progressed_s or 0.0, attempt.started_s)
+    silent_s = ctx.now_s - since_s
+    if silent_s >= _stalled_after_s(job, job.spec.stall_s):
+        after = f"after step {attempt.step}" if attempt.step else "since it was launched"
+        reason = f"no step for {duration(silent_s)} {after}; its log shows where its ranks were"
+        stopping.stop(ctx, attempt, Outcome.HOST_LOST, reason)
+    else:
+        _watch_for_stall(ctx, job, since_s)
 
 
 def _stalled_after_s(job: Job, asked_s: float) -> float:
-    """Not sooner than steps may take."""
     return max(asked_s, STALL_STEPS * (job.step_time_s or 0.0))
-
-
-def _under_way(job: Job) -> Migration | None:
-    """The move through host memory after which the job has not trained yet."""
-    last = job.migrations[-1] if job.migrations else None
-    return last if last is not None and last.restarts and last.ended_s is None else None

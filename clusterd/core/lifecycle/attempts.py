@@ -1,4 +1,4 @@
-"""The life of an attempt: what it books when it begins, frees when it is gone, and means for its job at its end."""
+"""Bookkeeping of attempts: resources booked and freed, exit reports of ranks, and the verdict on the job at the end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from clusterd.core.allocation.first_fit import Choice, below, choose
+from clusterd.core.estimates.first_fit import ChosenPlan, below, choose
 from clusterd.core.fair_share import beyond_quota
 from clusterd.core.lifecycle import migrations
 from clusterd.core.state import Attempt, Fault, Host, Job, Outcome, Rank, State
@@ -15,19 +15,19 @@ from clusterd.types import HostId, JobId, JobState, RankEnd, RankPlace, RankRepo
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
-LOST_IN_A_ROW_MAX = 5
-"""Times a job is queued again after faults that were not its own, without a step in between."""
+CONSECUTIVE_LOSSES_MAX = 5
+"""A job is requeued this often after faults that were not its own, without a step in between."""
 
-GOT_ON_S = 600.0
-"""An attempt of a job that tells of no steps has got on when it has run so long: the next fault is the first again."""
+PROGRESS_S = 600.0
+"""An attempt that reports no steps counts as progress after this long: the next loss is the first again."""
 
 RETRY_DELAY_S = 5.0
-"""Before the second retry; doubled for each further one. The first is at once: most faults are single."""
+"""Back-off before the second retry, doubled for each further one. The first is at once: most faults are single."""
 
 RETRY_DELAY_MOST_S = 300.0
 
 FAULT_S = 300.0
-"""A device that failed is left out; four times as long after each further fault, until its host is seen to."""
+"""A faulty device is left out for this long, and four times longer after each further fault."""
 
 TIMED_OUT = 124
 """Exit code of a job that reached its time limit, as of `timeout`."""
@@ -35,32 +35,32 @@ TIMED_OUT = 124
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an attempt's end means for its job."""
+    """Consequence of an attempt's end for its job."""
 
     state: JobState
     reason: str
     exit_code: int | None = None
     is_infrastructure: bool = False
-    at_most_bytes: int | None = None  # that the next plan may be thought to need
-    refused: tuple[Plan, str] | None = None  # under which the job cannot train, and why
+    memory_cap_bytes: int | None = None  # for the estimate of the next plan
+    rejected: tuple[Plan, str] | None = None  # plan under which the job cannot train, with the reason
 
 
 def running(state: State, job: JobId) -> Attempt:
-    """The attempt of a job that is known to have one."""
+    """The attempt of an active job."""
     attempt = state.jobs[job].attempt
     assert attempt is not None, f"job {job} is active without an attempt"
     return attempt
 
 
 def objection(state: State, job: Job, start: Start) -> str | None:
-    """Why a start must not happen, whoever proposed it; None: it may."""
+    """Reason why a start must not happen, whichever policy proposed it; None: it may."""
     if job.state is not JobState.QUEUED:
         return f"the job is {job.state.value}"
     seen = set()
     for place in start.ranks:
         host = state.hosts.get(place.host)
         if host is None or host.unusable is not None:
-            return host.unusable if host else f"{place.host} is no host of ours"
+            return host.unusable if host else f"{place.host} is not a host of this cluster"
         if place.device is None:
             continue
         if place.device in state.leases or place.device in seen:
@@ -72,7 +72,7 @@ def objection(state: State, job: Job, start: Start) -> str | None:
 
 
 def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
-    """Book devices, cores and memory, and make the attempt the job's running one."""
+    """Make a new attempt the job's current one; books devices, cores and memory."""
     number = len(job.attempts) + 1
     attempt = Attempt(
         job=job.id,
@@ -93,7 +93,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         state.hosts[host].cores_used += cores
         state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
     job.attempts.append(attempt)
-    job.go(JobState.STARTING)
+    job.go(JobState.STARTING, now_s)
     job.reason = start.reason
     job.started_s = job.started_s if job.started_s is not None else now_s
     state.queue.pop(job.id)
@@ -102,13 +102,13 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
 
 
 def release(state: State, attempt: Attempt, host_id: HostId) -> None:
-    """Free what the attempt's ranks held on one host, which says that they are gone."""
-    kept = migrations.held_on(attempt, host_id)
+    """Free what the attempt's ranks held on a host that reported them gone."""
+    held = attempt.held_on(host_id)
     for rank in attempt.ranks.values():
         device = rank.place.device
         lease = state.leases.get(device) if device is not None else None
         mine = lease is not None and rank.place.host == host_id and lease.job == attempt.job
-        if mine and device is not None and device not in kept:
+        if mine and device is not None and device not in held:
             del state.leases[device]
     host = state.hosts.get(host_id)
     if host is not None:
@@ -117,39 +117,39 @@ def release(state: State, attempt: Attempt, host_id: HostId) -> None:
 
 
 def take_reports(attempt: Attempt, reports: Iterable[RankReport], hosts: Mapping[HostId, Host]) -> None:
-    """Keep how ranks ended, and which devices failed; the first word on a rank stands."""
+    """Record exit reports of ranks and failures of devices; the first report on a rank stands."""
     for report in reports:
         rank = attempt.ranks.get(report.rank)
         if rank is not None and rank.end is None and report.end is not None:
             rank.end = report.end
             note_fault(rank.place, report.end, hosts)
-            if report.end.reason is Reason.DEVICE_OOM and _has_company(attempt, rank):
+            if report.end.reason is Reason.DEVICE_OOM and _shares_device(attempt, rank):
                 rank.end = replace(report.end, reason=Reason.CROWDED)
-            if attempt.plan is None and report.end.is_success:  # a command is one process, whatever it holds
+            if attempt.plan is None and report.end.is_success:  # a command is one process on all its devices
                 for other in attempt.ranks.values():
                     other.end = other.end or report.end
 
 
 def note_fault(place: RankPlace, end: RankEnd, hosts: Mapping[HostId, Host]) -> None:
-    """A device that failed under one job would fail under the next."""
+    """Record a device failure: the device would fail under the next job, too."""
     if end.reason is Reason.DEVICE_FAULT and place.device is not None and place.host in hosts:
         faults = hosts[place.host].faults
         times = faults[place.device].times if place.device in faults else 0
         faults[place.device] = Fault(str(end), times + 1)
 
 
-def _has_company(attempt: Attempt, rank: Rank) -> bool:
-    """Whether a rank of a move may take memory of its device."""
-    onward = attempt.migration
-    return onward is not None and any(place.device == rank.place.device for place in onward.places)
+def _shares_device(attempt: Attempt, rank: Rank) -> bool:
+    """True while a target rank of a migration may take memory of the rank's device."""
+    migration = attempt.migration
+    return migration is not None and any(place.device == rank.place.device for place in migration.places)
 
 
-def got_on(attempt: Attempt, now_s: float) -> bool:
-    """Whether it must have done something, though its job tells of no steps."""
-    return now_s - attempt.started_s > GOT_ON_S
+def made_progress(attempt: Attempt, now_s: float) -> bool:
+    """True where an attempt ran long enough to have done something, though its job reports no steps."""
+    return now_s - attempt.started_s > PROGRESS_S
 
 
-# What explains the other ends comes first: when a host is lost, the ranks elsewhere fail for lack of it.
+# Most explanatory first: when a host is lost, ranks elsewhere fail because of it.
 _CAUSES = (
     Reason.LOST,
     Reason.DEVICE_FAULT,
@@ -167,14 +167,14 @@ _CAUSES = (
 
 
 def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
-    """What becomes of the job now that the attempt is over.
+    """Decide what becomes of the job after its attempt.
 
-    An attempt whose ranks all finished counts as finished even when it was being cancelled at that moment: its results
-    are there. One that ran out of device memory, or cannot train, under a plan that its user did not ask for is no
-    failure of the job's: it gets a plan that needs less, or another, as long as there is one.
+    An attempt whose ranks all finished counts as finished even if it was being cancelled: its results are there.
+    Running out of device memory, or failing to train, under a plan that the user did not choose is not the job's
+    failure: it gets a smaller plan, or another, while there is one.
 
     Args:
-        kind: of the attempt's devices.
+        kind: kind of the attempt's devices.
     """
     ends = {r: rank.end for r, rank in attempt.ranks.items()}
     if all(end is not None and end.is_success for end in ends.values()):
@@ -196,36 +196,36 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} was stopped: {attempt.why}", is_infrastructure=True)
     rank, end = cause
     place = attempt.ranks[rank].place
-    said = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
+    cause_text = f"rank {rank} on {place.host}: {end}" if len(attempt.ranks) > 1 else f"on {place.host}: {end}"
     if end.reason.is_infrastructure:
-        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {said}", is_infrastructure=True)
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} was lost, {cause_text}", is_infrastructure=True)
     chosen = attempt.plan if attempt.plan != job.spec.resources.plan else None
     if end.reason is Reason.DEVICE_OOM and chosen is not None and job.shape is not None:
         smaller = below(ModelShape.from_dict(job.shape), chosen, kind, job.bounds)
         if smaller is not None:
-            at_most_bytes, plan = smaller
-            said = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {said}; {plan} needs less"
-            return Verdict(JobState.QUEUED, said, at_most_bytes=at_most_bytes)
+            memory_cap_bytes, plan = smaller
+            reason = f"attempt {attempt.number} ran out of memory under {attempt.plan}, {cause_text}; {plan} needs less"
+            return Verdict(JobState.QUEUED, reason, memory_cap_bytes=memory_cap_bytes)
     if end.reason is Reason.PLAN and chosen is not None and _has_another(job, chosen, str(end), kind):
-        said = f"attempt {attempt.number} could not train under {chosen}, {said}; it gets another plan"
-        return Verdict(JobState.QUEUED, said, refused=(chosen, str(end)))
-    if job.own_failures < job.spec.retries:
-        return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {said}")
+        reason = f"attempt {attempt.number} could not train under {chosen}, {cause_text}; it gets another plan"
+        return Verdict(JobState.QUEUED, reason, rejected=(chosen, str(end)))
+    if job.failures < job.spec.retries:
+        return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {cause_text}")
     exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)
-    return Verdict(JobState.FAILED, said, exit_code=exit_code)
+    return Verdict(JobState.FAILED, cause_text, exit_code=exit_code)
 
 
 def _has_another(job: Job, plan: Plan, why: str, kind: str) -> bool:
-    """Whether some plan is left for the job, on as many devices or on as many as it asked for, whatever they have."""
+    """True if a plan is left for the job on as many devices, or on as many as it asked for, of any memory."""
     if job.shape is None:
         return False
-    shape, bounds = ModelShape.from_dict(job.shape), replace(job.bounds, refused=(*job.refused, (plan, why)))
+    shape, bounds = ModelShape.from_dict(job.shape), replace(job.bounds, rejected=(*job.rejected_plans, (plan, why)))
     counts = {plan.ranks, max(job.spec.resources.devices, 1)}
-    return any(isinstance(choose(shape, n, kind, sys.maxsize, bounds=bounds), Choice) for n in counts)
+    return any(isinstance(choose(shape, n, kind, sys.maxsize, bounds=bounds), ChosenPlan) for n in counts)
 
 
 def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
-    """The rank whose end explains the others'; None when each ended well or was stopped by us."""
+    """The rank whose exit explains the others; None: each succeeded or was stopped by request."""
     bad = [
         (_CAUSES.index(rank.end.reason), number, rank.end)
         for number, rank in attempt.ranks.items()
@@ -237,8 +237,8 @@ def root_cause(attempt: Attempt) -> tuple[int, RankEnd] | None:
     return number, end
 
 
-def at_fault(attempt: Attempt) -> tuple[HostId, str] | None:
-    """The host whose environment made the attempt end, and what was said; another's may be whole."""
+def faulty_environment(attempt: Attempt) -> tuple[HostId, str] | None:
+    """Host whose Python environment made the attempt fail, with the message; another host's may work."""
     cause = root_cause(attempt) if attempt.outcome is None else None
     if cause is None or cause[1].reason is not Reason.NO_TORCH:
         return None
@@ -246,10 +246,10 @@ def at_fault(attempt: Attempt) -> tuple[HostId, str] | None:
 
 
 def fault_s(times: int) -> float:
-    """Seconds that a device is left out after it has failed so often: many faults are over at once, others stay."""
+    """Seconds that a device is left out after failing this often: some faults pass at once, others stay."""
     return FAULT_S * 4.0 ** min(times - 1, 5)
 
 
 def retry_delay_s(times: int) -> float:
-    """Seconds to wait before the next try after `times` losses in a row, or failures."""
+    """Seconds of back-off after `times` consecutive losses or failures."""
     return 0.0 if times <= 1 else min(RETRY_DELAY_S * 2.0 ** min(times - 2, 30), RETRY_DELAY_MOST_S)

@@ -1,223 +1,289 @@
-"""Handlers of what happens to the daemon, its timers and its hosts."""
+"""Handlers of host events, of the daemon's start, and of timers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.lifecycle import attempts, clock_shift
-from clusterd.core.lifecycle.attempt_events import OnAttempts
+from clusterd.core.events import TimerKind
+from clusterd.core.lifecycle import attempt_events, attempts, jobs, stopping, trial_events
+from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.lifecycle.migration_events import resume
 from clusterd.core.lifecycle.reconcile import reconcile
-from clusterd.core.state import Attempt, Description, Host, Outcome, Retired
+from clusterd.core.state import Attempt, Description, Host, Job, Outcome, Retired, State
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId
 
-HOST_LOST_AFTER_S = 120.0
-"""An unreachable host's ranks are given up after this; until then they are presumed to go on."""
-
 RECOVERY_S = 20.0
-"""After a start of the daemon nothing is placed until each host in use has reported, or for this long."""
+"""After the daemon's start nothing is placed until each host in use has reported, or for this long."""
 
 
-class OnHosts(OnAttempts):
-    """Who is there, who is not, and what that means for what runs there."""
+def on_daemon_started(ctx: HandlerContext, event: e.DaemonStarted) -> None:
+    ctx.state.epoch, ctx.state.tenants = event.epoch, event.tenants
+    for host in ctx.state.hosts.values():
+        if host.state is not HostState.LOST:
+            host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
+        host.orphans.clear()
+        host.unknown_attempts.clear()
+    for job_id in ctx.state.queue:
+        job = ctx.state.jobs[job_id]
+        if job.description is Description.ASKED:  # the answer would go to the previous daemon
+            job.description, job.described_on = Description.NEEDED, None
+    for job_id in ctx.state.active:  # the previous daemon led these migrations; the source ranks go on
+        attempt = attempts.running(ctx.state, job_id)
+        if attempt.migration is not None:
+            stopping.abandon_migration(ctx, attempt, "the daemon ended in the middle of it")
+    busy = {host for job in ctx.state.active for host in attempts.running(ctx.state, job).all_hosts}
+    for host_id in sorted(busy - set(ctx.state.hosts)):
+        _restore_host(ctx, host_id)
+    ctx.state.recovering = {h for h in busy if ctx.state.hosts[h].state is HostState.CONNECTING}
+    if ctx.state.recovering:
+        ctx.set_timer(TimerKind.RECOVERY, "", event.at_s + RECOVERY_S, "hosts in use report first")
+    for host_id in sorted(ctx.state.recovering):
+        until_s = event.at_s + ctx.host_lost_after_s
+        ctx.set_timer(TimerKind.HOST_LOST, host_id, until_s, f"{host_id} has ranks of this cluster")
+    ctx.pass_due = True
 
-    def __init__(self, host_lost_after_s: float = HOST_LOST_AFTER_S) -> None:
-        super().__init__()
-        self.host_lost_after_s = host_lost_after_s
 
-    def _on_daemon_started(self, event: e.DaemonStarted) -> None:
-        self.state.epoch, self.state.tenants = event.epoch, event.tenants
-        for host in self.state.hosts.values():
-            if host.state is not HostState.LOST:
-                host.go(HostState.CONNECTING, event.at_s, "the daemon has just started")
-            host.orphans.clear()
-            host.strangers.clear()
-        for job_id in self.state.queue:
-            job = self.state.jobs[job_id]
-            if job.description is Description.ASKED:  # whoever was asked has no one to answer to
-                job.description, job.described_on = Description.NEEDED, None
-        for job_id in self.state.active:  # whoever led these moves is gone; the old ranks go on, or wait to be told
-            attempt = attempts.running(self.state, job_id)
-            if attempt.migration is not None:
-                self._give_up_migration(attempt, "the daemon ended in the middle of it")
-        busy = {host for job in self.state.active for host in attempts.running(self.state, job).all_hosts}
-        for host_id in sorted(busy - set(self.state.hosts)):
-            self._take_back(host_id)
-        self.state.recovering = {h for h in busy if self.state.hosts[h].state is HostState.CONNECTING}
-        if self.state.recovering:
-            self._set_timer("recovery", event.at_s + RECOVERY_S, "hosts in use are heard first")
-        for host_id in sorted(self.state.recovering):
-            self._set_timer(f"host-lost:{host_id}", event.at_s + self.host_lost_after_s, f"{host_id} has ranks of ours")
-        self._pass_due = True
+def on_timer_fired(ctx: HandlerContext, event: e.TimerFired) -> None:
+    if ctx.state.timers.get(event.timer, event.at_s) > event.at_s:
+        return  # it was due by a clock that has been set since
+    ctx.state.timers.pop(event.timer, None)
+    if (action := _TIMERS.get(event.timer.kind)) is not None:
+        action(ctx, event.timer.about)
+    ctx.pass_due = True
 
-    def _on_timer_fired(self, event: e.TimerFired) -> None:
-        if self.state.timers.get(event.timer, event.at_s) > event.at_s:
-            return  # it was due by a clock that has been set since
-        self.state.timers.pop(event.timer, None)
-        kind, _, about = event.timer.partition(":")
-        if kind == "recovery":
-            self.state.recovering.clear()
-        elif kind == "host-lost":
-            self._give_up(HostId(about))
-        elif kind == "fault":
-            for host in self.state.hosts.values():
-                if (fault := host.faults.get(DeviceId(about))) is not None:
-                    fault.is_left_out = False
-        elif kind == "recover":
-            job = self.state.jobs.get(JobId(about))
-            if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
-                self._survivors_are_late(job.attempt)
-        elif kind == "checkpoint":
-            self._checkpoint_is_due(self.state.jobs.get(JobId(about)))
-        elif kind == "trial":
-            self._trial_is_late(JobId(about))
-        elif kind == "stall":
-            self._may_have_stalled(self.state.jobs.get(JobId(about)))
-        elif kind == "limit":
-            job = self.state.jobs.get(JobId(about))
-            if job is not None and job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
-                self._stop(job.attempt, Outcome.TIME_LIMIT, f"its time limit of {job.spec.time_limit_s:.0f} s is over")
-        self._pass_due = True
 
-    def _on_clock_set(self, event: e.ClockSet) -> None:
-        clock_shift.shift(self.state, event.by_s)
+def _fault_over(ctx: HandlerContext, device: str) -> None:
+    for host in ctx.state.hosts.values():
+        if (fault := host.faults.get(DeviceId(device))) is not None:
+            fault.is_left_out = False
 
-    def _on_host_added(self, event: e.HostAdded) -> None:
-        if event.host not in self.state.hosts:  # two may have asked at once; the first one's may have work by now
-            self.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
 
-    def _on_host_removed(self, event: e.HostRemoved) -> None:
-        if any(self.state.attempts_on(event.host)):
-            return  # it was given work after it was looked at: it stays, as whoever asked will see
-        self.state.hosts.pop(event.host, None)
-        self.state.recovering.discard(event.host)
-        self._describe_elsewhere(event.host)
-        self._pass_due = True
+def _recovery_due(ctx: HandlerContext, job_id: str) -> None:
+    job = ctx.state.jobs.get(JobId(job_id))
+    if job is not None and job.attempt is not None and job.attempt.state is AttemptState.RUNNING:
+        attempt_events.survivors_timed_out(ctx, job.attempt)
 
-    def _take_back(self, host_id: HostId) -> None:
-        """Have a host that earlier versions removed under its ranks, until they are over."""
-        host = Host(host_id, since_s=self._now_s, why="it was removed while ranks of ours were there")
-        for attempt in self.state.attempts_on(host_id):
-            booked: list[Attempt | Retired] = [r for r in attempt.retired.values() if host_id in r.pending]
-            if host_id in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host_id in attempt.pending):
-                booked.append(attempt)
-            host.cores_used += sum(b.cores.get(host_id, 0) for b in booked)
-            host.memory_used_bytes += sum(b.memory_bytes.get(host_id, 0) for b in booked)
-        self.state.hosts[host_id] = host
 
-    def _on_host_drained(self, event: e.HostDrained) -> None:
-        host = self.state.hosts.get(event.host)
-        if host is None:
-            return
-        host.drained = ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
-        self._pass_due = True
+def _time_limit_reached(ctx: HandlerContext, job_id: str) -> None:
+    job = ctx.state.jobs.get(JobId(job_id))
+    if job is None or job.attempt is None or job.attempt.state is AttemptState.STOPPING:
+        return
+    limit_s = job.spec.time_limit_s
+    limit = f" of {limit_s:.0f} s" if limit_s is not None else ""
+    stopping.stop(ctx, job.attempt, Outcome.TIME_LIMIT, f"its time limit{limit} is over")
 
-    def _on_host_undrained(self, event: e.HostUndrained) -> None:
-        host = self.state.hosts.get(event.host)
-        if host is None:
-            return
-        was_drained, host.drained = host.drained is not None, None
-        self._forget_faults(host)
-        for job_id, number, generation in sorted(host.strangers):
-            self._stop_on(host.id, job_id, number, generation, 5.0, f"{event.by or 'somebody'} wants {host.id} clean")
-        host.orphans, host.strangers = host.orphans | host.strangers, set()
-        for attempt in self.state.attempts_on(event.host):
-            if was_drained and attempt.state is AttemptState.RUNNING:
-                self._hold(self.state.jobs[attempt.job], f"{event.host} is in use again")
-        self._is_fit_again(event.host)
-        self._pass_due = True
 
-    def _on_host_connected(self, event: e.HostConnected) -> None:
-        host = self.state.hosts.get(event.host)
-        if host is None:
-            return
-        host.go(HostState.UP, event.at_s)
-        if host.facts is not None and host.facts.boot_id != event.facts.boot_id:
-            self._forget_faults(host)
-        host.facts, host.agent, host.agent_home = event.facts, event.agent, event.agent_home
-        self.state.recovering.discard(host.id)
-        self.state.timers.pop(f"host-lost:{host.id}", None)
-        self._is_fit_again(host.id)
-        found = reconcile(self.state, host, event.attempts)
-        host.orphans, host.strangers = set(found.orphans), set(found.strangers)
-        self._leave_out_faulty(host.id)
-        for job_id, number, generation in found.orphans:
-            reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
-            self._stop_on(host.id, job_id, number, generation, 5.0, reason)
-        for attempt in found.stopping:
-            self._stop_on(host.id, attempt.job, attempt.number, attempt.generation, self._grace_s(attempt), attempt.why)
-        for attempt, generation in found.retired:
-            reason = f"generation {generation} of attempt {attempt.number} is over"
-            self._stop_on(host.id, attempt.job, attempt.number, generation, self._grace_s(attempt), reason)
-        for attempt in found.unlaunched:
-            self._launch(attempt, f"{host.id} had not started attempt {attempt.number} when contact was lost")
-        for attempt in found.ended:
-            job = self.state.jobs[attempt.job]
-            if job.migrations and job.migrations[-1].failure and attempt.migration is None and not attempt.resuming:
-                # Whoever was to tell its ranks that the move is off may have had no way to.
-                self._abort(
-                    attempt, job.migrations[-1].generation, (host.id,), f"{host.id} is back after a failed move"
-                )
-            if attempt.resuming and host.id in attempt.hosts:
-                self._resume(attempt, f"{host.id} is back after the switch")
-            self._after_end(attempt)
-        for attempt in self.state.attempts_on(host.id):
-            if attempt.told_cores is not None and host.id in attempt.hosts and attempt.state is AttemptState.RUNNING:
-                said = f"{host.id} is back, and may not have been told"
-                self._to_ranks(d.UseCores, attempt, (host.id,), said, each=attempt.told_cores)
-        self._pass_due = True
+_TIMERS: dict[TimerKind, Callable[[HandlerContext, str], None]] = {
+    TimerKind.RECOVERY: lambda ctx, _: ctx.state.recovering.clear(),
+    TimerKind.HOST_LOST: lambda ctx, host: _declare_lost(ctx, HostId(host)),
+    TimerKind.FAULT: _fault_over,
+    TimerKind.RECOVER: _recovery_due,
+    TimerKind.CHECKPOINT: lambda ctx, job: attempt_events.checkpoint_due(ctx, ctx.state.jobs.get(JobId(job))),
+    TimerKind.TRIAL: lambda ctx, job: trial_events.trial_timed_out(ctx, JobId(job)),
+    TimerKind.STALL: lambda ctx, job: attempt_events.check_stall(ctx, ctx.state.jobs.get(JobId(job))),
+    TimerKind.LIMIT: _time_limit_reached,
+}
+"""Action of each timer; the others only cause a pass."""
 
-    def _forget_faults(self, host: Host) -> None:
-        """Its devices are offered again: it has been started anew, or somebody has seen to it."""
-        for device in host.faults:
-            self.state.timers.pop(f"fault:{device}", None)
-        host.faults.clear()
 
-    def _is_fit_again(self, host: HostId) -> None:
-        """Who could not be started there may try once more: something has been done about the host."""
-        for job in (*self.state.queue, *self.state.active):
-            self.state.jobs[job].unfit.pop(host, None)
+def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
+    """Shift every point in time that will be compared with now; times of what is over stay as they were shown."""
+    state, by_s = ctx.state, event.by_s
+    state.timers = {timer: at_s + by_s for timer, at_s in state.timers.items()}
+    state.leases = {
+        device: lease if lease.until_s is None else replace(lease, until_s=lease.until_s + by_s)
+        for device, lease in state.leases.items()
+    }
+    for host in state.hosts.values():
+        host.since_s += by_s
+    for job in state.jobs.values():
+        if not job.state.is_final:
+            _shift_job(job, by_s)
 
-    def _on_host_disconnected(self, event: e.HostDisconnected) -> None:
-        host = self.state.hosts.get(event.host)
-        if host is None:
-            return
-        if host.state is not HostState.UP:
-            host.why = event.why
-            return
-        host.go(HostState.UNREACHABLE, event.at_s, event.why)
-        self._describe_elsewhere(host.id)
-        if any(self.state.attempts_on(host.id)):
-            until_s = event.at_s + self.host_lost_after_s
-            self._set_timer(f"host-lost:{host.id}", until_s, f"{host.id} is unreachable: {event.why}")
-        for attempt in list(self.state.attempts_on(host.id)):
-            if attempt.orphaned:
-                self._recover(attempt)
-        self._pass_due = True
 
-    def _describe_elsewhere(self, host: HostId) -> None:
-        """Models that were to be told there are asked of another host."""
-        for job_id in self.state.queue:
-            job = self.state.jobs[job_id]
-            if job.described_on == host and job.description is Description.ASKED:
-                job.description, job.described_on = Description.NEEDED, None
+def _shift_job(job: Job, by_s: float) -> None:
+    job.submitted_s += by_s
+    job.queued_s += by_s
+    job.not_before_s += by_s
+    job.started_s = _shifted(job.started_s, by_s)
+    job.progressed_s = _shifted(job.progressed_s, by_s)
+    for attempt in job.attempts:
+        attempt.started_s += by_s
+        attempt.ended_s = _shifted(attempt.ended_s, by_s)
+        if attempt.migration is not None:
+            attempt.migration.started_s += by_s
+    if job.attempt is not None and job.attempt.pending_restart is not None:
+        job.attempt.pending_restart.started_s += by_s
+    for migration in job.migrations:
+        migration.started_s += by_s
+        migration.ended_s = _shifted(migration.ended_s, by_s)
 
-    def _on_host_changed(self, event: e.HostChanged) -> None:
-        if event.host in self.state.hosts:
-            self.state.hosts[event.host].facts = event.facts
-            self._pass_due = True
 
-    def _give_up(self, host_id: HostId) -> None:
-        host = self.state.hosts.get(host_id)
-        if host is None or host.state is HostState.UP:
-            return
-        host.go(HostState.LOST, self._now_s, host.why)
-        self.state.recovering.discard(host_id)
-        for attempt in list(self.state.attempts_on(host_id)):
-            if host_id in attempt.hosts and attempt.state is not AttemptState.STOPPING:
-                if not self._outlives(attempt, host):
-                    self._stop(attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
-            elif attempt.migration is not None and any(p.host == host_id for p in attempt.migration.places):
-                self._give_up_migration(attempt, f"{host_id} is lost: {host.why}")
-            self._gone_from(attempt, host_id)
-            for generation in list(attempt.retired):
-                self._retired_gone(attempt, generation, host_id)
+def _shifted(at_s: float | None, by_s: float) -> float | None:
+    return None if at_s is None else at_s + by_s
+
+
+def on_host_added(ctx: HandlerContext, event: e.HostAdded) -> None:
+    if event.host not in ctx.state.hosts:  # of two concurrent requests the first one's host may have jobs by now
+        ctx.state.hosts[event.host] = Host(event.host, since_s=event.at_s, why="not connected yet")
+
+
+def on_host_removed(ctx: HandlerContext, event: e.HostRemoved) -> None:
+    if any(ctx.state.attempts_on(event.host)):
+        return  # it got a job since the request was checked: it stays, and the API reports that
+    ctx.state.hosts.pop(event.host, None)
+    ctx.state.recovering.discard(event.host)
+    reassign_descriptions(ctx.state, event.host)
+    ctx.pass_due = True
+
+
+def _restore_host(ctx: HandlerContext, host_id: HostId) -> None:
+    """Bring back a host that was removed while ranks ran there, until they are over."""
+    host = Host(host_id, since_s=ctx.now_s, why="it was removed while ranks ran there")
+    for attempt in ctx.state.attempts_on(host_id):
+        booked: list[Attempt | Retired] = [r for r in attempt.retired.values() if host_id in r.pending]
+        if host_id in attempt.hosts and (attempt.state is not AttemptState.STOPPING or host_id in attempt.pending):
+            booked.append(attempt)
+        host.cores_used += sum(b.cores.get(host_id, 0) for b in booked)
+        host.memory_used_bytes += sum(b.memory_bytes.get(host_id, 0) for b in booked)
+    ctx.state.hosts[host_id] = host
+
+
+def on_host_drained(ctx: HandlerContext, event: e.HostDrained) -> None:
+    host = ctx.state.hosts.get(event.host)
+    if host is None:
+        return
+    host.drained = ": ".join(filter(None, (event.by and f"by {event.by}", event.why))) or "drained"
+    ctx.pass_due = True
+
+
+def on_host_undrained(ctx: HandlerContext, event: e.HostUndrained) -> None:
+    host = ctx.state.hosts.get(event.host)
+    if host is None:
+        return
+    was_drained, host.drained = host.drained is not None, None
+    _clear_faults(ctx, host)
+    for key in sorted(host.unknown_attempts):
+        ctx.stop_ranks(host.id, key, 5.0, f"{event.by or 'an operator'} wants {host.id} clean")
+    host.orphans, host.unknown_attempts = host.orphans | host.unknown_attempts, set()
+    for attempt in ctx.state.attempts_on(event.host):
+        if was_drained and attempt.state is AttemptState.RUNNING:
+            ctx.hold(ctx.state.jobs[attempt.job], f"{event.host} is in use again")
+    _admit_host_again(ctx.state, event.host)
+    ctx.pass_due = True
+
+
+def on_host_connected(ctx: HandlerContext, event: e.HostConnected) -> None:
+    host = ctx.state.hosts.get(event.host)
+    if host is None:
+        return
+    host.go(HostState.UP, event.at_s)
+    if host.facts is not None and host.facts.boot_id != event.facts.boot_id:
+        _clear_faults(ctx, host)
+    host.facts, host.agent, host.agent_home = event.facts, event.agent, event.agent_home
+    ctx.state.recovering.discard(host.id)
+    ctx.cancel_timer(TimerKind.HOST_LOST, host.id)
+    _admit_host_again(ctx.state, host.id)
+    found = reconcile(ctx.state, host, event.attempts)
+    host.orphans, host.unknown_attempts = set(found.orphans), set(found.unknown_attempts)
+    attempt_events.quarantine_devices(ctx, host.id)
+    for key in found.orphans:
+        job_id, number, generation = key
+        reason = f"{host.id} still has generation {generation} of attempt {number} of job {job_id}, which is over"
+        ctx.stop_ranks(host.id, key, 5.0, reason)
+    for attempt in found.stopping:
+        key = (attempt.job, attempt.number, attempt.generation)
+        ctx.stop_ranks(host.id, key, jobs.grace_s(ctx, attempt), attempt.why)
+    for attempt, generation in found.retired:
+        reason = f"generation {generation} of attempt {attempt.number} is over"
+        key = (attempt.job, attempt.number, generation)
+        ctx.stop_ranks(host.id, key, jobs.grace_s(ctx, attempt), reason)
+    for attempt in found.unlaunched:
+        jobs.launch(ctx, attempt, f"{host.id} had not started attempt {attempt.number} when contact was lost")
+    for attempt in found.ended:
+        _repeat_outcome_of_migration(ctx, attempt, host)
+        attempt_events.rank_ended(ctx, attempt)
+    for attempt in ctx.state.attempts_on(host.id):
+        runs_here = host.id in attempt.hosts and attempt.state is AttemptState.RUNNING
+        if attempt.announced_cores is not None and runs_here:
+            reason = f"{host.id} is back, and may have missed it"
+            ctx.to_ranks(d.UseCores, attempt, (host.id,), reason, each=attempt.announced_cores)
+    ctx.pass_due = True
+
+
+def _repeat_outcome_of_migration(ctx: HandlerContext, attempt: Attempt, host: Host) -> None:
+    """Send ranks on a returned host the outcome of the last migration again, in case they missed it."""
+    job = ctx.state.jobs[attempt.job]
+    last = job.migrations[-1] if job.migrations else None
+    if last is not None and last.failure and attempt.migration is None:
+        stopping.abort_migration(
+            ctx, attempt, last.generation, (host.id,), f"{host.id} is back after a failed migration"
+        )
+    if job.resuming is not None and host.id in attempt.hosts:
+        resume(ctx, attempt, f"{host.id} is back after the switch")
+
+
+def _clear_faults(ctx: HandlerContext, host: Host) -> None:
+    """Offer all devices of a host again: it was rebooted, or an operator has looked after it."""
+    for device in host.faults:
+        ctx.cancel_timer(TimerKind.FAULT, device)
+    host.faults.clear()
+
+
+def _admit_host_again(state: State, host: HostId) -> None:
+    """Let jobs that failed to start on a host try it again: something changed there."""
+    for job in (*state.queue, *state.active):
+        state.jobs[job].excluded_hosts.pop(host, None)
+
+
+def on_host_disconnected(ctx: HandlerContext, event: e.HostDisconnected) -> None:
+    host = ctx.state.hosts.get(event.host)
+    if host is None:
+        return
+    if host.state is not HostState.UP:
+        host.why = event.why
+        return
+    host.go(HostState.UNREACHABLE, event.at_s, event.why)
+    reassign_descriptions(ctx.state, host.id)
+    if any(ctx.state.attempts_on(host.id)):
+        until_s = event.at_s + ctx.host_lost_after_s
+        ctx.set_timer(TimerKind.HOST_LOST, host.id, until_s, f"{host.id} is unreachable: {event.why}")
+    for attempt in list(ctx.state.attempts_on(host.id)):
+        if attempt.survivors.steps:
+            attempt_events.recover(ctx, attempt)
+    ctx.pass_due = True
+
+
+def reassign_descriptions(state: State, host: HostId) -> None:
+    """Have models that the host was to inspect inspected elsewhere."""
+    for job_id in state.queue:
+        job = state.jobs[job_id]
+        if job.described_on == host and job.description is Description.ASKED:
+            job.description, job.described_on = Description.NEEDED, None
+
+
+def on_host_changed(ctx: HandlerContext, event: e.HostChanged) -> None:
+    if event.host in ctx.state.hosts:
+        ctx.state.hosts[event.host].facts = event.facts
+        ctx.pass_due = True
+
+
+def _declare_lost(ctx: HandlerContext, host_id: HostId) -> None:
+    """Give up a host that has been unreachable for too long, and every rank on it."""
+    host = ctx.state.hosts.get(host_id)
+    if host is None or host.state is HostState.UP:
+        return
+    host.go(HostState.LOST, ctx.now_s, host.why)
+    ctx.state.recovering.discard(host_id)
+    for attempt in list(ctx.state.attempts_on(host_id)):
+        if host_id in attempt.hosts and attempt.state is not AttemptState.STOPPING:
+            if not attempt_events.survives_host_loss(ctx, attempt, host):
+                stopping.stop(ctx, attempt, Outcome.HOST_LOST, f"{host_id} is lost: {host.why}")
+        elif attempt.migration is not None and any(p.host == host_id for p in attempt.migration.places):
+            stopping.abandon_migration(ctx, attempt, f"{host_id} is lost: {host.why}")
+        stopping.gone_from(ctx, attempt, host_id)
+        for generation in list(attempt.retired):
+            stopping.retired_gone(ctx, attempt, generation, host_id)

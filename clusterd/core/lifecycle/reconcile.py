@@ -1,4 +1,4 @@
-"""What an agent runs against what we believe it runs: the differences, sorted by what is to be done about them."""
+"""Reconciliation of an agent's report with the state: differences, sorted by the action that they need."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from clusterd.types import AttemptReport, AttemptState, HostId, JobId, RankEnd, 
 
 
 @dataclass(slots=True)
-class Found:
-    """The differences."""
+class Differences:
+    """Attempts by the action they need; those without a list of their own need none."""
 
-    orphans: list[tuple[JobId, int, int]] = field(default_factory=list)  # job, attempt, generation: not ours any more
-    strangers: list[tuple[JobId, int, int]] = field(default_factory=list)  # they run, and are of a later state
-    retired: list[tuple[Attempt, int]] = field(default_factory=list)  # generations that are to be gone
-    stopping: list[Attempt] = field(default_factory=list)  # being stopped, and this host has not said it is done
-    unlaunched: list[Attempt] = field(default_factory=list)  # the launch did not get there, or we never heard it did
-    ended: list[Attempt] = field(default_factory=list)  # ranks ended while we did not look
+    orphans: list[tuple[JobId, int, int]] = field(default_factory=list)  # (job, attempt, generation) to be stopped
+    unknown_attempts: list[tuple[JobId, int, int]] = field(default_factory=list)  # newer than this state; they run
+    retired: list[tuple[Attempt, int]] = field(default_factory=list)  # former generations to be stopped
+    stopping: list[Attempt] = field(default_factory=list)  # being stopped, without a report from this host yet
+    unlaunched: list[Attempt] = field(default_factory=list)  # without a report that the launch arrived
+    ended: list[Attempt] = field(default_factory=list)  # whose ranks may have exited meanwhile
 
 
 def _generations(attempt: Attempt, host: HostId) -> set[int]:
-    """That may have ranks on the host."""
-    # A host that was given up is not waited for any more: what it still runs is to be ended like anything unknown.
-    waited_for = attempt.state is not AttemptState.STOPPING or host in attempt.pending
-    mine = {attempt.generation} if host in attempt.hosts and waited_for else set()
+    """Generations of the attempt that may have ranks on the host."""
+    # A host that was given up is no longer awaited: whatever it still runs is an orphan.
+    awaited = attempt.state is not AttemptState.STOPPING or host in attempt.pending
+    mine = {attempt.generation} if host in attempt.hosts and awaited else set()
     if attempt.migration is not None:
         mine.add(attempt.migration.generation)
     return mine | {g for g, retired in attempt.retired.items() if host in retired.pending}
 
 
 def _is_history(state: State, host: HostId, report: AttemptReport) -> bool:
-    """Whether these are records alone, of a generation that left in order, or of an attempt that is over.
+    """True for mere records of a generation that exited in order, or of an attempt that is over.
 
     An agent keeps them with the logs; there may be thousands.
     """
     attempt = state.past_attempt(report.job, report.attempt)
-    if attempt is None or host in attempt.given_up or not all(rank.end is not None for rank in report.ranks):
+    if attempt is None or host in attempt.unconfirmed_hosts or not all(rank.end is not None for rank in report.ranks):
         return False
-    return attempt.state is AttemptState.ENDED or report.generation in attempt.past
+    return attempt.state is AttemptState.ENDED or report.generation in attempt.hosts_by_generation
 
 
 def _is_ours(state: State, host: HostId, report: AttemptReport) -> bool:
@@ -49,30 +49,30 @@ def _is_ours(state: State, host: HostId, report: AttemptReport) -> bool:
 
 
 def _is_later(state: State, report: AttemptReport) -> bool:
-    """Whether the state is older than the attempt, as one that was restored from a backup is: not ours to end."""
+    """True where the attempt is newer than the state, as after a restore from a backup: it must not be stopped."""
     job = state.jobs.get(report.job)
     return job is None or report.attempt > max((a.number for a in job.attempts), default=0)
 
 
-def is_news(state: State, host: HostId, report: AttemptReport) -> bool:
-    """Whether anything may have to be done about it; what is not need not be written down."""
+def needs_action(state: State, host: HostId, report: AttemptReport) -> bool:
+    """True where the report may need an action; the journal omits the others."""
     if _is_later(state, report):
         return any(rank.end is None for rank in report.ranks)
     return _is_ours(state, host, report) or not _is_history(state, host, report)
 
 
-def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Found:
-    """Bring our attempts on `host` up to date with its agent's word, and say what remains to be done."""
-    found = Found()
-    told = {(r.job, r.attempt, r.generation): r for r in reports}
-    for who, report in told.items():
-        if is_news(state, host.id, report) and not _is_ours(state, host.id, report):
-            (found.strangers if _is_later(state, report) else found.orphans).append(who)
+def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Differences:
+    """Update the attempts on `host` from its agent's report, and return the actions that remain."""
+    found = Differences()
+    reported = {(r.job, r.attempt, r.generation): r for r in reports}
+    for key, report in reported.items():
+        if needs_action(state, host.id, report) and not _is_ours(state, host.id, report):
+            (found.unknown_attempts if _is_later(state, report) else found.orphans).append(key)
     for attempt in list(state.attempts_on(host.id)):
         found.retired += [(attempt, g) for g, retired in attempt.retired.items() if host.id in retired.pending]
         if host.id not in attempt.hosts:
             continue
-        known = told.get((attempt.job, attempt.number, attempt.generation))
+        known = reported.get((attempt.job, attempt.number, attempt.generation))
         here = [r for r in attempt.ranks.values() if r.place.host == host.id]
         if attempt.state is AttemptState.STOPPING:
             if known is not None:
@@ -80,7 +80,7 @@ def reconcile(state: State, host: Host, reports: Iterable[AttemptReport]) -> Fou
             if host.id in attempt.pending:
                 found.stopping.append(attempt)
         elif attempt.state is AttemptState.LAUNCHING:
-            # Launching twice is harmless, the agent keeps to one; not launching at all would wait for ever.
+            # Launching twice is harmless, the agent ignores the second; without a launch the job would wait for ever.
             found.unlaunched.append(attempt)
         elif known is None:
             for rank in here:

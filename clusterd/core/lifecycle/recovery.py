@@ -1,9 +1,9 @@
-"""When ranks die under an elastic job: those that are left hold its state, and often all of it.
+"""Recovery of an elastic job whose ranks died, from the state that the survivors hold.
 
-The survivors of a broken collective keep what they have and say so. Once each rank is known to be dead or waiting, the
-job is moved to new ranks with the dead left out of the old layout: replicas stand in for them. A survivor that is a
-step behind ends that step from the gradients it has, or is left out too. Where the dead held the only copy of
-something, there is nothing to move, and the attempt ends.
+Survivors of a broken collective hold their state and report it. Once each rank is known to be dead or waiting, the job
+migrates to new ranks with the dead ones left out of the source layout: replicas stand in for them. A survivor that is a
+step behind finishes that step from the gradients it has, or is left out too. Where a dead rank held the only copy of
+some state, the attempt ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from clusterd.core.allocation import resize_unmodelled
-from clusterd.core.lifecycle import migrations, trials
+from clusterd.core.estimates.first_fit import memory_conflict
+from clusterd.core.lifecycle import trials
 from clusterd.core.state import Attempt, Host, Job
 from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
@@ -20,17 +21,17 @@ from plans.model_shape import ModelShape
 from plans.reshard import IncompleteLayout, plan_moves
 
 NOTICE_S = 5.0
-"""For ranks to notice by themselves that a peer is gone; then they are told."""
+"""Time for ranks to notice by themselves that a peer is gone, before their collectives are aborted."""
 
 WAIT_FOR_SURVIVORS_S = 90.0
-"""For ranks that were told to say what they hold."""
+"""Time for ranks whose collectives were aborted to report their state."""
 
 _SURVIVABLE = (Reason.SIGNAL, Reason.LOST, Reason.OOM, Reason.CROWDED, Reason.DEVICE_FAULT)
-"""Ends without a word of the job's own: the code did not fail, something took its process away."""
+"""Exit reasons that are not the script's: something took its process away."""
 
 
 def may_recover(job: Job, attempt: Attempt, end: RankEnd) -> bool:
-    """Whether it is worth waiting for survivors."""
+    """True where waiting for survivors may save the attempt."""
     return (
         job.spec.kind is JobKind.ELASTIC
         and attempt.state is AttemptState.RUNNING
@@ -42,25 +43,26 @@ def may_recover(job: Job, attempt: Attempt, end: RankEnd) -> bool:
 
 
 def dead(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
-    """Ranks that ended, or are on a host that cannot be reached while others say that their peers are gone."""
+    """Ranks that exited, or whose host is unreachable while they have not reported to survive."""
     return {
         number
         for number, rank in attempt.ranks.items()
-        if rank.end is not None or (number not in attempt.orphaned and hosts[rank.place.host].state is not HostState.UP)
+        if rank.end is not None
+        or (number not in attempt.survivors.steps and hosts[rank.place.host].state is not HostState.UP)
     }
 
 
 def undecided(attempt: Attempt, hosts: Mapping[HostId, Host]) -> set[int]:
-    """Ranks that are not known to be dead, and have not said that they wait."""
-    return set(attempt.ranks) - dead(attempt, hosts) - set(attempt.orphaned)
+    """Ranks that are neither known to be dead nor reported as waiting."""
+    return set(attempt.ranks) - dead(attempt, hosts) - set(attempt.survivors.steps)
 
 
-def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
-    """The move back to the plan that ran before one that ran out of memory; every rank holds its state and waits."""
-    before = attempt.past_plans.get(max(attempt.past_plans, default=0))
+def migrate_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
+    """Migration back to the plan before one that ran out of memory; every rank holds its state and waits."""
+    before = attempt.plans_by_generation.get(max(attempt.plans_by_generation, default=0))
     if before is None:
         return Refusal(job.id, f"{attempt.plan} ran out of memory, and no other plan ran before it")
-    steps = set(attempt.orphaned.values())
+    steps = set(attempt.survivors.steps.values())
     if min(steps) < 0:
         return Refusal(job.id, f"{attempt.plan} ran out of memory while other ranks changed their parameters")
     if len(steps) != 1:
@@ -69,24 +71,25 @@ def way_back(job: Job, attempt: Attempt, view: View) -> Move | Refusal:
     return answer if isinstance(answer, Move) else Refusal(job.id, f"{attempt.plan} ran out of memory, and {answer}")
 
 
-def outlived_by(attempt: Attempt, step: int) -> set[int]:
-    """Survivors that hold the state of the end of `step`, or can make it; none, where that step is none."""
-    behind = {r for r, at in attempt.orphaned.items() if at == step - 1 and r in attempt.may_finish}
-    return {r for r, at in attempt.orphaned.items() if at == step} | behind if step >= 0 else set()
+def usable_survivors(attempt: Attempt, step: int) -> set[int]:
+    """Survivors that hold the state of the end of `step`, or can finish that step; none for a negative step."""
+    survivors = attempt.survivors
+    behind = {r for r, at in survivors.steps.items() if at == step - 1 and r in survivors.can_finish_step}
+    return {r for r, at in survivors.steps.items() if at == step} | behind if step >= 0 else set()
 
 
-def is_crowded(job: Job, attempt: Attempt, move: Move, hosts: Mapping[HostId, Host]) -> bool:
-    """Whether its new ranks may find no memory beside survivors, which hold parameters and optimizer state there."""
-    waiting = {attempt.ranks[rank].place.device for rank in attempt.orphaned}
+def lacks_memory(job: Job, attempt: Attempt, move: Move, hosts: Mapping[HostId, Host]) -> bool:
+    """True where target ranks may lack memory beside survivors, which hold parameters and optimizer state."""
+    waiting = {attempt.ranks[rank].place.device for rank in attempt.survivors.steps}
     shared = waiting.intersection(place.device for place in move.ranks)
-    return migrations.crowded(hosts, job, attempt, move.plan, shared) is not None
+    return memory_conflict(hosts, job, attempt, move.plan, shared) is not None
 
 
-def way_on(job: Job, attempt: Attempt, view: View, lost: Sequence[int]) -> Move | Refusal:
-    """New ranks that the survivors' state can be moved to, or why there are none.
+def migrate_survivors(job: Job, attempt: Attempt, view: View, lost: Sequence[int]) -> Move | Refusal:
+    """Migration of the survivors' state to new ranks, or the reason why there is none.
 
     Args:
-        lost: ranks that are dead, or whose state is older than others'.
+        lost: ranks that are dead, or whose state is older than that of others.
     """
     if len(lost) == len(attempt.ranks):
         return Refusal(job.id, f"no rank is left of {len(attempt.ranks)}")

@@ -1,138 +1,158 @@
-"""Handlers of what is learned about speed, and of the short runs that it is learned from."""
+"""Handlers of trial events and of speeds learned, and the part of a pass that runs trials."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from clusterd.core import events as e
-from clusterd.core.lifecycle import migrations, trials
-from clusterd.core.lifecycle.migration_events import OnMigrations
+from clusterd.core.estimates.first_fit import memory_conflict
+from clusterd.core.events import TimerKind
+from clusterd.core.lifecycle import trials
+from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.lifecycle.migration_events import abandon_trial, migrate
 from clusterd.core.state import Attempt, Job, Trial
+from clusterd.core.transitions import SeriesState, TrialState
 from clusterd.core.view import Move
 from clusterd.types import JobId
 
 TRIAL_S = 120.0
-"""A trial that has not been measured by then is given up."""
+"""A trial that has not been measured after this is abandoned."""
 
-RESTART_S_MOST = 600.0
-"""So long, beside that, may it take where the job has to start again for it."""
+RESTART_MAX_S = 600.0
+"""Additional time for a trial that the job has to restart for."""
 
 
-class OnTrials(OnMigrations):
-    """From the wish to try a plan to the day when nothing is left to try."""
+def on_speed_learned(ctx: HandlerContext, event: e.SpeedLearned) -> None:
+    ctx.state.performance_tables[event.model] = event.table
+    ctx.pass_due = True
 
-    def _on_speed_learned(self, event: e.SpeedLearned) -> None:
-        self.state.outlooks[event.model] = event.outlook
-        self._pass_due = True
 
-    def _on_end_foreseen(self, event: e.EndForeseen) -> None:
-        job = self.state.jobs.get(event.job)
-        if job is not None:
-            job.predictable, job.foreseen_steps = event.predictable, event.steps
-            self._pass_due = True
+def on_completion_predicted(ctx: HandlerContext, event: e.CompletionPredicted) -> None:
+    job = ctx.state.jobs.get(event.job)
+    if job is not None:
+        job.predictable, job.predicted_steps = event.predictable, event.steps
+        ctx.pass_due = True
 
-    def _on_trial_proposed(self, event: e.TrialProposed) -> None:
-        job = self.state.jobs.get(event.job)
-        if job is None or job.attempt is None:
-            return
-        if event.plan is None:
-            job.tried, job.trial, job.being_tried = job.tried or job.being_tried, None, False
-        elif job.pinned is None:  # it may have been pinned while this was thought of
-            job.trial, job.being_tried = Trial(event.plan, event.steps, event.why), True
-            self._set_timer(f"trial:{job.id}", event.at_s + TRIAL_S, f"{event.plan} is tried with {job.spec.name}")
-        self._pass_due = True
 
-    def _on_trial_measured(self, event: e.TrialMeasured) -> None:
-        job = self.state.jobs.get(event.job)
-        if job is None:
-            return
-        trial = job.trial if job.trial is not None and job.trial.plan == event.plan else None
-        measured = trial or Trial(event.plan, event.steps, "as it ran")
-        measured.step_time_s, measured.predicted_s = event.step_time_s, event.predicted_s
-        job.trials.append(measured)
-        if trial is not None:
-            job.trial = None
+def on_trial_proposed(ctx: HandlerContext, event: e.TrialProposed) -> None:
+    job = ctx.state.jobs.get(event.job)
+    if job is None or job.attempt is None:
+        return
+    if event.plan is None:
+        job.trials.current = None
+        if job.trials.is_running:
+            job.trials.go(SeriesState.RETURNING, event.at_s)
+    elif job.pinned is None:  # it may have been pinned since the profiler looked at it
+        job.trials.current = Trial(event.plan, event.steps, event.why)
+        job.trials.go(SeriesState.RUNNING, event.at_s)
+        ctx.set_timer(TimerKind.TRIAL, job.id, event.at_s + TRIAL_S, f"{event.plan} is tried with {job.spec.name}")
+    ctx.pass_due = True
 
-    def _try_plans(self) -> None:
-        """Move jobs to the plans that are to be tried on them, and back to where they belong afterwards."""
-        for job_id in self.state.active:
-            job = self.state.jobs[job_id]
-            attempt = trials.ready(job) if job.trial is not None or job.tried or self._keeps(job) else None
-            if attempt is None:
-                continue
-            if job.trial is not None:
-                self._try(job, attempt, job.trial)
-            elif not job.being_tried:
-                self._go_back(job, attempt)
 
-    def _try(self, job: Job, attempt: Attempt, trial: Trial) -> None:
-        if trial.from_step is not None:
-            return
-        if attempt.plan == trial.plan:
-            trial.from_step = job.step
-            return
-        asked = trial.migration
-        if asked is not None and len(job.migrations) >= asked and job.migrations[asked - 1].failure:
-            self._fail_trial(job, trial, job.migrations[asked - 1].failure)
-            return
-        answer = trials.move_for(job, attempt, trial.plan, self.state.hosts, f"trial of {trial.plan}: {trial.why}")
-        if isinstance(answer, str):
-            self._fail_trial(job, trial, answer)
-            return
-        used = {place.device for place in answer.ranks}
-        full = migrations.crowded(self.state.hosts, job, attempt, trial.plan, used)
-        if full is not None and used != {*attempt.devices, *attempt.kept}:
-            # Through host memory nothing would hold the devices that it leaves idle.
-            self._fail_trial(job, trial, full, is_refused=False)
-            return
-        trial.migration = len(job.migrations) + 1
-        self._move(replace(answer, may_restart=True))
-        if attempt.onward is not None:
-            job.trial, job.being_tried = trial, True  # it ends with the next attempt, not with this one
-            until_s = self._now_s + RESTART_S_MOST + TRIAL_S
-            self._set_timer(f"trial:{job.id}", until_s, f"{job.spec.name} starts again with {trial.plan}")
-        if attempt.migration is not None:
-            trials.keep(attempt, answer)
+def on_trial_measured(ctx: HandlerContext, event: e.TrialMeasured) -> None:
+    job = ctx.state.jobs.get(event.job)
+    if job is None:
+        return
+    trial = job.trials.current
+    if trial is not None and trial.plan == event.plan:
+        job.trials.current = None
+    else:
+        trial = Trial(event.plan, event.steps, "as it ran")
+    trial.go(TrialState.MEASURED, event.at_s)
+    trial.step_time_s, trial.predicted_s = event.step_time_s, event.predicted_s
+    job.trials.past.append(trial)
 
-    def _go_back(self, job: Job, attempt: Attempt) -> None:
-        job.tried = False
-        plan = trials.way_back(job, attempt, self.state) if job.pinned is None else None
-        if plan is not None:
-            answer = trials.move_for(job, attempt, plan, self.state.hosts, f"{plan}: the fastest known for its devices")
-            if isinstance(answer, Move):
-                self._move(replace(answer, may_restart=True))
-                if attempt.migration is not None or attempt.onward is not None:
-                    return
-        trials.let_go(self.state, attempt)
 
-    def _keeps(self, job: Job) -> bool:
-        return job.attempt is not None and bool(job.attempt.kept)
-
-    def _fail_trial(self, job: Job, trial: Trial, why: str, is_refused: bool = True) -> None:
-        trial.failure, trial.is_refused = why, is_refused
-        job.trials.append(trial)
-        job.trial = None
-
-    def _trial_is_late(self, job_id: JobId) -> None:
-        job = self.state.jobs.get(job_id)
-        if job is not None and job.trial is not None:
-            self._fail_trial(job, job.trial, f"not measured within {TRIAL_S:.0f} s", is_refused=False)
-        elif job is not None:
-            # Nobody said what to try next: the job must not wait for that for ever.
-            job.tried, job.being_tried = job.tried or job.being_tried, False
-
-    def _yields_to_trial(self, move: Move) -> bool:
-        """Whether a policy's move has to wait: a job is measured for seconds, and then may be moved."""
-        job = self.state.jobs[move.job]
-        if not job.being_tried:
-            return False
-        attempt = job.attempt
+def run_trials(ctx: HandlerContext) -> None:
+    """Migrate jobs to the plans to be tried on them, and back to their own plans afterwards."""
+    for job_id in ctx.state.active:
+        job = ctx.state.jobs[job_id]
+        returns = job.trials.state is SeriesState.RETURNING or _has_reserved_devices(job)
+        attempt = trials.ready(job) if job.trials.current is not None or returns else None
         if attempt is None:
-            return False
-        hosts = [self.state.hosts[h] for h in attempt.hosts if h in self.state.hosts]
-        is_wanted = any(host.drained is not None for host in hosts)
-        makes_room = len(move.ranks) < len({*attempt.devices, *attempt.kept})
-        if attempt.migration is not None or not (is_wanted or makes_room):
-            return True
-        self._give_up_trial(job, move.reason)
+            continue
+        if job.trials.current is not None:
+            _start_trial(ctx, job, attempt, job.trials.current)
+        elif not job.trials.is_running:
+            _return_from_trials(ctx, job, attempt)
+
+
+def _start_trial(ctx: HandlerContext, job: Job, attempt: Attempt, trial: Trial) -> None:
+    """Bring the job to the trial's plan, or fail the trial."""
+    if trial.state is TrialState.RUNNING:
+        return
+    if attempt.plan == trial.plan:
+        trial.go(TrialState.RUNNING, ctx.now_s)
+        trial.from_step = job.step
+        return
+    number = trial.migration
+    if number is not None and len(job.migrations) >= number and job.migrations[number - 1].failure:
+        trials.fail(job, trial, job.migrations[number - 1].failure, ctx.now_s, is_refused=True)
+        return
+    answer = trials.move_for(job, attempt, trial.plan, ctx.state.hosts, f"trial of {trial.plan}: {trial.why}")
+    if isinstance(answer, str):
+        trials.fail(job, trial, answer, ctx.now_s, is_refused=True)
+        return
+    used = {place.device for place in answer.ranks}
+    no_memory = memory_conflict(ctx.state.hosts, job, attempt, trial.plan, used)
+    if no_memory is not None and used != {*attempt.devices, *attempt.reserved_devices}:
+        # During a restart through host memory nothing would reserve the devices that the trial leaves idle.
+        trials.fail(job, trial, no_memory, ctx.now_s)
+        return
+    trial.migration = len(job.migrations) + 1
+    if migrate(ctx, replace(answer, may_restart=True)) and trial.state is TrialState.PROPOSED:
+        trial.go(TrialState.MOVING, ctx.now_s)
+    if attempt.pending_restart is not None:
+        job.trials.current = trial  # it goes on with the next attempt
+        job.trials.go(SeriesState.RUNNING, ctx.now_s)
+        until_s = ctx.now_s + RESTART_MAX_S + TRIAL_S
+        ctx.set_timer(TimerKind.TRIAL, job.id, until_s, f"{job.spec.name} starts again with {trial.plan}")
+    if attempt.migration is not None:
+        trials.reserve_devices(attempt, answer)
+
+
+def _return_from_trials(ctx: HandlerContext, job: Job, attempt: Attempt) -> None:
+    """Migrate the job to the fastest known plan for its devices, or give back those that it does not need."""
+    job.trials.go(SeriesState.IDLE, ctx.now_s)
+    plan = trials.best_plan(job, attempt, ctx.state) if job.pinned is None else None
+    if plan is not None:
+        reason = f"{plan}: the fastest known for its devices"
+        answer = trials.move_for(job, attempt, plan, ctx.state.hosts, reason)
+        if isinstance(answer, Move):
+            migrate(ctx, replace(answer, may_restart=True))
+            if attempt.migration is not None or attempt.pending_restart is not None:
+                return
+    trials.release_devices(ctx.state, attempt)
+
+
+def _has_reserved_devices(job: Job) -> bool:
+    return job.attempt is not None and bool(job.attempt.reserved_devices)
+
+
+def trial_timed_out(ctx: HandlerContext, job_id: JobId) -> None:
+    """Abandon a trial that was not measured in time, or a series to which the profiler adds nothing."""
+    job = ctx.state.jobs.get(job_id)
+    if job is None:
+        return
+    if job.trials.current is not None:
+        trials.fail(job, job.trials.current, f"not measured within {TRIAL_S:.0f} s", ctx.now_s)
+    elif job.trials.is_running:
+        job.trials.go(SeriesState.RETURNING, ctx.now_s)
+
+
+def waits_for_trial(ctx: HandlerContext, move: Move) -> bool:
+    """True if a policy's migration waits for the job's trials, which take seconds.
+
+    A migration off a drained host, or onto fewer devices, does not wait: it ends the trials.
+    """
+    job = ctx.state.jobs[move.job]
+    attempt = job.attempt
+    if not job.trials.is_running or attempt is None:
         return False
+    hosts = [ctx.state.hosts[h] for h in attempt.hosts if h in ctx.state.hosts]
+    leaves_drained = any(host.drained is not None for host in hosts)
+    shrinks = len(move.ranks) < len({*attempt.devices, *attempt.reserved_devices})
+    if attempt.migration is not None or not (leaves_drained or shrinks):
+        return True
+    abandon_trial(ctx, job, move.reason)
+    return False

@@ -8,26 +8,40 @@ then end earlier in all. Who runs already is left where it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from clusterd.core.allocation.pass_context import Seated
-from clusterd.core.estimates.job_forecast import WORTHWHILE, Prospect
-from clusterd.core.ledger import Room, by_type, needs
-from clusterd.core.performance_table import Estimate, Outlook
-from clusterd.core.placement.heterogeneous_search import Found, Mixing
+from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
+from clusterd.core.ledger import Ledger, by_type, needs
+from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.core.placement.heterogeneous_search import Found, HeterogeneousSearch
 from clusterd.core.placement.matching import match
 from clusterd.core.view import View
+from clusterd.types import Device
+
+
+@dataclass(slots=True)
+class PlannedStart:
+    """A job that starts in this pass, with its devices."""
+
+    p: JobForecast
+    offer: Estimate
+    devices: list[Device]
+    number: int  # among the proposal's starts
+
 
 MOST_DEVICES = 128
 """Of the jobs that are assigned together: the market's time grows with the square."""
 
 
-def assign(started: Sequence[Seated], view: View, mixing: Mixing, room: Room) -> list[Found] | None:
+def assign(
+    started: Sequence[PlannedStart], view: View, mixed_search: HeterogeneousSearch, ledger: Ledger
+) -> list[Found] | None:
     """Another way to share the devices of jobs that start, in their order; None: none that is known is better.
 
     Args:
-        room: any; only its rules are used.
+        ledger: any; only its rules are used.
     """
     devices = [device for one in started for device in one.devices]
     kinds = {device.kind for device in devices}
@@ -36,19 +50,21 @@ def assign(started: Sequence[Seated], view: View, mixing: Mixing, room: Room) ->
         return None
     if len({needs(one.p.job, one.offer) for one in started}) > 1:
         return None  # the hosts' cores and memory were counted for them as they are
-    outlooks = [view.outlooks[one.p.job.model] for one in started]
+    performance_tables = [view.performance_tables[one.p.job.model] for one in started]
     rates = np.array(
         [
-            [_rate(outlook, one.offer, device.name) for device in devices]
-            for one, outlook in zip(started, outlooks, strict=True)
+            [_rate(table, one.offer, device.name) for device in devices]
+            for one, table in zip(started, performance_tables, strict=True)
         ]
     )
     if np.any(rates <= 0):
         return None  # of some job nothing is known on some type
-    work = np.array([one.p.steps_left * outlook.global_batch for one, outlook in zip(started, outlooks, strict=True)])
+    work = np.array(
+        [one.p.steps_left * table.global_batch for one, table in zip(started, performance_tables, strict=True)]
+    )
     whose = match(work, rates, counts=np.array([len(one.devices) for one in started], dtype=np.int64))
-    ledger = room.part(devices)
-    mixed = Mixing(mixing.mixtures, view, ledger, mixing.there)
+    part = ledger.part(devices)
+    mixed = HeterogeneousSearch(mixed_search.estimates, view, part, mixed_search.there)
     found: list[Found] = []
     before_s = sum(one.p.left_s(one.offer) for one in started)
     after_s = 0.0
@@ -57,21 +73,21 @@ def assign(started: Sequence[Seated], view: View, mixing: Mixing, room: Room) ->
             name: len(some)
             for name, some in by_type([d for d, owner in zip(devices, whose, strict=True) if owner == number]).items()
         }
-        seat = _within(one.p, limits, ledger, mixed)
-        if seat is None:
+        bind = _within(one.p, limits, part, mixed)
+        if bind is None:
             return None
-        ledger.take(seat[1], {}, {})
-        found.append(seat)
-        after_s += one.p.left_s(seat[0])
+        part.take(bind[1], {}, {})
+        found.append(bind)
+        after_s += one.p.left_s(bind[0])
     return found if after_s < (1.0 - WORTHWHILE) * before_s else None
 
 
-def _within(p: Prospect, limits: dict[str, int], ledger: Room, mixed: Mixing) -> Found | None:
+def _within(p: JobForecast, limits: dict[str, int], part: Ledger, mixed: HeterogeneousSearch) -> Found | None:
     """The fastest that a job can have with so many devices of each type."""
     best: Found | None = None
     for offer in p.curve.upto(sum(limits.values())):
         if offer.devices <= limits.get(offer.device_type, 0):
-            devices = ledger.find(p.job, offer)
+            devices = part.find(p.job, offer)
             if devices is not None:
                 best = (offer, devices)
                 break
@@ -79,10 +95,10 @@ def _within(p: Prospect, limits: dict[str, int], ledger: Room, mixed: Mixing) ->
     return mixed.best(p, sum(limits.values()), lambda step_s, _: step_s, under, limits=limits) or best
 
 
-def _rate(outlook: Outlook, offer: Estimate, name: str) -> float:
+def _rate(table: PerformanceTable, offer: Estimate, name: str) -> float:
     """Samples per second of one device of this type, among about as many as the job has; 0: not known."""
-    known = outlook.by_count.get(name, {})
+    known = table.by_count.get(name, {})
     if not known:
         return 0.0
     nearest = known[min(known, key=lambda count: (abs(count - offer.devices), count))]
-    return outlook.global_batch / (nearest.step_time_s * nearest.devices)
+    return table.global_batch / (nearest.step_time_s * nearest.devices)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.heterogeneous_speed import believed
-from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import held, least_cores, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Attempt, Job
@@ -46,13 +46,13 @@ class _Holder:
 class Cores:
     """The cores of one pass: lent to who starts, and shared out again when all devices are given."""
 
-    def __init__(self, view: View, running: Iterable[Prospect]) -> None:
+    def __init__(self, view: View, running: Iterable[JobForecast]) -> None:
         """What running jobs have beyond their least counts as free from here on."""
         self._view = view
         self._holders: list[_Holder] = []
         for p in running:
             attempt = p.job.attempt
-            if attempt is None or p.job.being_tried:
+            if attempt is None or p.job.trials.is_running:
                 continue
             holder = _holder(p.job, p.now, p.devices, attempt.cores)
             if holder is not None and all(host in view.free.hosts for host in attempt.hosts):
@@ -83,11 +83,11 @@ class Cores:
         found: dict[int, _Holder] = {}
         for number, start in enumerate(proposal.starts):
             job = self._view.jobs[start.job]
-            outlook = self._view.outlooks.get(job.model) if job.model else None
-            if start.plan is None or outlook is None or not outlook.cores_matter:
+            table = self._view.performance_tables.get(job.model) if job.model else None
+            if start.plan is None or table is None or not table.cores_matter:
                 continue
             devices = held(self._view.hosts, ((place.host, place.device) for place in start.ranks))
-            estimate = believed(outlook, start.plan, devices)
+            estimate = believed(table, start.plan, devices)
             holder = _holder(job, estimate, devices, start.cores)
             if holder is not None:
                 found[number] = holder

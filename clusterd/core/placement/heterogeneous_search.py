@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from clusterd.core.allocation.first_fit import USABLE_SHARE
-from clusterd.core.estimates.heterogeneous_speed import UNBOUNDED, blend
-from clusterd.core.estimates.job_forecast import EFFICIENT, Census, Prospect, keeps
-from clusterd.core.ledger import Room, per_host
-from clusterd.core.performance_table import Estimate, Outlook, Shape, evenly
+from clusterd.core.estimates.first_fit import USABLE_SHARE
+from clusterd.core.estimates.heterogeneous_speed import UNBOUNDED, predict_heterogeneous
+from clusterd.core.estimates.job_forecast import EFFICIENT, Inventory, JobForecast, keeps
+from clusterd.core.ledger import Ledger, per_host
+from clusterd.core.performance_table import Estimate, PerformanceTable, Shape, evenly
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import Device
@@ -58,65 +58,65 @@ class _Memory:
 class _OfModel:
     """What was made of one outlook; a newer one of the model begins anew."""
 
-    outlook: Outlook
+    table: PerformanceTable
     shapes: dict[tuple[str, ...], tuple[Known, ...]] = field(default_factory=dict)
     blends: dict[tuple[Shape, tuple[str, ...], Plan], Estimate | None] = field(default_factory=dict)
     memory: dict[tuple[Plan, str], _Memory] = field(default_factory=dict)
 
 
-class Mixtures:
+class HeterogeneousEstimates:
     """What follows from outlooks alone, remembered between passes."""
 
     def __init__(self) -> None:
         self._models: dict[str, _OfModel] = {}
-        self._there: Census | None = None
+        self._there: Inventory | None = None
 
-    def on(self, there: Census) -> None:
+    def on(self, there: Inventory) -> None:
         """The cluster as it is now: devices may have less memory than they had."""
         if there != self._there:
             self._there = there
             self._models.clear()
 
-    def shapes(self, model: str, outlook: Outlook, types: tuple[str, ...]) -> tuple[Known, ...]:
+    def shapes(self, model: str, table: PerformanceTable, types: tuple[str, ...]) -> tuple[Known, ...]:
         """Shapes of several hosts on which some plan is known for two of these types."""
-        mine = self._of(model, outlook)
+        mine = self._of(model, table)
         if types not in mine.shapes:
-            mine.shapes[types] = tuple(_known(outlook, types))
+            mine.shapes[types] = tuple(_known(table, types))
         return mine.shapes[types]
 
-    def blend(
-        self, outlook: Outlook, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Census
+    def predict_heterogeneous(
+        self, table: PerformanceTable, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Inventory
     ) -> Estimate | None:
         """The plan with the best shares that fit the memory; None: there are none."""
-        mine = self._of(job.model, outlook)
+        mine = self._of(job.model, table)
         key = (known.shape, types, plan)
         if key not in mine.blends:
-            mine.blends[key] = self._blended(outlook, job, known, types, plan, there)
+            mine.blends[key] = self._blended(table, job, known, types, plan, there)
         return mine.blends[key]
 
-    def _of(self, model: str, outlook: Outlook) -> _OfModel:
+    def _of(self, model: str, table: PerformanceTable) -> _OfModel:
         found = self._models.get(model)
-        if found is None or found.outlook is not outlook:
-            found = self._models[model] = _OfModel(outlook)
+        if found is None or found.table is not table:
+            found = self._models[model] = _OfModel(table)
         return found
 
     def _blended(
-        self, outlook: Outlook, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Census
+        self, table: PerformanceTable, job: Job, known: Known, types: tuple[str, ...], plan: Plan, there: Inventory
     ) -> Estimate | None:
         alone = {name: known.plans[plan][name] for name in types}
         if any(one.device_bytes == 0 for one in alone.values()):
-            return blend(alone, types, outlook.global_batch)
-        memory = {name: self._memory_of(outlook, job, plan, there.kinds[name]) for name in alone}
+            return predict_heterogeneous(alone, types, table.global_batch)
+        memory = {name: self._memory_of(table, job, plan, there.kinds[name]) for name in alone}
         most = {name: _most(memory[name], USABLE_SHARE * there.memory_bytes[name], plan) for name in alone}
-        found = blend(alone, types, outlook.global_batch, most)
+        found = predict_heterogeneous(alone, types, table.global_batch, most)
         if found is None:
             return None
-        share = max(found.plan.batch_shares(outlook.global_batch))
+        share = max(found.plan.batch_shares(table.global_batch))
         needs = max(m.fixed + m.per_sample * -(-share // plan.accumulation) for m in memory.values())
         return replace(found, device_bytes=int(needs))
 
-    def _memory_of(self, outlook: Outlook, job: Job, plan: Plan, kind: str) -> _Memory:
-        known = self._of(job.model, outlook).memory
+    def _memory_of(self, table: PerformanceTable, job: Job, plan: Plan, kind: str) -> _Memory:
+        known = self._of(job.model, table).memory
         if (plan, kind) not in known:
             shape = ModelShape.from_dict(job.shape or {})
             batch = plan.dp * plan.accumulation
@@ -127,9 +127,9 @@ class Mixtures:
         return known[plan, kind]
 
 
-def _known(outlook: Outlook, types: tuple[str, ...]) -> list[Known]:
+def _known(table: PerformanceTable, types: tuple[str, ...]) -> list[Known]:
     found: list[Known] = []
-    for shape, plans in outlook.mixable.items():
+    for shape, plans in table.mixable.items():
         if len(shape) < 2:
             continue
         here: dict[Plan, dict[str, Estimate]] = {}
@@ -153,21 +153,21 @@ def _most(memory: _Memory, usable_bytes: float, plan: Plan) -> int:
     return max(int((usable_bytes - memory.fixed) / memory.per_sample), 0) * plan.accumulation
 
 
-class Mixing:
+class HeterogeneousSearch:
     """Looks for mixed offers within one pass; takes nothing."""
 
-    def __init__(self, mixtures: Mixtures, view: View, room: Room, there: Census) -> None:
-        self.mixtures, self.view, self.room, self.there = mixtures, view, room, there
+    def __init__(self, estimates: HeterogeneousEstimates, view: View, ledger: Ledger, there: Inventory) -> None:
+        self.estimates, self.view, self.ledger, self.there = estimates, view, ledger, there
         by_kind: dict[str, list[str]] = {}
         for name, kind in sorted(there.kinds.items()):
             by_kind.setdefault(kind, []).append(name)
         self.groups = {kind: tuple(names) for kind, names in by_kind.items() if len(names) > 1}
         self.left = MOST_CONSIDERED
-        mixtures.on(there)
+        estimates.on(there)
 
     def best(
         self,
-        p: Prospect,
+        p: JobForecast,
         most: int,
         cost: Cost,
         under: float,
@@ -183,7 +183,7 @@ class Mixing:
             accept: what else must be true of an offer.
             limits: devices of each type, at most; default: what is free.
         """
-        outlook = self.view.outlooks[p.job.model]
+        table = self.view.performance_tables[p.job.model]
         wanted = p.job.spec.resources.kind
         held, own = per_host(p.devices), {d.id for d in p.devices}
         best: Found | None = None
@@ -195,7 +195,7 @@ class Mixing:
                 continue
             shapes = [
                 (cost(k.fastest_s, k.devices), k)
-                for k in self.mixtures.shapes(p.job.model, outlook, types)
+                for k in self.estimates.shapes(p.job.model, table, types)
                 if k.devices <= most
             ]
             for bound, known in sorted(shapes, key=lambda item: item[0]):
@@ -204,7 +204,7 @@ class Mixing:
                 offer = self.lay(p.job, known, free, limits, lambda x: _is_fit(p, x))
                 if offer is None or cost(offer.step_time_s, offer.devices) >= under or not accept(offer):
                     continue
-                devices = self.room.find(p.job, offer, held, own)
+                devices = self.ledger.find(p.job, offer, held, own)
                 if devices is not None:
                     best, under = (offer, devices), cost(offer.step_time_s, offer.devices)
         return best
@@ -212,7 +212,7 @@ class Mixing:
     def free(self, job: Job, types: Sequence[str]) -> dict[str, list[int]]:
         """Free devices on each host that the job admits, by type, fewest first."""
         found: dict[str, list[int]] = {}
-        for host, here in self.room.devices.items():
+        for host, here in self.ledger.devices.items():
             if not job.admits(host):
                 continue
             for name in types:
@@ -232,18 +232,18 @@ class Mixing:
         types = _cover(known, free, limits)
         if types is None:
             return None
-        outlook = self.view.outlooks[job.model]
+        table = self.view.performance_tables[job.model]
         best: Estimate | None = None
         for plan, alone in known.plans.items():
             if not all(name in alone for name in types):
                 continue
-            offer = self.mixtures.blend(outlook, job, known, types, plan, self.there)
+            offer = self.estimates.predict_heterogeneous(table, job, known, types, plan, self.there)
             if offer is not None and (best is None or offer.step_time_s < best.step_time_s) and accept(offer):
                 best = offer
         return best
 
 
-def _is_fit(p: Prospect, offer: Estimate) -> bool:
+def _is_fit(p: JobForecast, offer: Estimate) -> bool:
     """Worth its devices; of a guaranteed job, as fast as was promised; of a pinned one, its plan."""
     if p.job.pinned is not None and evenly(offer.plan) != evenly(p.job.pinned):
         return False
@@ -274,13 +274,13 @@ def _cover(known: Known, free: Mapping[str, list[int]], limits: Mapping[str, int
     return tuple(types) if len(set(types)) > 1 else None
 
 
-def as_if_free(room: Room, p: Prospect, look: Callable[[], Seen]) -> Seen:
+def as_if_free(ledger: Ledger, p: JobForecast, look: Callable[[], Seen]) -> Seen:
     """What is found while a running job's own devices are in the room."""
     attempt = p.job.attempt
     assert attempt is not None
-    room.put(p.devices, attempt.cores, attempt.memory_bytes)
+    ledger.put(p.devices, attempt.cores, attempt.memory_bytes)
     found = look()
-    room.take(p.devices, attempt.cores, attempt.memory_bytes)
+    ledger.take(p.devices, attempt.cores, attempt.memory_bytes)
     return found
 
 

@@ -83,9 +83,9 @@ def _market(work: Array, rates: Array, counts: Whose) -> Whose:
     best: tuple[float, Whose] | None = None
     for _ in range(ROUNDS):
         value = (work / speed**2)[:, None] * rates
-        seat, worker = scipy.optimize.linear_sum_assignment(value[seats], maximize=True)
+        bind, worker = scipy.optimize.linear_sum_assignment(value[seats], maximize=True)
         whose = np.empty(rates.shape[1], dtype=np.int64)
-        whose[worker] = seats[seat]
+        whose[worker] = seats[bind]
         now = total_s(work, rates, whose)
         if best is not None and now >= best[0] - 1e-12:
             break

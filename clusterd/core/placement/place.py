@@ -1,41 +1,31 @@
-"""Fourth stage: which devices exactly.
+"""Fourth stage for jobs without a performance model: exact devices for a number of ranks.
 
-One host where it fits, else as few hosts as possible; shards of one layer (tensor parallelism) never across hosts, for
-they talk most. Among equals the host that the job leaves fullest, so that whole hosts stay free for wide jobs.
+One host where the ranks fit, else as few hosts as possible. Tensor-parallel shards never span hosts, as they
+communicate most. Among equal hosts the fullest is taken, so that whole hosts stay free for wide jobs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from clusterd.core.state import Job
-from clusterd.core.view import Free, HostFree
+from clusterd.core.view import FreeResources, HostFree, Placement
 from clusterd.types import Device, HostId, RankPlace
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where each rank goes, and the cores and memory it books there."""
-
-    ranks: tuple[RankPlace, ...]
-    cores: dict[HostId, int]
-    memory_bytes: dict[HostId, int]
-
-
-def candidates(job: Job, free: Free) -> list[HostFree]:
+def candidates(job: Job, free: FreeResources) -> list[HostFree]:
     """Usable hosts that the job admits, in a fixed order."""
     return [f for name, f in sorted(free.hosts.items()) if job.admits(name)]
 
 
 def kinds_for(job: Job) -> tuple[str, ...]:
-    """Kinds of devices that the job may run on, the better first; never on two at once, where nobody chose shares."""
+    """Kinds of devices that the job may run on, the better first; a job without batch shares never mixes kinds."""
     kind = job.spec.resources.kind
     return ("cuda", "cpu") if kind is None else (kind,)
 
 
 def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
-    """Free devices of one kind that the host's free cores and memory can serve."""
+    """Free devices of one kind for which the host also has free cores and memory."""
     devices = [d for d in host.devices if d.kind == kind]
     cores_each, memory_each = per_device(job)
     usable: list[Device] = []
@@ -49,8 +39,8 @@ def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
     return usable
 
 
-def place(job: Job, free: Free, count: int, group: int, single_host: bool) -> Placement | None:
-    """Devices for `count` ranks, in groups of `group` that stay on one host; None when they are not free.
+def place(job: Job, free: FreeResources, count: int, group: int, single_host: bool) -> Placement | None:
+    """Find devices for `count` ranks, in groups of `group` that stay on one host; None: they are not free.
 
     A job's devices are all of one kind: mixed kinds need unequal shares, which the caller fixes in the plan.
     """
@@ -65,7 +55,7 @@ def place(job: Job, free: Free, count: int, group: int, single_host: bool) -> Pl
 
 
 def place_on(job: Job, devices: Iterable[Device]) -> Placement:
-    """Ranks on exactly these devices, in this order."""
+    """Placement of ranks on exactly these devices, in this order."""
     cores_each, memory_each = per_device(job)
     ranks: list[RankPlace] = []
     cores: dict[HostId, int] = {}
@@ -96,7 +86,7 @@ def _pack(
     return chosen if left == 0 else []
 
 
-def _cores_only(job: Job, free: Free) -> Placement | None:
+def _cores_only(job: Job, free: FreeResources) -> Placement | None:
     resources = job.spec.resources
     cores = max(resources.cpus, 1)
     fits = [h for h in candidates(job, free) if h.cores >= cores and h.memory_bytes >= resources.memory_bytes]
@@ -107,7 +97,7 @@ def _cores_only(job: Job, free: Free) -> Placement | None:
 
 
 def per_device(job: Job) -> tuple[int, int]:
-    """Cores and bytes of host memory that a job asks for beside each device; of one without devices, in all."""
+    """Cores and bytes of host memory that a job requests per device; of a job without devices: in all."""
     resources = job.spec.resources
     count = max(resources.devices, 1)
     return -(-resources.cpus // count), -(-resources.memory_bytes // count)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clusterd.core.estimates.attained_service import attained_s, likely_steps_left, steps_left
-from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.estimates.candidate_plans import CandidatePlans, PlanFreedom
 from clusterd.core.performance_table import Estimate
 from clusterd.core.policies.base import Capacity, asked_size
 from clusterd.core.policies.optimus import Rounds, now_on
@@ -28,7 +28,7 @@ class AITurbo(Rounds):
     """Borda count over attained service and predicted gain."""
 
     name = "aiturbo"
-    published = Choice.REPLICAS
+    published = PlanFreedom.REPLICAS
     interval_s: float | None = 240.0
 
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
@@ -37,9 +37,9 @@ class AITurbo(Rounds):
         by_service = ranks(service)
         gains: dict[JobId, float] = {}
         for job in jobs:
-            menu = self.menu(job, view)
-            if menu is not None and steps_left(job) is not None:
-                gains[job.id] = -self._step(job, view, menu)[0]
+            candidates = self.candidates(job, view)
+            if candidates is not None and steps_left(job) is not None:
+                gains[job.id] = -self._step(job, view, candidates)[0]
         by_gain = ranks(gains)
 
         def key(job: Job) -> tuple[float, float, float, str]:
@@ -50,42 +50,42 @@ class AITurbo(Rounds):
 
         return sorted(jobs, key=key)
 
-    def first(self, job: Job, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+    def first(self, job: Job, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
         """What it asks for."""
-        return capacity.fits(menu.by_speed[asked_size(job, menu)])
+        return capacity.fits(candidates.by_speed[asked_size(job, candidates)])
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
         """In order, each one step from where it is; what does not fit is skipped."""
         found: list[tuple[Job, Sequence[Estimate]]] = []
         for job in self.order(view, jobs):
-            menu = self.menu(job, view)
-            assert menu is not None
-            now = now_on(job, view, menu)
-            sizes = [asked_size(job, menu)] if now is None else [now.devices]
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            now = now_on(job, view, candidates)
+            sizes = [asked_size(job, candidates)] if now is None else [now.devices]
             if steps_left(job) is not None and now is not None:
-                gain, size = self._step(job, view, menu)
+                gain, size = self._step(job, view, candidates)
                 sizes = [size, *sizes] if gain > 0 else sizes
             for size in sizes:
-                options = capacity.fits(menu.by_speed[size])
+                options = capacity.fits(candidates.by_speed[size])
                 if options:
                     capacity.take(options[0])
                     found.append((job, options))
                     break
         return found
 
-    def _step(self, job: Job, view: View, menu: Menu) -> tuple[float, int]:
+    def _step(self, job: Job, view: View, candidates: CandidatePlans) -> tuple[float, int]:
         """The neighbouring size that saves most remaining time per device it takes, or costs least per device given.
 
         The published measure, resources times remaining time, never grows a job whose speed-up is less than linear;
         seconds saved per device is the measure that does (see docs/simulate.md).
         """
-        now = now_on(job, view, menu)
-        size = now.devices if now is not None else asked_size(job, menu)
+        now = now_on(job, view, candidates)
+        size = now.devices if now is not None else asked_size(job, candidates)
         left = likely_steps_left(job)
-        here_s = left * menu.by_speed[size][0].step_time_s
-        larger = next((n for n in menu.counts if n > size), None)
+        here_s = left * candidates.by_speed[size][0].step_time_s
+        larger = next((n for n in candidates.counts if n > size), None)
         best = (0.0, size)
         if larger is not None:
-            saved_s = here_s - left * menu.by_speed[larger][0].step_time_s
+            saved_s = here_s - left * candidates.by_speed[larger][0].step_time_s
             best = max(best, (saved_s / (larger - size), larger))
         return best

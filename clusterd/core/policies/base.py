@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from clusterd.core.allocation import evacuate_by_restart
 from clusterd.core.allocation.unmodelled import Grant, allocate
-from clusterd.core.estimates.candidate_plans import Choice, Menu, Menus
+from clusterd.core.estimates.can_migrate import may_change
+from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePlansCache, PlanFreedom
 from clusterd.core.ledger import of_ranks
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.apply_targets import Want, may_change, realise
+from clusterd.core.placement.apply_targets import Target, apply_targets
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
 
@@ -63,7 +64,7 @@ class Baseline(ABC):
 
     name = "baseline"
     interval_s: float | None = None
-    published = Choice.ASKED
+    published = PlanFreedom.ASKED
     strict = False  # who cannot be served holds up those behind
     preempts = True
 
@@ -71,24 +72,24 @@ class Baseline(ABC):
         """`plans`: the best plan for whatever is allocated, instead of the user's."""
         self.plans = plans
         self.choice = _freed(self.published) if plans else self.published
-        self.menus = Menus()
+        self.candidates_cache = CandidatePlansCache()
         if plans:
             self.name = f"{self.name}+plans"
 
     def propose(self, view: View) -> Proposal:
         """Everybody in order, as far as devices go; who is none of its business leaves drained hosts all the same."""
-        known = [job.id for job in view.running if self.menu(job, view) is not None]
+        known = [job.id for job in view.running if self.candidates(job, view) is not None]
         leaving = evacuate_by_restart.evacuations(view, skip=known)
         jobs = self.managed(view)
         wants = self.wants(view, jobs)
-        proposal = realise(view, wants, among=jobs, others=f"{self.name}: others come first")
+        proposal = apply_targets(view, wants, among=jobs, others=f"{self.name}: others come first")
         named = {w.job.id for w in wants}
         proposal.refusals += [
             Refusal(job.id, f"{self.name}: others come first")
             for job in jobs
             if not job.attempt and job.id not in named
         ]
-        black_boxes(view, self.menus, self.choice, proposal)
+        start_unmodelled(view, self.candidates_cache, self.choice, proposal)
         proposal.moves += leaving
         return proposal
 
@@ -96,57 +97,61 @@ class Baseline(ABC):
         """Jobs whose speed is known and that wait or run undisturbed."""
         waiting = [j for j in view.queued if j.not_before_s <= view.now_s]
         return [
-            j for j in [*waiting, *view.running] if self.menu(j, view) and (j.attempt is None or may_change(j, view))
+            j
+            for j in [*waiting, *view.running]
+            if self.candidates(j, view) and (j.attempt is None or may_change(j, view))
         ]
 
-    def menu(self, job: Job, view: View) -> Menu | None:
+    def candidates(self, job: Job, view: View) -> CandidatePlans | None:
         """What the job could run as under this policy."""
-        return self.menus.of(job, view.outlooks, self.choice)
+        return self.candidates_cache.of(job, view.performance_tables, self.choice)
 
-    def wants(self, view: View, jobs: list[Job]) -> list[Want]:
+    def wants(self, view: View, jobs: list[Job]) -> list[Target]:
         """Who is to run and how."""
         capacity = Capacity(view, jobs)
-        wants: list[Want] = []
+        wants: list[Target] = []
         for job in self.order(view, jobs):
-            menu = self.menu(job, view)
-            assert menu is not None, "only managed jobs are asked"
-            options = self.options(job, view, menu, capacity)
+            candidates = self.candidates(job, view)
+            assert candidates is not None, "only managed jobs are asked"
+            options = self.options(job, view, candidates, capacity)
             if not options:
                 if self.strict:
                     break
                 continue
             capacity.take(options[0])
-            wants.append(Want(job, options, self.name))
+            wants.append(Target(job, options, self.name))
         return wants
 
-    def options(self, job: Job, view: View, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+    def options(self, job: Job, view: View, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
         """How the job would run now, best first, all on as many devices; none: it does not."""
-        size = asked_size(job, menu)
-        return capacity.fits(menu.by_speed[size])
+        size = asked_size(job, candidates)
+        return capacity.fits(candidates.by_speed[size])
 
     @abstractmethod
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
         """Who comes first."""
 
 
-def _freed(choice: Choice) -> Choice:
-    return Choice.SIZE if choice is Choice.ASKED else Choice.ANY
+def _freed(choice: PlanFreedom) -> PlanFreedom:
+    return PlanFreedom.SIZE if choice is PlanFreedom.ASKED else PlanFreedom.ANY
 
 
-def asked_size(job: Job, menu: Menu) -> int:
+def asked_size(job: Job, candidates: CandidatePlans) -> int:
     """What the job asks for, or the next that is known to run."""
     asked = max(job.spec.resources.devices, 1)
-    return next((n for n in menu.counts if n >= asked), menu.counts[-1])
+    return next((n for n in candidates.counts if n >= asked), candidates.counts[-1])
 
 
-def black_boxes(view: View, menus: Menus, choice: Choice, proposal: Proposal) -> None:
+def start_unmodelled(
+    view: View, candidates_cache: CandidatePlansCache, choice: PlanFreedom, proposal: Proposal
+) -> None:
     """Start what is not known in what the proposal leaves free."""
     for start in proposal.starts:
         view.free.take(start.ranks, start.cores, start.memory_bytes)
     for move in proposal.moves:
         view.free.take(move.ranks, {h: n for h, n in move.cores.items() if h in view.free.hosts}, move.memory_bytes)
     for job in sorted(view.queued, key=lambda j: (-j.priority, j.submitted_s)):
-        if menus.of(job, view.outlooks, choice) is not None:
+        if candidates_cache.of(job, view.performance_tables, choice) is not None:
             continue
         answer = allocate(job, view)
         if isinstance(answer, Grant):
@@ -160,6 +165,6 @@ def black_boxes(view: View, menus: Menus, choice: Choice, proposal: Proposal) ->
             proposal.refusals.append(answer)
 
 
-def step_s(job: Job, menu: Menu, size: int) -> float:
+def step_s(job: Job, candidates: CandidatePlans, size: int) -> float:
     """Believed step time on so many devices."""
-    return menu.by_speed[size][0].step_time_s
+    return candidates.by_speed[size][0].step_time_s

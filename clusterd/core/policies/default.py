@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from clusterd.core.allocation import evacuate_by_restart, preempt_for, resize_unmodelled
-from clusterd.core.allocation.migration_cost import DEFAULT_HABITS, Habits
-from clusterd.core.allocation.rebalance import Exchange
+from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationThresholds
+from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.rebalance import rebalance
+from clusterd.core.allocation.scale_up import evacuate, scale_up
+from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
 from clusterd.core.allocation.target_sizes import by_work, shares
 from clusterd.core.allocation.unmodelled import Grant, allocate
-from clusterd.core.estimates.job_forecast import Curves, Prospect, census, prospect
-from clusterd.core.ledger import Room
-from clusterd.core.placement.apply_targets import is_settled
+from clusterd.core.estimates.can_migrate import is_settled
+from clusterd.core.estimates.job_forecast import Curves, JobForecast, forecast_job, take_inventory
+from clusterd.core.ledger import Ledger
 from clusterd.core.placement.cpu_cores import Cores
-from clusterd.core.placement.heterogeneous_search import Mixing, Mixtures
+from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates, HeterogeneousSearch
 from clusterd.core.queueing.order import order
 from clusterd.core.state import Job
 from clusterd.core.view import Proposal, Refusal, Start, View
@@ -32,63 +35,63 @@ class Default:
     name = "default"
     interval_s: float | None = None
 
-    def __init__(self, habits: Habits = DEFAULT_HABITS) -> None:
-        self.habits = habits
+    def __init__(self, thresholds: MigrationThresholds = DEFAULT_THRESHOLDS) -> None:
+        self.thresholds = thresholds
         self._curves = Curves()
-        self._mixtures = Mixtures()
+        self._estimates = HeterogeneousEstimates()
 
     def propose(self, view: View) -> Proposal:
         """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for.
 
         Last the cores, which hold nobody up: they follow the devices.
         """
-        there = census(view)
-        known: dict[JobId, Prospect] = {}
+        there = take_inventory(view)
+        known: dict[JobId, JobForecast] = {}
         for job in [*view.queued, *view.running]:
             curve = self._curves.of(job, view, there)
             if curve is not None:
-                known[job.id] = prospect(job, curve, view)
+                known[job.id] = forecast_job(job, curve, view)
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
         cores = Cores(view, running)
         proposal = Proposal(moves=evacuate_by_restart.evacuations(view, skip=known))
-        room = Room(view.free)
-        total = room.total + sum(len(p.devices) for p in running)
+        ledger = Ledger(view.free)
+        total = ledger.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
         sizes = shares(ordered, total)
-        mixing = Mixing(self._mixtures, view, room, there)
-        steering = Exchange(
+        mixed_search = HeterogeneousSearch(self._estimates, view, ledger, there)
+        ctx = PassContext(
             view=view,
-            room=room,
+            ledger=ledger,
             sizes=sizes,
             running=running,
             proposal=proposal,
-            habits=self.habits,
+            thresholds=self.thresholds,
             total=max(total, 1),
             behind={p.job.id: rank for rank, p in enumerate(ordered)},
             leaving=sum(len(preempt_for.leaving(job)) for job in view.running),
-            mixing=mixing if mixing.groups else None,
+            mixed_search=mixed_search if mixed_search.groups else None,
             spare=total - sum(sizes.values()),
         )
-        steering.evacuate()
+        evacuate(ctx)
         black: list[int] = []
         refused: dict[Alike, Refusal] = {}
         for job in order(view, known):
             p = known.get(job.id)
             if p is None or job.not_before_s > view.now_s:
-                black += self._black_box(job, view, room, proposal, refused)
+                black += self._start_unmodelled(job, view, ledger, proposal, refused)
             else:
-                steering.admit(p)
-        steering.share_out()
+                start_waiting(ctx, p)
+        exchange_devices(ctx)
         if not any(black):
-            steering.grow()
-            steering.exchange()
+            scale_up(ctx)
+            rebalance(ctx)
         proposal.moves += resize_unmodelled.growth(view, black, skip={*known, *(move.job for move in proposal.moves)})
         cores.share_out(proposal)
         return proposal
 
-    def _black_box(
-        self, job: Job, view: View, room: Room, proposal: Proposal, refused: dict[Alike, Refusal]
+    def _start_unmodelled(
+        self, job: Job, view: View, ledger: Ledger, proposal: Proposal, refused: dict[Alike, Refusal]
     ) -> list[int]:
         """Start it as it asks; the devices that it waits for instead.
 
@@ -97,14 +100,14 @@ class Default:
         """
         alike = _alike(job, view)
         if (same := refused.get(alike)) is not None:
-            proposal.refusals.append(Refusal(job.id, same.reason, same.forever, same.devices))
+            proposal.refusals.append(Refusal(job.id, same.reason, same.is_permanent, same.devices))
             return [same.devices]
         answer = allocate(job, view)
         if isinstance(answer, Refusal):
             if alike is not None:
                 refused[alike] = answer
             if answer.devices and not proposal.moves:
-                proposal.moves += preempt_for.room_for(job, view, answer.devices)
+                proposal.moves += preempt_for.preempt_for(job, view, answer.devices)
             proposal.refusals.append(answer)
             return [answer.devices]
         assert isinstance(answer, Grant)
@@ -113,12 +116,12 @@ class Default:
         taken = {place.device for place in where.ranks}
         devices = [d for host in view.free.hosts.values() for d in host.devices if d.id in taken]
         view.free.take(where.ranks, where.cores, where.memory_bytes)
-        room.take(devices, where.cores, where.memory_bytes)
+        ledger.take(devices, where.cores, where.memory_bytes)
         proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason))
         return []
 
 
 def _alike(job: Job, view: View) -> Alike:
-    if job.spec.kind is not JobKind.COMMAND or job.unfit or job.not_before_s > view.now_s:
+    if job.spec.kind is not JobKind.COMMAND or job.excluded_hosts or job.not_before_s > view.now_s:
         return None
     return job.spec.resources, job.spec.tenant, job.spec.guaranteed, job.priority

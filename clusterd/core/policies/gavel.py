@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import scipy
 
-from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.estimates.candidate_plans import CandidatePlans, PlanFreedom
 from clusterd.core.ledger import of_ranks
 from clusterd.core.performance_table import Estimate
 from clusterd.core.policies.base import Capacity, asked_size
@@ -29,7 +29,7 @@ class Gavel(Rounds):
     """Time shares of types, one type per job at a time."""
 
     name = "gavel"
-    published = Choice.ASKED
+    published = PlanFreedom.ASKED
     interval_s: float | None = 360.0
 
     def __init__(self, plans: bool = False) -> None:
@@ -41,9 +41,9 @@ class Gavel(Rounds):
         self._last_s: float | None = None
         self._began_s: dict[tuple[JobId, int], float] = {}  # by attempt: moves with the clock when that is set
 
-    def first(self, job: Job, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+    def first(self, job: Job, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
         """What it asks for, on the type where that is fastest."""
-        return capacity.fits(menu.by_speed[asked_size(job, menu)])
+        return capacity.fits(candidates.by_speed[asked_size(job, candidates)])
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
         """One round: highest priorities first."""
@@ -54,11 +54,11 @@ class Gavel(Rounds):
             self._jobs, self._since_s = names, view.now_s
         entries: list[tuple[float, float, float, str, Job, str]] = []
         for job in jobs:
-            menu = self.menu(job, view)
-            assert menu is not None
+            candidates = self.candidates(job, view)
+            assert candidates is not None
             received = self._received.get(job.id, {})
             total = sum(received.values())
-            for kind in menu.sizes:
+            for kind in candidates.sizes:
                 share = self._shares.get(job.id, {}).get(kind, 0.0)
                 fraction = received.get(kind, 0.0) / total if total else 0.0
                 priority = share / fraction if fraction else share * 1e9
@@ -69,9 +69,9 @@ class Gavel(Rounds):
         for _, _, less, _, job, kind in sorted(entries, key=lambda e: (*e[:3], e[4].submitted_s, e[3])):
             if job.id in served or less == 0.0:
                 continue
-            menu = self.menu(job, view)
-            assert menu is not None
-            some = menu.sizes[kind].get(asked_size(job, menu), ())
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            some = candidates.sizes[kind].get(asked_size(job, candidates), ())
             options = capacity.fits(some)
             if options:
                 capacity.take(options[0])
@@ -102,10 +102,14 @@ class Gavel(Rounds):
         cells: list[tuple[int, int, int]] = []  # job, type, devices
         total = max(sum(there.values()), 1)
         for number, job in enumerate(jobs):
-            menu = self.menu(job, view)
-            assert menu is not None
-            size = asked_size(job, menu)
-            speeds = {k: 1.0 / menu.sizes[k][size][0].step_time_s for k in menu.sizes if size in menu.sizes[k]}
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            size = asked_size(job, candidates)
+            speeds = {
+                k: 1.0 / candidates.sizes[k][size][0].step_time_s
+                for k in candidates.sizes
+                if size in candidates.sizes[k]
+            }
             equal = sum(speeds.get(k, 0.0) * there[k] for k in kinds) / total or 1.0
             for k, speed in speeds.items():
                 if k in there:

@@ -11,9 +11,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from clusterd.core.estimates.attained_service import likely_steps_left
-from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.estimates.candidate_plans import CandidatePlans, PlanFreedom
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.apply_targets import Want, current
+from clusterd.core.placement.apply_targets import Target, current
 from clusterd.core.policies.base import Baseline, Capacity
 from clusterd.core.state import Job
 from clusterd.core.view import View
@@ -22,14 +22,14 @@ from clusterd.core.view import View
 class Rounds(Baseline):
     """A baseline that changes sizes in rounds only, and in between starts new jobs on what is free."""
 
-    published = Choice.REPLICAS
+    published = PlanFreedom.REPLICAS
 
     def __init__(self, plans: bool = False) -> None:
         super().__init__(plans)
         self._round = -1
         self._sizes: dict[str, Sequence[Estimate]] = {}
 
-    def wants(self, view: View, jobs: list[Job]) -> list[Want]:
+    def wants(self, view: View, jobs: list[Job]) -> list[Target]:
         """As decided in the last round; anew in a new one."""
         assert self.interval_s is not None
         number = int((view.now_s + 1e-6) // self.interval_s)
@@ -40,8 +40,8 @@ class Rounds(Baseline):
             self._sizes = {}
             for job, options in self.divide(view, jobs, capacity):
                 self._sizes[job.id] = options
-            return [Want(j, self._sizes[j.id], self.name) for j in jobs if j.id in self._sizes]
-        wants: list[Want] = []
+            return [Target(j, self._sizes[j.id], self.name) for j in jobs if j.id in self._sizes]
+        wants: list[Target] = []
         for job in jobs:
             options = self._sizes.get(job.id, ())
             # Who runs counts on the type that it has, where that is one of those that it is to have.
@@ -50,24 +50,24 @@ class Rounds(Baseline):
             if counted:
                 capacity.take(counted[0])
             if counted or (options and job.attempt is not None):
-                wants.append(Want(job, options, self.name))
+                wants.append(Target(job, options, self.name))
         for job in self.order(view, [j for j in jobs if j.id not in self._sizes and j.attempt is None]):
-            menu = self.menu(job, view)
-            assert menu is not None, "only managed jobs are asked"
-            options = self.first(job, menu, capacity)
+            candidates = self.candidates(job, view)
+            assert candidates is not None, "only managed jobs are asked"
+            options = self.first(job, candidates, capacity)
             if options:
                 self._sizes[job.id] = options
                 capacity.take(options[0])
-                wants.append(Want(job, options, self.name))
+                wants.append(Target(job, options, self.name))
         return wants
 
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
         """In order of arrival."""
         return sorted(jobs, key=lambda j: (j.submitted_s, len(j.id), j.id))
 
-    def first(self, job: Job, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+    def first(self, job: Job, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
         """How a new job starts between rounds."""
-        return capacity.fits(menu.by_speed[menu.counts[0]])
+        return capacity.fits(candidates.by_speed[candidates.counts[0]])
 
     @abstractmethod
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
@@ -93,20 +93,20 @@ class Optimus(Rounds):
         given: dict[str, Job] = {}
         kinds: dict[str, str] = {}
         for job in self.order(view, jobs):
-            menu = self.menu(job, view)
-            assert menu is not None
-            some = capacity.fits(menu.by_speed[menu.counts[0]])
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            some = capacity.fits(candidates.by_speed[candidates.counts[0]])
             if some:
                 capacity.take(some[0])
-                sizes[job.id], given[job.id], kinds[job.id] = menu.counts[0], job, some[0].device_type
+                sizes[job.id], given[job.id], kinds[job.id] = candidates.counts[0], job, some[0].device_type
         import heapq
 
         heap: list[tuple[float, str, int]] = []
 
         def push(job: Job) -> None:
-            menu = self.menu(job, view)
-            assert menu is not None
-            here = menu.sizes[kinds[job.id]]
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            here = candidates.sizes[kinds[job.id]]
             size = sizes[job.id]
             larger = next((n for n in here if n > size), None)
             if larger is not None:
@@ -126,32 +126,32 @@ class Optimus(Rounds):
             push(given[job_id])
         found: list[tuple[Job, Sequence[Estimate]]] = []
         for job_id, job in given.items():
-            menu = self.menu(job, view)
-            assert menu is not None
-            found.append((job, menu.sizes[kinds[job_id]][sizes[job_id]]))
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            found.append((job, candidates.sizes[kinds[job_id]][sizes[job_id]]))
         return found
 
 
 def is_moving(job: Job) -> bool:
     """In the middle of a move."""
     attempt = job.attempt
-    return attempt is not None and bool(attempt.migration or attempt.resuming or attempt.retired)
+    return attempt is not None and bool(attempt.migration or job.resuming or attempt.retired)
 
 
-def staying(job: Job, view: View, menu: Menu) -> Sequence[Estimate]:
+def staying(job: Job, view: View, candidates: CandidatePlans) -> Sequence[Estimate]:
     """How a running job may go on, on as many devices of the same type, fastest first; none: it does not run.
 
     A scheduler that does not know types leaves a job on those it was given; were it counted on the type where it would
     be fastest, others would wait for devices that nobody uses.
     """
-    now = now_on(job, view, menu)
-    return menu.sizes[now.device_type][now.devices] if now is not None else ()
+    now = now_on(job, view, candidates)
+    return candidates.sizes[now.device_type][now.devices] if now is not None else ()
 
 
-def now_on(job: Job, view: View, menu: Menu) -> Estimate | None:
+def now_on(job: Job, view: View, candidates: CandidatePlans) -> Estimate | None:
     """What of its menu a running job runs as."""
     if job.attempt is None:
         return None
     kind, shape = current(job, view)
-    some = menu.sizes.get(kind, {}).get(sum(shape), ())
+    some = candidates.sizes.get(kind, {}).get(sum(shape), ())
     return next((x for x in some if x.shape == shape), None)

@@ -12,9 +12,9 @@ import heapq
 from collections.abc import Sequence
 
 from clusterd.core.estimates.attained_service import executed_s
-from clusterd.core.estimates.candidate_plans import Choice, Menu
+from clusterd.core.estimates.candidate_plans import CandidatePlans, PlanFreedom
 from clusterd.core.performance_table import Estimate
-from clusterd.core.placement.apply_targets import Want
+from clusterd.core.placement.apply_targets import Target
 from clusterd.core.policies.base import Baseline, Capacity, asked_size
 from clusterd.core.policies.optimus import now_on
 from clusterd.core.state import Job
@@ -29,7 +29,7 @@ class Rubick(Baseline):
     """Plans and sizes by slopes."""
 
     name = "rubick"
-    published = Choice.ANY
+    published = PlanFreedom.ANY
     interval_s: float | None = 60.0
 
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
@@ -39,16 +39,16 @@ class Rubick(Baseline):
             key=lambda j: (not j.spec.guaranteed, j.attempt is None, -self._slope(j, view, 0)[0], j.submitted_s, j.id),
         )
 
-    def wants(self, view: View, jobs: list[Job]) -> list[Want]:
+    def wants(self, view: View, jobs: list[Job]) -> list[Target]:
         """Least allocations, then further devices by slope; nobody who may not be changed is."""
         capacity = Capacity(view, jobs)
         sizes: dict[str, int] = {}
         kinds: dict[str, str] = {}
         fixed: set[str] = set()
         for job in self.order(view, jobs):
-            menu = self.menu(job, view)
-            assert menu is not None
-            now = now_on(job, view, menu)
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            now = now_on(job, view, candidates)
             if now is not None and not self._may_change(job, view):
                 sizes[job.id], kinds[job.id] = now.devices, now.device_type
                 capacity.left[now.device_type] = capacity.left.get(now.device_type, 0) - now.devices
@@ -56,11 +56,11 @@ class Rubick(Baseline):
         for job in self.order(view, jobs):
             if job.id in fixed:
                 continue
-            menu = self.menu(job, view)
-            assert menu is not None
-            now = now_on(job, view, menu)
-            least = self._least(job, menu)
-            options = capacity.fits(menu.by_speed[least])
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            now = now_on(job, view, candidates)
+            least = self._least(job, candidates)
+            options = capacity.fits(candidates.by_speed[least])
             if options:
                 capacity.take(options[0])
                 sizes[job.id], kinds[job.id] = least, options[0].device_type
@@ -82,14 +82,14 @@ class Rubick(Baseline):
                 capacity.left[kinds[job_id]] -= more
                 sizes[job_id] = to
                 push(job_id)
-        wants: list[Want] = []
+        wants: list[Target] = []
         for job in self.order(view, jobs):
             if job.id not in sizes:
                 continue
-            menu = self.menu(job, view)
-            assert menu is not None
-            chosen: Sequence[Estimate] = menu.sizes[kinds[job.id]][sizes[job.id]]
-            wants.append(Want(job, chosen, self.name, keep=job.id in fixed))
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            chosen: Sequence[Estimate] = candidates.sizes[kinds[job.id]][sizes[job.id]]
+            wants.append(Target(job, chosen, self.name, keep=job.id in fixed))
         return wants
 
     def _may_change(self, job: Job, view: View) -> bool:
@@ -97,21 +97,23 @@ class Rubick(Baseline):
         made = len(job.migrations) + max(len(job.attempts) - 1, 0) + 1
         return age_s > 0 and (age_s - made * DELTA_S) / age_s > SHARE
 
-    def _least(self, job: Job, menu: Menu) -> int:
+    def _least(self, job: Job, candidates: CandidatePlans) -> int:
         """Of a guaranteed job the fewest devices whose best plan reaches what it asked for; of others the fewest."""
         if not job.spec.guaranteed:
-            return menu.counts[0]
-        asked = menu.by_speed[asked_size(job, menu)]
-        wish = job.spec.resources.plan
-        asked_s = min((x.step_time_s for x in asked if wish is None or x.plan == wish), default=asked[0].step_time_s)
-        return next((n for n, x in menu.fastest.items() if x.step_time_s <= asked_s), asked_size(job, menu))
+            return candidates.counts[0]
+        asked = candidates.by_speed[asked_size(job, candidates)]
+        requested = job.spec.resources.plan
+        asked_s = min(
+            (x.step_time_s for x in asked if requested is None or x.plan == requested), default=asked[0].step_time_s
+        )
+        return next((n for n, x in candidates.fastest.items() if x.step_time_s <= asked_s), asked_size(job, candidates))
 
     def _slope(self, job: Job, view: View, size: int, kind: str | None = None) -> tuple[float, int]:
         """Relative speed-up per device to the next size that is faster, and that size."""
-        menu = self.menu(job, view)
-        assert menu is not None
-        points = menu.fastest if kind is None else {n: some[0] for n, some in menu.sizes[kind].items()}
-        asked_s = menu.by_speed[asked_size(job, menu)][0].step_time_s
+        candidates = self.candidates(job, view)
+        assert candidates is not None
+        points = candidates.fastest if kind is None else {n: some[0] for n, some in candidates.sizes[kind].items()}
+        asked_s = candidates.by_speed[asked_size(job, candidates)][0].step_time_s
         speed = asked_s / points[size].step_time_s if size else 0.0
         best = (0.0, size)
         for n, x in points.items():

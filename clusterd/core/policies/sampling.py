@@ -17,13 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from clusterd.core.estimates.attained_service import likely_steps_left
-from clusterd.core.estimates.candidate_plans import Choice, is_alike
+from clusterd.core.estimates.candidate_plans import PlanFreedom, is_alike
 from clusterd.core.estimates.heterogeneous_speed import believed
-from clusterd.core.estimates.job_forecast import census
-from clusterd.core.ledger import Room, of_ranks
+from clusterd.core.estimates.job_forecast import take_inventory
+from clusterd.core.ledger import Ledger, of_ranks
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import MOST_DEVICES
-from clusterd.core.placement.heterogeneous_search import Mixing, Mixtures
+from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates, HeterogeneousSearch
 from clusterd.core.placement.matching import match
 from clusterd.core.policies.base import Capacity
 from clusterd.core.policies.equal import largest_within
@@ -45,19 +45,19 @@ class Sampling(Rounds):
     """Who is to have how many of which type."""
 
     name = "sampling"
-    published = Choice.REPLICAS
+    published = PlanFreedom.REPLICAS
     interval_s: float | None = 60.0
 
     def __init__(self, plans: bool = False) -> None:
         super().__init__(plans)
-        self._mixtures = Mixtures()
+        self._estimates = HeterogeneousEstimates()
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> Division:
         """The best of the sampled categories."""
         ordered = self.order(view, jobs)
-        mixing = self._mixing(view, jobs)
+        search = self._mixing(view, jobs)
         before = dict(capacity.left)
-        best = self._matched(view, ordered, mixing, capacity) or self._in_turn(view, ordered, mixing, capacity)
+        best = self._matched(view, ordered, search, capacity) or self._in_turn(view, ordered, search, capacity)
         after = dict(capacity.left)
         capacity.left = dict(before)
         stay = self._as_it_is(view, ordered, capacity)
@@ -66,27 +66,27 @@ class Sampling(Rounds):
         capacity.left = after
         return best[1]
 
-    def _mixing(self, view: View, jobs: Sequence[Job]) -> Mixing:
+    def _mixing(self, view: View, jobs: Sequence[Job]) -> HeterogeneousSearch:
         """Over all devices that the round may give."""
-        room = Room(view.free)
+        ledger = Ledger(view.free)
         for job in jobs:
             if job.attempt is not None:
-                room.put(of_ranks(view.hosts, job.attempt), job.attempt.cores, job.attempt.memory_bytes)
-        return Mixing(self._mixtures, view, room, census(view))
+                ledger.put(of_ranks(view.hosts, job.attempt), job.attempt.cores, job.attempt.memory_bytes)
+        return HeterogeneousSearch(self._estimates, view, ledger, take_inventory(view))
 
     def _matched(
-        self, view: View, jobs: Sequence[Job], mixing: Mixing, capacity: Capacity
+        self, view: View, jobs: Sequence[Job], search: HeterogeneousSearch, capacity: Capacity
     ) -> tuple[float, Division] | None:
         """By the market; None: it is no case for it."""
         names = [name for name, count in sorted(capacity.left.items()) for _ in range(count)]
         served = jobs[: len(names)]
-        if not served or len(names) > MOST_DEVICES or not mixing.groups:
+        if not served or len(names) > MOST_DEVICES or not search.groups:
             return None
         speeds = [self._speeds(job, view) for job in served]
         rates = np.array([[speed.get(name, 0.0) for name in names] for speed in speeds])
         if np.any(rates.max(axis=1) <= 0):
             return None
-        work = np.array([likely_steps_left(j) * view.outlooks[j.model].global_batch for j in served])
+        work = np.array([likely_steps_left(j) * view.performance_tables[j.model].global_batch for j in served])
         whose = match(work, rates, samples=CATEGORIES, seed=int(view.now_s))
         score = 0.0
         found: Division = []
@@ -95,10 +95,12 @@ class Sampling(Rounds):
             for name, owner in zip(names, whose, strict=True):
                 if owner == number:
                     limits[name] = limits.get(name, 0) + 1
-            score += self._give(job, view, mixing, capacity, limits, sum(limits.values()), found)
+            score += self._give(job, view, search, capacity, limits, sum(limits.values()), found)
         return score, found
 
-    def _in_turn(self, view: View, jobs: Sequence[Job], mixing: Mixing, capacity: Capacity) -> tuple[float, Division]:
+    def _in_turn(
+        self, view: View, jobs: Sequence[Job], search: HeterogeneousSearch, capacity: Capacity
+    ) -> tuple[float, Division]:
         """By sampled sizes, each job taking what serves it best of what the jobs before it left."""
         random_ = random.Random(int(view.now_s))
         roots = [self._root_of_work(job, view) for job in jobs]
@@ -114,71 +116,82 @@ class Sampling(Rounds):
             if best is None or score < best[0]:
                 best = (score, sizes)
         assert best is not None
-        return self._given(view, jobs, best[1], mixing, capacity)
+        return self._given(view, jobs, best[1], search, capacity)
 
     def _given(
-        self, view: View, jobs: Sequence[Job], sizes: Sequence[int], mixing: Mixing | None, capacity: Capacity
+        self,
+        view: View,
+        jobs: Sequence[Job],
+        sizes: Sequence[int],
+        search: HeterogeneousSearch | None,
+        capacity: Capacity,
     ) -> tuple[float, Division]:
         score = 0.0
         found: Division = []
         for job, size in zip(jobs, sizes, strict=True):
-            score += self._give(job, view, mixing, capacity, capacity.left, size, found)
+            score += self._give(job, view, search, capacity, capacity.left, size, found)
         return score, found
 
     def _give(
         self,
         job: Job,
         view: View,
-        mixing: Mixing | None,
+        search: HeterogeneousSearch | None,
         capacity: Capacity,
         limits: Mapping[str, int],
         share: int,
         found: Division,
     ) -> float:
         """Its best within so many devices, taken and noted; the seconds that it would need."""
-        menu = self.menu(job, view)
-        assert menu is not None, "only managed jobs are asked"
+        candidates = self.candidates(job, view)
+        assert candidates is not None, "only managed jobs are asked"
         within = Capacity.of(limits)
-        options: list[Estimate] = largest_within(menu, share, within)
-        if mixing is not None:
+        options: list[Estimate] = largest_within(candidates, share, within)
+        if search is not None:
             under_s = options[0].step_time_s if options else float("inf")
-            options = [*self._mixed(job, view, mixing, limits, share, under_s), *options]
-        options = options or capacity.fits(menu.by_speed[menu.counts[0]])
+            options = [*self._mixed(job, view, search, limits, share, under_s), *options]
+        options = options or capacity.fits(candidates.by_speed[candidates.counts[0]])
         if not options:
-            return likely_steps_left(job) * menu.by_speed[menu.counts[0]][0].step_time_s * 2.0
+            return likely_steps_left(job) * candidates.by_speed[candidates.counts[0]][0].step_time_s * 2.0
         capacity.take(options[0])
         found.append((job, options))
         return likely_steps_left(job) * options[0].step_time_s
 
     def _mixed(
-        self, job: Job, view: View, mixing: Mixing, limits: Mapping[str, int], share: int, under_s: float
+        self,
+        job: Job,
+        view: View,
+        search: HeterogeneousSearch,
+        limits: Mapping[str, int],
+        share: int,
+        under_s: float,
     ) -> list[Estimate]:
         """The fastest over several types, if it is faster than this."""
         best: list[Estimate] = []
         allowed = self._allowed(job)
-        for types in mixing.groups.values():
-            free = mixing.free(job, types)
-            for known in self._mixtures.shapes(job.model, view.outlooks[job.model], types):
+        for types in search.groups.values():
+            free = search.free(job, types)
+            for known in self._estimates.shapes(job.model, view.performance_tables[job.model], types):
                 if known.devices <= share and known.fastest_s < under_s:
-                    offer = mixing.lay(job, known, free, limits, lambda x: allowed(x.plan))
+                    offer = search.lay(job, known, free, limits, lambda x: allowed(x.plan))
                     if offer is not None and offer.step_time_s < under_s:
                         best, under_s = [offer], offer.step_time_s
         return best
 
     def _allowed(self, job: Job) -> Callable[[Plan], bool]:
-        wish = job.spec.resources.plan
-        if wish is None or self.choice is not Choice.REPLICAS:
+        requested = job.spec.resources.plan
+        if requested is None or self.choice is not PlanFreedom.REPLICAS:
             return lambda plan: True
-        return lambda plan: is_alike(plan, wish)
+        return lambda plan: is_alike(plan, requested)
 
     def _speeds(self, job: Job, view: View) -> dict[str, float]:
         """Samples per second of one device of each type, among as few as the job runs on there."""
-        menu = self.menu(job, view)
-        assert menu is not None, "only managed jobs are asked"
-        batch = view.outlooks[job.model].global_batch
+        candidates = self.candidates(job, view)
+        assert candidates is not None, "only managed jobs are asked"
+        batch = view.performance_tables[job.model].global_batch
         return {
             name: batch / (sizes[least][0].step_time_s * least)
-            for name, sizes in menu.sizes.items()
+            for name, sizes in candidates.sizes.items()
             for least in (min(sizes),)
         }
 
@@ -189,7 +202,7 @@ class Sampling(Rounds):
         for job in jobs:
             if job.attempt is None or job.attempt.plan is None:
                 return None
-            now = believed(view.outlooks[job.model], job.attempt.plan, of_ranks(view.hosts, job.attempt))
+            now = believed(view.performance_tables[job.model], job.attempt.plan, of_ranks(view.hosts, job.attempt))
             if now is None or any(capacity.left.get(name, 0) < count for name, count in now.by_type.items()):
                 return None
             capacity.take(now)
@@ -199,7 +212,7 @@ class Sampling(Rounds):
 
     def _root_of_work(self, job: Job, view: View) -> float:
         """Devices in proportion to it divide a cluster best between jobs that scale alike."""
-        menu = self.menu(job, view)
-        assert menu is not None, "only managed jobs are asked"
-        work_s = likely_steps_left(job) * min(n * x.step_time_s for n, x in menu.fastest.items())
+        candidates = self.candidates(job, view)
+        assert candidates is not None, "only managed jobs are asked"
+        work_s = likely_steps_left(job) * min(n * x.step_time_s for n, x in candidates.fastest.items())
         return float(max(work_s, 1e-3) ** 0.5)

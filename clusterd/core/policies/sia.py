@@ -14,7 +14,7 @@ import numpy as np
 import scipy
 
 from clusterd.core.estimates.attained_service import executed_s
-from clusterd.core.estimates.candidate_plans import Choice
+from clusterd.core.estimates.candidate_plans import PlanFreedom
 from clusterd.core.performance_table import Estimate
 from clusterd.core.policies.base import Capacity
 from clusterd.core.policies.optimus import Rounds, now_on
@@ -31,7 +31,7 @@ class Sia(Rounds):
     """The integer programme."""
 
     name = "sia"
-    published = Choice.REPLICAS
+    published = PlanFreedom.REPLICAS
     interval_s: float | None = 60.0
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
@@ -40,16 +40,16 @@ class Sia(Rounds):
         cells: list[tuple[int, str, int]] = []  # job, type, devices
         kinds = sorted(capacity.left)
         for number, job in enumerate(jobs):
-            menu = self.menu(job, view)
-            assert menu is not None
-            now = now_on(job, view, menu)
-            least = max(x.step_time_s for x in menu.fastest.values())
+            candidates = self.candidates(job, view)
+            assert candidates is not None
+            now = now_on(job, view, candidates)
+            least = max(x.step_time_s for x in candidates.fastest.values())
             had = max((len(a.ranks) for a in job.attempts), default=0)
-            had = max(had, menu.counts[0])
+            had = max(had, candidates.counts[0])
             factor = self._restart_factor(job, view)
-            for kind, sizes in menu.sizes.items():
+            for kind, sizes in candidates.sizes.items():
                 for size, some in sizes.items():
-                    if size > max(2 * had, menu.counts[0]) or size > capacity.left.get(kind, 0):
+                    if size > max(2 * had, candidates.counts[0]) or size > capacity.left.get(kind, 0):
                         continue
                     same = now is not None and now.device_type == kind and now.devices == size
                     gain = least / some[0].step_time_s * (1.0 if same or now is None else factor)
@@ -62,9 +62,9 @@ class Sia(Rounds):
         found: list[tuple[Job, Sequence[Estimate]]] = []
         for index in chosen:
             number, kind, size = cells[index]
-            menu = self.menu(jobs[number], view)
-            assert menu is not None
-            found.append((jobs[number], menu.sizes[kind][size]))
+            candidates = self.candidates(jobs[number], view)
+            assert candidates is not None
+            found.append((jobs[number], candidates.sizes[kind][size]))
         return found
 
     def _restart_factor(self, job: Job, view: View) -> float:
@@ -102,12 +102,12 @@ def best_one(values: Sequence[float], cells: Sequence[Cell], left: Mapping[str, 
         total = better
         picks.append(pick)
     chosen: list[int] = []
-    room = capacity
+    ledger = capacity
     for pick in reversed(picks):
-        index = int(pick[room])
+        index = int(pick[ledger])
         if index >= 0:
             chosen.append(index)
-            room -= cells[index][2]
+            ledger -= cells[index][2]
     return chosen
 
 

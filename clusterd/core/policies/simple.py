@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clusterd.core.estimates.attained_service import likely_steps_left
-from clusterd.core.estimates.candidate_plans import Menu
+from clusterd.core.estimates.candidate_plans import CandidatePlans
 from clusterd.core.performance_table import Estimate
 from clusterd.core.policies.base import Baseline, Capacity, asked_size, step_s
 from clusterd.core.policies.optimus import staying
@@ -16,9 +16,9 @@ from clusterd.core.view import View
 class Stationary(Baseline):
     """Knows no device types: a job starts where it is fastest of what is free, and stays on that type."""
 
-    def options(self, job: Job, view: View, menu: Menu, capacity: Capacity) -> Sequence[Estimate]:
+    def options(self, job: Job, view: View, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
         """As it runs, else as it would run."""
-        return capacity.fits(staying(job, view, menu)) or super().options(job, view, menu, capacity)
+        return capacity.fits(staying(job, view, candidates)) or super().options(job, view, candidates, capacity)
 
 
 class Fifo(Stationary):
@@ -41,8 +41,8 @@ class Srtf(Stationary):
         """By believed remaining time."""
 
         def left_s(job: Job) -> float:
-            menu = self.menu(job, view)
-            assert menu is not None, "only managed jobs are ordered"
-            return likely_steps_left(job) * step_s(job, menu, asked_size(job, menu))
+            candidates = self.candidates(job, view)
+            assert candidates is not None, "only managed jobs are ordered"
+            return likely_steps_left(job) * step_s(job, candidates, asked_size(job, candidates))
 
         return sorted(jobs, key=lambda j: (left_s(j), j.submitted_s, j.id))

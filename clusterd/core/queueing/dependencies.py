@@ -1,4 +1,4 @@
-"""What a queued job waits for before anybody looks for devices: other jobs, and hosts that have its data."""
+"""Conditions of a queued job beside resources: other jobs, and hosts that hold its data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ENDED = {JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
 
 
 def waits_for(spec: JobSpec, state: State) -> str | None:
-    """Why the job is not to be thought of yet, in words; None: it may start."""
+    """Message about the jobs or data that the job waits for; None: it may start."""
     awaited = [job for job in _before(spec, state.jobs) if job.state is not JobState.FINISHED]
     if awaited:
         return "waits for " + " and ".join(f"{job.spec.name} ({job.id}, {job.state.value})" for job in awaited)
@@ -20,7 +20,7 @@ def waits_for(spec: JobSpec, state: State) -> str | None:
 
 
 def in_vain(spec: JobSpec, jobs: Mapping[JobId, Job]) -> str | None:
-    """Which job it was to start after, and now never will; None: none."""
+    """Message about a job that it was to start after and that ended without success; None: there is none."""
     for job in _before(spec, jobs):
         if (how := _ENDED.get(job.state)) is not None:
             return f"it was to start after {job.spec.name} ({job.id}), which {how}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterd.core.estimates.attained_service import attained_s
-from clusterd.core.estimates.job_forecast import Prospect
+from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import JobId
@@ -27,9 +27,9 @@ STARVED_S = 1800.0
 """... but not before it has waited so long."""
 
 
-def order(view: View, prospects: Mapping[JobId, Prospect] | None = None) -> list[Job]:
+def order(view: View, forecasts: Mapping[JobId, JobForecast] | None = None) -> list[Job]:
     """Queued jobs, first who is asked first; a requeued job keeps its time of submission."""
-    known = prospects or {}
+    known = forecasts or {}
     queued = view.queued
     service = {job.id: attained_s(job, view.now_s) for job in queued}
     by_service = ranks(service)
@@ -55,7 +55,7 @@ def order(view: View, prospects: Mapping[JobId, Prospect] | None = None) -> list
     return sorted(queued, key=key)
 
 
-def is_starved(job: Job, p: Prospect | None, now_s: float) -> bool:
+def is_starved(job: Job, p: JobForecast | None, now_s: float) -> bool:
     """It has waited long, and long for what it is."""
     if p is None:
         return False

@@ -1,31 +1,24 @@
-"""First stage: is it known how a job will go on? (after AITurbo)
+"""First stage: predictability of a job's remaining time (after AITurbo).
 
-A job says how many steps it trains, or at which loss it is done. The first is believed as it stands; the second is
-worth what the loss curve fitted so far is worth, which is judged outside the core, told by an event, and may change.
+A job declares its number of steps or a target loss. The declared number is taken as it stands; the step at which the
+loss reaches its target is predicted outside the core and arrives by an event, with a verdict on the loss curve.
 """
 
 from __future__ import annotations
 
+from clusterd.core.estimates.attained_service import total_steps
 from clusterd.core.state import Job
 from clusterd.types import JobKind
 
 STEPS_TO_TRUST = 10
-"""Measured steps before a job's own speed is taken for known."""
-
-
-def steps_in_all(job: Job) -> int:
-    """Steps that the job will have trained when it is over; 0: nobody knows.
-
-    The sooner of what it declares and what its loss curve foretells for its target, where that curve can be believed.
-    """
-    declared = int((job.shape or {}).get("steps") or 0)
-    if job.foreseen_steps is None or job.predictable is False:
-        return declared
-    return min(declared, job.foreseen_steps) if declared else job.foreseen_steps
+"""Measured steps after which a job's own speed counts as known."""
 
 
 def is_predictable(job: Job) -> bool:
-    """The job's remaining time can be computed: the number of its steps is known, some were timed, and it goes on as
-    its loss curve foretold; jobs that do not are mostly explorations that end early."""
-    known = job.spec.kind is JobKind.ELASTIC and steps_in_all(job) > 0 and job.step >= STEPS_TO_TRUST
+    """True where the job's remaining time can be computed.
+
+    Its number of steps is known, some steps were timed, and its loss follows the fitted curve. Jobs that leave their
+    curve are mostly explorations that end early.
+    """
+    known = job.spec.kind is JobKind.ELASTIC and total_steps(job) > 0 and job.step >= STEPS_TO_TRUST
     return known and job.predictable is not False

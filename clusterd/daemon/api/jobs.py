@@ -16,11 +16,10 @@ from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.allocation.unmodelled import LEARNING, allocate
-from clusterd.core.placement.place import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
-from clusterd.core.view import Refusal, View
+from clusterd.core.view import Placement, Refusal, View
 from clusterd.daemon.api import cancel
 from clusterd.daemon.api.files import Fetching
 from clusterd.daemon.api.hosts import Membership, need_operator

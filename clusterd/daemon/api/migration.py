@@ -13,6 +13,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocation import resize_unmodelled
 from clusterd.core.allocation.unmodelled import objection_to_size
+from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.lifecycle import migrations
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job
@@ -124,7 +125,7 @@ class ByHand:
 
     async def _settled(self, job: Job) -> None:
         """Until the ranks of the job's last move are gone: two moves in a row are meant one after the other."""
-        while job.attempt is not None and (job.attempt.retired or job.attempt.resuming):
+        while job.attempt is not None and (job.attempt.retired or job.resuming is not None):
             await self._feed.wait(self._feed.number)
 
     async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class ByHand:
         attempt = job.attempt
         assert attempt is not None
         devices = {place.device for place in move.ranks}
-        crowded = migrations.crowded(self._state.hosts, job, attempt, move.plan, devices)
+        crowded = memory_conflict(self._state.hosts, job, attempt, move.plan, devices)
         restart_s = self._state.restart_costs_s.get(job.model)
         return await anyio.to_thread.run_sync(foresee, job, move, crowded, restart_s)
 

@@ -65,5 +65,5 @@ def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
 
 def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
     """Wherever a generation of the attempt may have left something."""
-    hosts = {*attempt.hosts, *(host for ranks in attempt.past.values() for host in ranks.values())}
+    hosts = {*attempt.hosts, *(host for ranks in attempt.hosts_by_generation.values() for host in ranks.values())}
     return sorted(hosts | {place.host for move in job.migrations for place in move.places})

@@ -71,7 +71,7 @@ class Executor:
                     self._begin(self._mover.abort, decision)
                 case d.ResumeAttempt():
                     self._begin(self._mover.resume, decision)
-                case d.CutOffSurvivors():
+                case d.AbortCollectives():
                     self._begin(self._cut_off, decision)
                 case d.UseCores():
                     self._begin(self._use_cores, decision)
@@ -262,7 +262,7 @@ class Executor:
     async def _use_cores(self, decision: d.UseCores) -> None:
         await self._hosts.everywhere(decision, "tell", message={"event": "cores", "each": decision.each})
 
-    async def _cut_off(self, decision: d.CutOffSurvivors) -> None:
+    async def _cut_off(self, decision: d.AbortCollectives) -> None:
         await self._hosts.everywhere(decision, "tell", message={"event": "peers_lost", "reason": decision.reason})
 
     # --- stop ---------------------------------------------------------------------------------------------------------
@@ -287,5 +287,5 @@ def _launch_failed(
         host=host,
         why=why,
         is_infrastructure=is_infrastructure,
-        lasts=lasts,
+        is_permanent=lasts,
     )

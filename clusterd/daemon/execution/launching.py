@@ -122,8 +122,8 @@ class Launches:
         if copies * ModelShape.from_dict(told).state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
             return 0
         known = state.jobs[JobId(job)]
-        outlook = state.outlooks.get(known.model)
-        predicted = [x.step_time_s for x in outlook.estimates if x.plan == plan] if outlook is not None else []
+        table = state.performance_tables.get(known.model)
+        predicted = [x.step_time_s for x in table.estimates if x.plan == plan] if table is not None else []
         step_s = known.step_time_s or min(predicted, default=SNAPSHOT_EVERY_S / SNAPSHOT_EVERY)
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
@@ -142,7 +142,7 @@ class Launches:
         known = self._engine.scheduler.state.jobs.get(JobId(job))
         return {
             "job": job,
-            "born_s": known.born_s if known is not None else 0.0,
+            "born_s": known.created_s if known is not None else 0.0,
             "attempt": attempt,
             "generation": generation,
             "kind": spec.kind.value,

@@ -113,7 +113,7 @@ class Saga:
         """All phases up to the switch; a failure becomes an event."""
         try:
             move = await self._describe()
-            if self.decision.makes_room:
+            if self.decision.source_releases_memory:
                 await self._make_room(move)
             else:
                 await self._prepare(move)
@@ -176,7 +176,9 @@ class Saga:
         digests = {said["digest"] for said in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
-        await self._advance(f"{len(self.decision.new_ranks)} ranks stand by", post=not self.decision.makes_room)
+        await self._advance(
+            f"{len(self.decision.new_ranks)} ranks stand by", post=not self.decision.source_releases_memory
+        )
 
     async def _describe(self) -> dict[str, Any]:
         """What everyone has to know to compute the same move."""
@@ -193,7 +195,7 @@ class Saga:
             "shape": state.jobs[decision.job].shape,
             "lost": list(decision.lost),
             "step": decision.step,
-            "makes_room": decision.makes_room,
+            "makes_room": decision.source_releases_memory,
             "old": _side(decision.generation, decision.plan.to_dict(), decision.ranks),
             "new": _side(decision.new_generation, decision.new_plan.to_dict(), decision.new_ranks),
             "fabric": fabric,

@@ -107,7 +107,9 @@ class Mover:
             return
         move = self._finishing.pop(key, None)
         attempt = self._engine.scheduler.state.attempt(*key[:2])
-        if attempt is None or not attempt.resuming or attempt.generation != key[2]:
+        if attempt is None or attempt.generation != key[2]:
+            return
+        if self._engine.scheduler.state.jobs[attempt.job].resuming is None:
             return
         now_s = time.time()
         # Without the move (the daemon was restarted in between) nobody knows when the last old step ended.

@@ -51,7 +51,7 @@ class Describer:
                 pass  # HostDisconnected puts the question to another host
             except ClusterError as error:
                 event = e.ModelNotDescribed(
-                    at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, lasts=error.lasts
+                    at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, is_permanent=error.lasts
                 )
             except Exception as error:
                 # Nobody would ask again: its model would be learned for ever.
@@ -158,7 +158,7 @@ class Describer:
             job=decision.job,
             why=f"its model could not be built on {decision.host} ({end}): {tail}",
             is_infrastructure=end.reason.is_infrastructure or end.reason is Reason.NO_TORCH,
-            lasts=end.reason is Reason.NO_TORCH,
+            is_permanent=end.reason is Reason.NO_TORCH,
         )
 
     async def _tidy_description(self, host: HostId, who: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.core.lifecycle.reconcile import is_news
+from clusterd.core.lifecycle.reconcile import needs_action
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.agents import Agents, identity
 from clusterd.daemon.hosts.pending_replies import Expected
@@ -171,7 +171,7 @@ class Hosts:
         for report in hello["attempts"]:
             self.on_job_told(report["job"], host)
         told = (facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
-        reports = tuple(r for r in told if is_news(self._engine.scheduler.state, host, r))
+        reports = tuple(r for r in told if needs_action(self._engine.scheduler.state, host, r))
         home = managed.link.agent_home
         before = self._engine.scheduler.state.hosts[host].agent_home
         if before is not None and before != home:
@@ -288,7 +288,7 @@ class Hosts:
                 generation=message["generation"],
                 rank=message["rank"],
                 step=message["said"]["step"],
-                may_finish=bool(message["said"].get("may_finish", False)),
+                can_finish_step=bool(message["said"].get("may_finish", False)),
                 out_of_memory=bool(message["said"].get("out_of_memory", False)),
             )
         )

@@ -31,8 +31,11 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Statement = tuple[str, tuple[Any, ...]]
 
-MIGRATIONS = (
-    """
+FORMAT = 3
+"""Version of the schema and of the encoded events (`PRAGMA user_version`). Formats 1 and 2 were never released."""
+
+SCHEMA = f"""
+    BEGIN;
     CREATE TABLE events (
         id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL
     );
@@ -45,18 +48,16 @@ MIGRATIONS = (
     CREATE TABLE hosts (name TEXT PRIMARY KEY, address TEXT NOT NULL, options BLOB NOT NULL);
     CREATE TABLE secrets (job TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (job, name));
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-    """,
-    """
     CREATE TABLE proposals (batch INTEGER PRIMARY KEY, body BLOB NOT NULL);
-    """,
-)
-"""Each brings the file one version further; a version once released is never changed."""
+    PRAGMA user_version={FORMAT};
+    COMMIT;
+"""
 
 SELECT_BATCHES = """
     SELECT events.batch, events.kind, events.body, proposals.body
     FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > ? ORDER BY events.id
 """
-"""What `batches` reads; of the first format, which kept no proposals, see `clusterd.replay`."""
+"""Rows that `batches` reads: every event after the given one, with the proposal of its batch."""
 
 _NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "fuse.sshfs", "glusterfs",
@@ -98,13 +99,18 @@ class Journal:
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:
             raise self._unusable("it is a database of another program")
-        if version > len(MIGRATIONS):
+        if version == 0:
+            db.executescript(SCHEMA)
+        elif version > FORMAT:
             raise ClusterError(
-                f"{self.path} was written by a newer clusterd (format {version}, this one knows {len(MIGRATIONS)}): "
+                f"{self.path} was written by a newer clusterd (format {version}, this one knows {FORMAT}): "
                 "run that version"
             )
-        for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            db.executescript(f"BEGIN; {script}; PRAGMA user_version={number}; COMMIT;")
+        elif version < FORMAT:
+            raise ClusterError(
+                f"{self.path} was written by a development version of clusterd (format {version}, this one needs "
+                f"{FORMAT}): end its jobs with that version, then move the state directory away"
+            )
 
     def _unusable(self, why: object) -> ClusterError:
         return ClusterError(

@@ -19,7 +19,7 @@ import anyio.to_thread
 
 from clusterd.core import events as e
 from clusterd.core.lifecycle import trials
-from clusterd.core.performance_table import Estimate, Outlook, evenly
+from clusterd.core.performance_table import Estimate, PerformanceTable, evenly
 from clusterd.core.state import Attempt, Host, Job, State
 from clusterd.daemon.journal.engine import Engine
 from plans.model_shape import ModelShape
@@ -133,9 +133,9 @@ class Learned:
     async def described(self, model: str) -> None:
         """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
         self._software.pop(model, None)
-        outlook = self._state.outlooks.get(model)
+        table = self._state.performance_tables.get(model)
         wishes = {job.spec.resources.plan for job in self._alive(model)} - {None}
-        if outlook is None or model not in self._told_s or not wishes <= {x.plan for x in outlook.estimates}:
+        if table is None or model not in self._told_s or not wishes <= {x.plan for x in table.estimates}:
             await self.tell(model, "its model is known")
 
     async def tell(self, model: str, why: str) -> None:
@@ -169,8 +169,8 @@ class Learned:
                 ]
         if forgot == self._forgot:
             self._told_s[model] = time.monotonic()
-        outlook = Outlook(tuple(estimates), shape.global_batch, measured, tuple(beyond))
-        await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, outlook=outlook, why=why))
+        table = PerformanceTable(tuple(estimates), shape.global_batch, measured, tuple(beyond))
+        await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, table=table, why=why))
 
     def forget(self) -> None:
         """What is in the store has changed: it is read, and told, again."""

@@ -162,13 +162,13 @@ class Profiler:
         run.phases = message.get("phases") or run.phases
         run.device_bytes = max(run.device_bytes, int(message.get("device_bytes") or 0))
         run.host_bytes = max(run.host_bytes, int(message.get("host_bytes") or 0))
-        if not _is_quiet(attempt):
+        if not _is_quiet(job, attempt):
             run.times_s.clear()  # ranks that come or go take processor time
             return
         known = self._learned.of(job, attempt)
         if known is None:
             return
-        trial = job.trial
+        trial = job.trials.current
         if trial is not None and trial.from_step is not None and attempt.plan == trial.plan:
             enough = len(run.times_s) >= SLOW_TRIAL_STEPS and sum(run.times_s) >= TRIAL_S_MOST
             if len(run.times_s) >= trial.steps or enough:
@@ -191,7 +191,9 @@ class Profiler:
         found = await anyio.to_thread.run_sync(ending.judge, job.spec.target_loss)
         if found is not None:
             await self._engine.post(
-                e.EndForeseen(at_s=time.time(), job=job.id, predictable=found[0], steps=found[1], why=ending.why)
+                e.CompletionPredicted(
+                    at_s=time.time(), job=job.id, predictable=found[0], steps=found[1], why=ending.why
+                )
             )
 
     async def _measured(self, job: Job, attempt: Attempt, known: Knowledge, run: _Run) -> None:
@@ -266,6 +268,6 @@ class Profiler:
         await self._learned.keep(measurement)
 
 
-def _is_quiet(attempt: Attempt) -> bool:
-    """No rank of it comes or goes."""
-    return attempt.migration is None and not attempt.resuming and not attempt.retired
+def _is_quiet(job: Job, attempt: Attempt) -> bool:
+    """True while no rank of the attempt starts or exits."""
+    return attempt.migration is None and job.resuming is None and not attempt.retired

@@ -11,8 +11,9 @@ import anyio.to_thread
 
 from clusterd.core import events as e
 from clusterd.core.allocation.migration_cost import RESTART_S
+from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.ledger import shape_of
-from clusterd.core.lifecycle import migrations, trials
+from clusterd.core.lifecycle import trials
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.journal.engine import Engine
 from clusterd.types import JobKind
@@ -62,9 +63,9 @@ class Trying:
     async def look_at(self, job: Job) -> None:
         """One job: ask for its next trial, or say that there is none."""
         attempt = trials.ready(job)
-        if attempt is None or job.trial is not None or not job.model or job.spec.kind is not JobKind.ELASTIC:
+        if attempt is None or job.trials.current is not None or not job.model or job.spec.kind is not JobKind.ELASTIC:
             return
-        if not job.step_time_s or (not job.being_tried and not self._may_begin(job)):
+        if not job.step_time_s or (not job.trials.is_running and not self._may_begin(job)):
             return
         known = self._known_of(job, attempt)
         if known is None:
@@ -73,11 +74,11 @@ class Trying:
         answer, restarts = None, False
         held = trials.held(attempt, self._state.hosts)
         known_so_far = (len(known.online.observations), len(known.refused), len(held))
-        if not job.being_tried and self._nothing_to_try.get(job.id) == known_so_far:
+        if not job.trials.is_running and self._nothing_to_try.get(job.id) == known_so_far:
             return  # asked before, and nothing was learned since
         tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
         if self._is_worth_it(job, self._move_s(job)):
-            shapes = [shape_of(trials.together(held, n)) for n in range(1, len(held) + 1)]
+            shapes = [shape_of(trials.pack(held, n)) for n in range(1, len(held) + 1)]
             ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
             answer = await anyio.to_thread.run_sync(ask)
         if answer is None and self._restarts(job, attempt) and self._is_worth_it(job, self._restart_s(job)):
@@ -86,7 +87,7 @@ class Trying:
             answer = await anyio.to_thread.run_sync(partial(known.next_trial, [shape_of(held)], tried))
         if answer is None:
             self._nothing_to_try[job.id] = known_so_far
-            if job.being_tried:
+            if job.trials.is_running:
                 said = "nothing more is worth a trial"
                 await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=said))
             return
@@ -104,7 +105,7 @@ class Trying:
         if job.pinned is not None or not self._trials or not job.spec.trials:
             return False
         others = [self._state.jobs[other] for other in self._state.active]
-        return all(not other.being_tried or other.model != job.model for other in others)
+        return all(not other.trials.is_running or other.model != job.model for other in others)
 
     def _is_worth_it(self, job: Job, move_s: float) -> bool:
         left = (job.shape or {}).get("steps", 0) - job.step
@@ -116,7 +117,7 @@ class Trying:
     def _restarts(self, job: Job, attempt: Attempt) -> bool:
         """Whether the job's devices have no room for new ranks like its own beside those that train."""
         assert attempt.plan is not None
-        return migrations.crowded(self._state.hosts, job, attempt, attempt.plan, attempt.devices) is not None
+        return memory_conflict(self._state.hosts, job, attempt, attempt.plan, attempt.devices) is not None
 
     def _restart_s(self, job: Job) -> float:
         return self._state.restart_costs_s.get(job.model, RESTART_S)
@@ -127,5 +128,5 @@ class Trying:
 
     def _note_refused(self, job: Job, known: Knowledge) -> None:
         """Plans that cannot run are not tried again; those that something came in between of may be."""
-        known.refused.update(trial.plan for trial in job.trials if trial.is_refused)
-        known.refused.update(plan for plan, _ in job.refused)
+        known.refused.update(trial.plan for trial in job.trials.past if trial.is_refused)
+        known.refused.update(plan for plan, _ in job.rejected_plans)

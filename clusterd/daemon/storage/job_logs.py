@@ -132,7 +132,7 @@ class JobLogs:
         """
         done = after.generation - 1 if after is not None else 0
         while True:
-            generation = next((g for g in (*sorted(attempt.past), attempt.generation) if g > done), None)
+            generation = next((g for g in (*sorted(attempt.hosts_by_generation), attempt.generation) if g > done), None)
             if generation is None:
                 return
             offsets = after.offsets if after is not None and after.generation == generation else {}
@@ -260,7 +260,9 @@ class JobLogs:
         if not job.attempts:
             return b""
         current = self._attempt(job, attempt)
-        pieces = [await self._steps_of(job, current, g) for g in (*sorted(current.past), current.generation)]
+        pieces = [
+            await self._steps_of(job, current, g) for g in (*sorted(current.hosts_by_generation), current.generation)
+        ]
         return b"".join(pieces)
 
     async def _steps_of(self, job: Job, attempt: Attempt, generation: int) -> bytes:
@@ -291,8 +293,8 @@ def _is_over(job: Job) -> bool:
 
 def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
     """Host by rank."""
-    if generation in attempt.past:
-        return attempt.past[generation]
+    if generation in attempt.hosts_by_generation:
+        return attempt.hosts_by_generation[generation]
     return {number: rank.place.host for number, rank in attempt.ranks.items()}
 
 

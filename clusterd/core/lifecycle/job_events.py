@@ -1,0 +1,96 @@
+"""Handlers of job events: submit, cancel, priority, and the inspection of models."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from clusterd.core import decisions as d
+from clusterd.core import events as e
+from clusterd.core.lifecycle import jobs, stopping
+from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.queueing.dependencies import waits_for
+from clusterd.core.state import Description, Job, Outcome
+from clusterd.types import AttemptState, JobKind, JobState
+
+DESCRIPTIONS_PER_HOST = 2
+"""Concurrent inspections on one host: they share the memory and cores that its jobs leave, and a sweep has hundreds."""
+
+
+def on_job_submitted(ctx: HandlerContext, event: e.JobSubmitted) -> None:
+    spec = event.spec
+    job = Job(
+        event.job, spec, priority=spec.priority, submitted_s=event.at_s, queued_s=event.at_s, created_s=event.at_s
+    )
+    if spec.kind is JobKind.ELASTIC:
+        job.description = Description.NEEDED
+    ctx.state.jobs[job.id] = job
+    ctx.state.queue[job.id] = None
+    ctx.pass_due = True
+
+
+def on_job_cancelled(ctx: HandlerContext, event: e.JobCancelled) -> None:
+    job = ctx.state.jobs[event.job]
+    reason = f"cancelled{f' by {event.by}' if event.by else ''}{', at once' if event.now else ''}"
+    if event.now and job.attempt is not None:
+        stopping.skip_grace(ctx, job.attempt, reason)
+    if job.state is JobState.QUEUED:
+        jobs.end(ctx, job, JobState.CANCELLED, reason, exit_code=None)
+    elif job.attempt is not None and job.attempt.state is not AttemptState.STOPPING:
+        stopping.stop(ctx, job.attempt, Outcome.CANCELLED, reason)
+    elif job.attempt is not None and job.attempt.outcome is not Outcome.TIME_LIMIT:  # which ends it as surely
+        job.attempt.outcome, job.attempt.why = Outcome.CANCELLED, reason
+    ctx.pass_due = True
+
+
+def on_job_reprioritised(ctx: HandlerContext, event: e.JobReprioritised) -> None:
+    ctx.state.jobs[event.job].priority = event.priority
+    ctx.pass_due = True
+
+
+def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
+    job = ctx.state.jobs[event.job]
+    if not job.state.is_final:
+        job.shape, job.description, job.described_on = event.shape, Description.DONE, None
+        job.model = event.model
+        ctx.pass_due = True
+
+
+def on_model_not_described(ctx: HandlerContext, event: e.ModelNotDescribed) -> None:
+    job = ctx.state.jobs[event.job]
+    if job.state is not JobState.QUEUED:
+        return
+    host, job.description, job.described_on = job.described_on, Description.NEEDED, None
+    if event.is_infrastructure and host is not None and jobs.exclude_host(ctx, job, host, event.why):
+        job.reason = event.why
+    elif event.is_infrastructure and not event.is_permanent:
+        jobs.requeue_after_loss(ctx, job, event.why)
+    else:
+        jobs.end(ctx, job, JobState.FAILED, event.why, exit_code=1)
+    ctx.pass_due = True
+
+
+def describe_models(ctx: HandlerContext) -> None:
+    """Have hosts inspect the models of queued elastic jobs, highest priority first, a few per host."""
+    queued = [ctx.state.jobs[job] for job in ctx.state.queue]
+    new = [job for job in queued if job.description is Description.NEEDED and job.not_before_s <= ctx.now_s]
+    new = [job for job in new if waits_for(job.spec, ctx.state) is None]
+    if not new:
+        return
+    usable = [host for host in ctx.state.hosts.values() if host.unusable is None]
+    asked = Counter(job.described_on for job in queued if job.described_on is not None)
+    open_hosts = [host for host in usable if asked[host.id] < DESCRIPTIONS_PER_HOST]
+    for job in sorted(new, key=lambda job: -job.priority):
+        host = min(
+            (h for h in open_hosts if job.admits(h.id)),
+            key=lambda h: (asked[h.id], h.cores_used, h.id),
+            default=None,
+        )
+        if host is None:
+            if not any(job.admits(h.id) for h in usable):
+                ctx.hold(job, "waiting for a host to inspect its model")
+            continue
+        job.description, job.described_on = Description.ASKED, host.id
+        asked[host.id] += 1
+        open_hosts = [h for h in open_hosts if asked[h.id] < DESCRIPTIONS_PER_HOST]
+        reason = f"{job.spec.name} is new here: its model is built without storage to learn its shape"
+        ctx.decide(d.DescribeModel(cause=ctx.cause, reason=reason, job=job.id, host=host.id))

@@ -1,0 +1,131 @@
+"""Steps of a job that several handlers share: launch, end, requeue, back-off, exclusion of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from clusterd.core import decisions as d
+from clusterd.core.estimates.attained_service import time_left_s
+from clusterd.core.events import TimerKind
+from clusterd.core.lifecycle import attempts
+from clusterd.core.lifecycle.context import HandlerContext
+from clusterd.core.performance_table import evenly
+from clusterd.core.state import Attempt, Job
+from clusterd.core.view import CoreGrant, Start
+from clusterd.types import Device, HostId, JobKind, JobState
+from plans.plan import Plan
+
+
+def launch(ctx: HandlerContext, attempt: Attempt, reason: str) -> None:
+    """Have the hosts start all ranks of an attempt."""
+    ctx.decide(
+        d.LaunchAttempt(
+            cause=ctx.cause,
+            reason=reason,
+            job=attempt.job,
+            attempt=attempt.number,
+            generation=attempt.generation,
+            plan=attempt.plan,
+            ranks=tuple(rank.place for rank in attempt.ranks.values()),
+            restore=ctx.state.jobs[attempt.job].checkpoint,
+        )
+    )
+
+
+def start(ctx: HandlerContext, wanted: Start) -> str | None:
+    """Begin an attempt of a queued job.
+
+    Returns:
+        The objection if it must not start, whichever policy proposed it: no device is ever leased twice.
+    """
+    job = ctx.state.jobs[wanted.job]
+    if (objection := attempts.objection(ctx.state, job, wanted)) is not None:
+        return objection
+    wanted = replace(wanted, reason=f"{wanted.reason}{release_pin(job, wanted.plan)}")
+    attempt = attempts.begin(ctx.state, job, wanted, ctx.now_s)
+    left_s = time_left_s(job)
+    if left_s is not None:
+        ctx.set_timer(TimerKind.LIMIT, job.id, ctx.now_s + left_s, f"{job.spec.name} may run for {left_s:.0f} s")
+    launch(ctx, attempt, wanted.reason)
+    return None
+
+
+def release_pin(job: Job, plan: Plan | None) -> str:
+    """Unpin an elastic job that runs under another plan from now on.
+
+    Returns:
+        The sentence to add to the reason; empty where the pin stands or there was none.
+    """
+    if job.pinned is None or plan is None or evenly(job.pinned) == evenly(plan):
+        return ""
+    pinned, job.pinned = job.pinned, None
+    return f"; it is no longer pinned to {pinned}"
+
+
+def grant_cores(ctx: HandlerContext, grant: CoreGrant) -> None:
+    """Book another number of CPU cores for a running attempt and send it to its ranks."""
+    attempt = attempts.running(ctx.state, grant.job)
+    for host, count in grant.cores.items():
+        ctx.state.hosts[host].cores_used += count - attempt.cores.get(host, 0)
+    attempt.cores, attempt.announced_cores = dict(grant.cores), grant.each
+    ctx.to_ranks(d.UseCores, attempt, attempt.hosts, grant.reason, each=grant.each)
+
+
+def grace_s(ctx: HandlerContext, attempt: Attempt) -> float:
+    """Seconds that the attempt's ranks get between SIGTERM and SIGKILL."""
+    return 0.0 if attempt.skip_grace else ctx.state.jobs[attempt.job].spec.grace_s
+
+
+def end(ctx: HandlerContext, job: Job, state: JobState, reason: str, exit_code: int | None) -> None:
+    """Bring a job to a final state."""
+    job.go(state, ctx.now_s)
+    job.reason, job.exit_code, job.ended_s = reason, exit_code, ctx.now_s
+    ctx.state.queue.pop(job.id, None)
+    ctx.state.active.pop(job.id, None)
+    ctx.cancel_timer(TimerKind.RETRY, job.id)
+    ctx.cancel_timer(TimerKind.STALL, job.id)
+    ctx.decide(d.EndJob(cause=ctx.cause, reason=reason, job=job.id, state=state.value, exit_code=exit_code))
+    ctx.pass_due = True
+
+
+def requeue_after_loss(ctx: HandlerContext, job: Job, why: str) -> None:
+    """Back off after a fault that was not the job's; fail the job after too many without a step between them."""
+    last = job.attempts[-1] if job.attempts else None
+    if last is not None and job.spec.kind is not JobKind.ELASTIC and attempts.made_progress(last, ctx.now_s):
+        job.consecutive_losses = 0
+    job.consecutive_losses += 1
+    if job.consecutive_losses > attempts.CONSECUTIVE_LOSSES_MAX:
+        reason = f"lost {job.consecutive_losses} times in a row without a step: {why}"
+        end(ctx, job, JobState.FAILED, reason, exit_code=1)
+        return
+    job.reason = why
+    back_off(ctx, job, job.consecutive_losses)
+
+
+def back_off(ctx: HandlerContext, job: Job, times: int) -> None:
+    """Keep a requeued job from starting for a while, longer each time."""
+    delay_s = attempts.retry_delay_s(times)
+    if delay_s:
+        job.not_before_s = ctx.now_s + delay_s
+        reason = f"{job.spec.name} is tried again after {delay_s:.0f} s"
+        ctx.set_timer(TimerKind.RETRY, job.id, job.not_before_s, reason)
+
+
+def exclude_host(ctx: HandlerContext, job: Job, host: HostId, why: str, devices: Sequence[Device] = ()) -> bool:
+    """Keep a job off a host that failed to start it.
+
+    Args:
+        devices: that the job was to have.
+    Returns:
+        True if other hosts can hold it. Otherwise no host is excluded: the fault may be the job's.
+    """
+    job.excluded_hosts[host] = why.removeprefix(f"{host}: ")
+    kinds = {d.kind for d in devices}
+    left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h.id)]
+    counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
+    together = max if job.spec.kind is JobKind.COMMAND else sum
+    if not left or together(counts) < len(devices):
+        job.excluded_hosts.clear()
+        return False
+    return True
