@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
 
+from clusterd.protocol.exit_reasons import Reason as Reason
 from plans.plan import Plan
 
 JobId = NewType("JobId", str)
@@ -62,29 +63,6 @@ class HostState(StrEnum):
     UP = "up"
     UNREACHABLE = "unreachable"  # was up; its ranks are presumed to go on
     LOST = "lost"  # unreachable for too long: its ranks are given up
-
-
-class Reason(StrEnum):
-    """Why a rank ended, as its agent saw it."""
-
-    EXIT = "exit"
-    SIGNAL = "signal"
-    OOM = "oom"  # the kernel killed it for host memory
-    DEVICE_OOM = "device-oom"
-    DEVICE_FAULT = "device-fault"  # the GPU failed, as its driver says
-    CROWDED = "crowded"  # out of device memory while a move prepared other ranks beside it, as the core finds
-    PORT = "port"  # the rendezvous port was taken
-    NO_TORCH = "no-torch"
-    PLAN = "plan"  # the job cannot train under this plan; under others it may
-    SCRIPT = "script"  # what it asks for cannot be, whatever the plan
-    DATA = "data"  # no host that has its data could be reached
-    LOST = "lost"  # vanished without a record: reboot, or a killed fork server
-    STOPPED = "stopped"  # by request
-
-    @property
-    def is_infrastructure(self) -> bool:
-        """Not the job's fault: the job is queued again rather than failed."""
-        return self in (Reason.LOST, Reason.PORT, Reason.DATA, Reason.CROWDED, Reason.DEVICE_FAULT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +165,7 @@ class RankEnd:
             return f"exit code {self.exit_code}" + (f": {self.message}" if self.message else "")
         if self.reason in (Reason.PLAN, Reason.SCRIPT, Reason.DEVICE_FAULT, Reason.NO_TORCH) and self.message:
             return self.message
-        return _ENDS.get(self.reason, self.reason.value)
+        return _ENDS.get(self.reason, str(self.reason))
 
 
 _ENDS = {

@@ -27,7 +27,6 @@ from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon import logs
 from clusterd.daemon.api.host_check import Checking
-from clusterd.daemon.api.hosts import LOCAL
 from clusterd.daemon.api.jobs import Api
 from clusterd.daemon.api.performance import Speed
 from clusterd.daemon.api.server import Server
@@ -39,7 +38,8 @@ from clusterd.daemon.execution.launching import Launches
 from clusterd.daemon.execution.model_description import Describer
 from clusterd.daemon.hosts.host_key_enrolment import Invite
 from clusterd.daemon.hosts.local import local_hosts
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
+from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.instance import only_instance
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
@@ -50,10 +50,12 @@ from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.log_tails import LogMirror
-from clusterd.daemon.storage.snapshot_replicas import Keeper
+from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.systemd import notify
 from clusterd.daemon.unexpected import first_of, guarded
 from clusterd.errors import ClusterError
+from clusterd.protocol.agent import Progress, StateSnapshotTaken
+from clusterd.protocol.rank import RankSaid
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import HostLink
@@ -112,25 +114,30 @@ class Daemon:
             dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
             invite = Invite(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
 
-            def make_link(hosts: Hosts, host: HostId, address: str) -> HostLink:
+            def make_link(hosts: HostRegistry, host: HostId, address: str) -> HostLink:
                 return self._link(hosts, host, address, dialer, invite, leader)
 
-            hosts = Hosts(engine, journal, config, tasks, make_link)
+            hosts = HostRegistry(engine, journal, config, tasks, make_link)
             archive = Archive(config.state_dir, journal)
             await archive.keep_secrets_of({job.id for job in scheduler.state.jobs.values() if not job.state.is_final})
             key = journal.fact("data_key", secrets.token_hex(16))
             datasets = DataSets(engine, hosts, key)
-            keeper = Keeper(engine, hosts, key)
-            hosts.on_snapshot = lambda host, message: tasks.start_soon(guarded, keeper.heard, host, message)
-            hosts.on_snapshots = keeper.reported
+            keeper = SnapshotReplicas(engine, hosts, key)
+            hosts.reports.subscribe(
+                StateSnapshotTaken, lambda host, report: tasks.start_soon(guarded, keeper.on_taken, host, report)
+            )
+            hosts.reports.subscribe(HostUp, keeper.on_up)
             launches = Launches(engine, hosts, archive, datasets)
             describer = Describer(engine, hosts, archive, datasets, launches)
-            hosts.on_description_left = lambda host, job: tasks.start_soon(guarded, describer.end_left, host, job)
+            hosts.reports.subscribe(
+                HostUp, lambda host, report: tasks.start_soon(guarded, describer.end_abandoned, host, report)
+            )
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
             learned = Learned(engine, config.state_dir / "measurements.db")
             profiler = Profiler(engine, learned, trials=config.trials)
-            hosts.on_steps, hosts.on_probe = profiler.saw, profiler.probed
+            hosts.reports.subscribe(Progress, profiler.on_progress)
+            hosts.reports.subscribe(RankSaid, profiler.on_rank_said)
             launches.wants_probe = learned.wants_probe
 
             notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None
@@ -195,7 +202,7 @@ class Daemon:
             tasks.cancel_scope.cancel()
 
     def _link(
-        self, hosts: Hosts, host: HostId, address: str, dialer: Dialer, invite: Invite, leader: dict[str, Any]
+        self, hosts: HostRegistry, host: HostId, address: str, dialer: Dialer, invite: Invite, leader: dict[str, Any]
     ) -> HostLink:
         async def route() -> Route:
             if address.startswith(LOCAL):

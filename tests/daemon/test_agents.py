@@ -8,28 +8,28 @@ import pytest
 
 from clusterd.core import events as e
 from clusterd.core.state import Host
-from clusterd.daemon.hosts.agents import Agents, identity
+from clusterd.daemon.hosts.registry import AgentOwners, agent_identity
 from clusterd.errors import HostError
+from clusterd.protocol.agent import HelloReply
 from clusterd.types import HostId
 from tests.core.conftest import Lab, facts
 
 A, B = HostId("a"), HostId("b")
 
 
-def hello(agent: str = "x", boot: str = "boot", machine: str | None = "boot/1") -> dict[str, Any]:
-    """What an agent says of itself; those of earlier versions name no machine."""
-    said = {"agent": agent, "boot_id": boot}
-    return said if machine is None else {**said, "machine": machine}
+def hello(agent: str = "x", boot: str = "boot", machine: str | None = "boot/1") -> HelloReply:
+    """Reply of an agent; those of earlier versions name no machine."""
+    return HelloReply(agent, "1", boot, 0.0, {}, (), machine=machine or "")
 
 
 def test_an_agent_is_one_hosts_until_that_is_removed() -> None:
-    agents = Agents([])
-    agents.claim(A, identity(hello()))
-    agents.claim(A, identity(hello()))
+    agents = AgentOwners([])
+    agents.claim(A, agent_identity(hello()))
+    agents.claim(A, agent_identity(hello()))
     with pytest.raises(HostError, match=r"it is a under another name \(its agent answers\): clusterd host remove b"):
-        agents.claim(B, identity(hello()))
+        agents.claim(B, agent_identity(hello()))
     agents.release(A)
-    agents.claim(B, identity(hello()))
+    agents.claim(B, agent_identity(hello()))
 
 
 @pytest.mark.parametrize(
@@ -42,16 +42,16 @@ def test_an_agent_is_one_hosts_until_that_is_removed() -> None:
     ],
 )
 def test_two_machines_are_never_taken_for_one(other: dict[str, Any]) -> None:
-    agents = Agents([])
-    agents.claim(A, identity(hello()))
-    agents.claim(B, identity(other))
+    agents = AgentOwners([])
+    agents.claim(A, agent_identity(hello()))
+    agents.claim(B, agent_identity(other))
 
 
 def test_a_name_that_leads_elsewhere_now_leaves_its_machine_to_others() -> None:
-    agents = Agents([])
-    agents.claim(A, identity(hello()))
-    agents.claim(A, identity(hello(agent="y")))
-    agents.claim(B, identity(hello()))
+    agents = AgentOwners([])
+    agents.claim(A, agent_identity(hello()))
+    agents.claim(A, agent_identity(hello(agent="y")))
+    agents.claim(B, agent_identity(hello()))
 
 
 def test_the_next_daemon_knows_whose_agent_is_whose() -> None:
@@ -59,7 +59,7 @@ def test_the_next_daemon_knows_whose_agent_is_whose() -> None:
     lab = Lab()
     for name in (A, B):
         lab.tell(e.HostAdded(**lab.at(), host=name))
-    lab.tell(e.HostConnected(**lab.at(), host=B, facts=facts("b"), agent=identity(hello())))
+    lab.tell(e.HostConnected(**lab.at(), host=B, facts=facts("b"), agent=agent_identity(hello())))
     known: list[Host] = list(lab.scheduler.state.hosts.values())
     with pytest.raises(HostError, match="it is b under another name"):
-        Agents(known).claim(A, identity(hello()))
+        AgentOwners(known).claim(A, agent_identity(hello()))

@@ -15,8 +15,10 @@ from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.execution.executor import Executor
 from clusterd.daemon.execution.model_description import Describer
-from clusterd.daemon.storage.snapshot_replicas import Keeper
+from clusterd.daemon.hosts.reports import HostUp, Reports
+from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import AgentLost
+from clusterd.protocol.agent import HelloReply, StateSnapshotRow
 from clusterd.types import HostId, JobId, JobKind
 from tests.conftest import RunningCluster
 from tests.core.conftest import Lab
@@ -50,6 +52,7 @@ class Deaf:
 
     def __init__(self, deaf: str) -> None:
         self._deaf = deaf
+        self.reports = Reports()
 
     async def request(self, host: str, verb: str, **_: Any) -> dict[str, Any]:
         if host == self._deaf:
@@ -78,12 +81,13 @@ def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf:
     async def run() -> None:
         engine: Any = SimpleNamespace(scheduler=lab.scheduler, report=report)
         archive: Any = SimpleNamespace(secrets=secrets, forget_secrets=nothing)
-        hosts: Any = Deaf(deaf) if deaf else SimpleNamespace()
+        hosts: Any = Deaf(deaf) if deaf else SimpleNamespace(reports=Reports())
         timers: Any = SimpleNamespace(changed=lambda: None)
         keeper: Any = SimpleNamespace(forget=nothing)
         if deaf:
-            keeper = Keeper(engine, hosts, "secret")
-            keeper.reported(HostId(deaf), [{"name": "1.1.g1.snap0.0", "step": 20, "bytes": 9}])
+            keeper = SnapshotReplicas(engine, hosts, "secret")
+            hello = HelloReply("agent", "1", "boot", 0.0, {}, (), (StateSnapshotRow("1.1.g1.snap0.0", 20),))
+            keeper.on_up(HostId(deaf), HostUp(hello))
         made = launches or Broken()
         describer = Describer(engine, hosts, archive, hosts, made)
         async with anyio.create_task_group() as tasks:

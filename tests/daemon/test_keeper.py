@@ -9,8 +9,10 @@ import anyio
 import pytest
 
 from clusterd.core.state import Attempt, Host, Job, Rank, State
-from clusterd.daemon.storage.snapshot_replicas import Keeper
+from clusterd.daemon.hosts.reports import HostUp
+from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import HostError
+from clusterd.protocol.agent import HelloReply, StateSnapshotRow, StateSnapshotTaken
 from clusterd.types import AttemptState, DeviceId, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 from plans.plan import Plan
 
@@ -51,17 +53,20 @@ def agents() -> Agents:
 
 
 @pytest.fixture
-def keeper(state: State, agents: Agents) -> Keeper:
+def keeper(state: State, agents: Agents) -> SnapshotReplicas:
     engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
     hosts: Any = agents
-    return Keeper(engine, hosts, "secret")
+    return SnapshotReplicas(engine, hosts, "secret")
 
 
-def told(keeper: Keeper, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
+def told(keeper: SnapshotReplicas, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
     host = HostId("ab"[rank])
     name = f"7.1.g{generation}.snap{rank}.{slot}"
-    message = {"job": "7", "attempt": 1, "generation": generation, "rank": rank, "name": name, "step": step, "bytes": 9}
-    anyio.run(keeper.heard, host, message)
+    anyio.run(keeper.on_taken, host, StateSnapshotTaken("7", 1, generation, rank, name, step, 9))
+
+
+def up(*snapshots: StateSnapshotRow) -> HostUp:
+    return HostUp(HelloReply("agent", "1", "boot", 0.0, {}, (), snapshots))
 
 
 def lost(state: State, *hosts: str) -> None:
@@ -69,7 +74,7 @@ def lost(state: State, *hosts: str) -> None:
         state.hosts[HostId(host)].state = HostState.LOST
 
 
-def test_each_rank_is_kept_by_the_other_host(keeper: Keeper, agents: Agents, state: State) -> None:
+def test_each_rank_is_kept_by_the_other_host(keeper: SnapshotReplicas, agents: Agents, state: State) -> None:
     """Either host may die: the other has both parts. The rank is answered last."""
     told(keeper, 0, 20)
     told(keeper, 1, 20)
@@ -81,7 +86,7 @@ def test_each_rank_is_kept_by_the_other_host(keeper: Keeper, agents: Agents, sta
     assert whole is not None and (whole.step, whole.hosts, whole.plan) == (20, ("a", "a"), Plan(dp=2, zero=3))
 
 
-def test_a_step_counts_when_every_rank_has_it(keeper: Keeper, state: State) -> None:
+def test_a_step_counts_when_every_rank_has_it(keeper: SnapshotReplicas, state: State) -> None:
     """A newer snapshot of one rank alone is worth nothing; the older whole one is in the other slot."""
     told(keeper, 0, 20)
     told(keeper, 1, 20)
@@ -94,7 +99,7 @@ def test_a_step_counts_when_every_rank_has_it(keeper: Keeper, state: State) -> N
 
 
 def test_without_room_elsewhere_the_rank_goes_on_and_a_lost_host_takes_it_with_it(
-    keeper: Keeper, agents: Agents, state: State
+    keeper: SnapshotReplicas, agents: Agents, state: State
 ) -> None:
     agents.full = {"a", "b", "c"}
     told(keeper, 0, 20)
@@ -105,17 +110,17 @@ def test_without_room_elsewhere_the_rank_goes_on_and_a_lost_host_takes_it_with_i
     assert keeper.newest(state.jobs[JOB]) is None
 
 
-def test_a_daemon_that_starts_learns_from_agents(keeper: Keeper, state: State) -> None:
-    keeper.reported(HostId("a"), [{"name": "7.1.g1.snap0.0", "step": 20, "bytes": 9}])
-    keeper.reported(HostId("b"), [{"name": "7.1.g1.snap1.0", "step": 20, "bytes": 9}, {"name": "x.out0", "step": 1}])
+def test_a_daemon_that_starts_learns_from_agents(keeper: SnapshotReplicas, state: State) -> None:
+    keeper.on_up(HostId("a"), up(StateSnapshotRow("7.1.g1.snap0.0", 20)))
+    keeper.on_up(HostId("b"), up(StateSnapshotRow("7.1.g1.snap1.0", 20), StateSnapshotRow("x.out0", 1)))
     whole = keeper.newest(state.jobs[JOB])
     assert whole is not None and whole.step == 20
-    keeper.reported(HostId("b"), [])  # its agent was started anew
+    keeper.on_up(HostId("b"), up())  # its agent was started anew
     assert keeper.newest(state.jobs[JOB]) is None
 
 
 def test_older_generations_are_dropped_and_all_when_the_job_is_over(
-    keeper: Keeper, agents: Agents, state: State
+    keeper: SnapshotReplicas, agents: Agents, state: State
 ) -> None:
     told(keeper, 0, 20)
     told(keeper, 1, 20)

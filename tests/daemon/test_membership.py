@@ -18,7 +18,7 @@ from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.hosts import Membership
 from clusterd.daemon.api.server import Peer
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
@@ -51,7 +51,7 @@ class Lab:
         self.engine = Engine(journal, Scheduler(), lambda *_: None)
         self.engine.restore()
         config = Config(state_dir=journal.path.parent, socket=journal.path.with_name("sock"))
-        self.hosts = Hosts(self.engine, journal, config, tasks, lambda *_: link)
+        self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link)
         self.membership = Membership(self.engine, self.hosts, invite)
 
     @property
@@ -176,7 +176,8 @@ def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.
         async with lab(journal) as made:
             monkeypatch.setattr(made.engine, "report", report)
             message = {"job": "1", "attempt": 1, "generation": 1, "rank": 0, "exit_code": 0, "reason": "exit"}
-            await made.hosts._on_rank_exited(HOST, {**message, "at_s": time.time() + 3600.0})
+            ahead = {**message, "event": "rank_exited", "at_s": time.time() + 3600.0}
+            await made.hosts.on_event(HOST, ahead)
         assert told[0].at_s <= time.time()
 
     anyio.run(run)

@@ -9,7 +9,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Job
 from clusterd.daemon.api.retention import hosts_of
 from clusterd.daemon.api.server import Peer, Streaming, Verb
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater, said_by
 from clusterd.ssh.host import AgentRefused
@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 class Fetching:
     """Lists and reads files of one job, its newest attempt first."""
 
-    def __init__(self, engine: Engine, hosts: Hosts) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
         self._engine, self._hosts = engine, hosts
 
     @property

@@ -12,7 +12,7 @@ import anyio
 from clusterd.core.queueing import admission
 from clusterd.core.state import Host
 from clusterd.daemon.api.server import Peer, Verb
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError
 from clusterd.types import HostId, HostState
@@ -31,7 +31,7 @@ Answer = dict[str, Any] | ClusterError
 class Checking:
     """Has agents try what can only be tried."""
 
-    def __init__(self, engine: Engine, hosts: Hosts) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
         self._engine, self._hosts = engine, hosts
 
     @property

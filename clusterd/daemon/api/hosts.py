@@ -13,19 +13,18 @@ from clusterd.core import events as e
 from clusterd.core.queueing import admission
 from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.hosts.host_key_enrolment import Invite
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError
 
-LOCAL = "local:"
 """Address of hosts inside this machine: ``local:0``."""
 
 
 class Membership:
     """Answers what is asked about hosts, and turns what is wanted of them into events."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, invite: Invite) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, invite: Invite) -> None:
         self._engine = engine
         self._hosts = hosts
         self._invite = invite

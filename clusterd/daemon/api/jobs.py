@@ -29,14 +29,15 @@ from clusterd.daemon.api.server import Peer, Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets
 from clusterd.daemon.api.watch import Change, Feed
 from clusterd.daemon.hosts.host_key_enrolment import Invite
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
+from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.job_ids import JobNumbers
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.job_logs import JobLogs
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import JobId, JobSpec
+from clusterd.types import HostId, JobId, JobSpec
 
 ALIVE_EVERY_S = 5.0
 """A watcher hears from the daemon at least this often, so that it notices when it does not."""
@@ -52,7 +53,7 @@ class Api:
         self,
         config: Config,
         engine: Engine,
-        hosts: Hosts,
+        hosts: HostRegistry,
         archive: Archive,
         feed: Feed,
         invite: Invite,
@@ -73,7 +74,11 @@ class Api:
         self._stop = stop
         self._started_s = time.time()
         self._numbers = JobNumbers({*engine.scheduler.state.jobs, *archive.jobs()})
-        hosts.on_job_told = self._numbers.seen
+        hosts.reports.subscribe(HostUp, self._on_host_up)
+
+    def _on_host_up(self, host: HostId, report: HostUp) -> None:
+        for row in report.hello.attempts:
+            self._numbers.seen(row.job, host)
 
     @property
     def verbs(self) -> dict[str, Verb]:

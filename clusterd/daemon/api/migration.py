@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from typing import Any
@@ -21,10 +22,11 @@ from clusterd.core.view import Move, Refusal, View
 from clusterd.daemon.api.migration_cost import foresee
 from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.api.watch import Feed
-from clusterd.daemon.hosts.pending_replies import Expected
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.pending_replies import PendingReply
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import ClusterError, TryLater, UsageError
+from clusterd.protocol.rank import CheckpointFailed
 from clusterd.types import AttemptState, DeviceId, JobId, JobKind
 from plans.plan import Plan, PlanError
 
@@ -37,7 +39,7 @@ LAST_MOVE_S = 60.0
 class ByHand:
     """Asks the scheduler for moves, and ranks for checkpoints."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, feed: Feed) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, feed: Feed) -> None:
         self._engine, self._hosts, self._feed = engine, hosts, feed
         self._asking: dict[JobId, anyio.Lock] = defaultdict(anyio.Lock)
 
@@ -150,7 +152,7 @@ class ByHand:
             raise UsageError(f"{path!r} is no absolute path: name a directory as the job's hosts see it")
         if (known.id, path) in self._hosts.checkpoints:
             raise TryLater(f"{known.spec.name} is writing a checkpoint to {path}: wait for it, or name another place")
-        waiting = Expected(self._hosts.checkpoints, (known.id, path))
+        waiting = self._hosts.checkpoints.expect((known.id, path))
         try:
             asked = d.TakeCheckpoint(
                 cause=e.EventId(0),  # no event: nothing is decided, the word is only passed on
@@ -172,27 +174,27 @@ class ByHand:
                 )
             with anyio.move_on_after(CHECKPOINT_S) as patience:
                 async with anyio.create_task_group() as watching:
-                    watching.start_soon(self._tell_end, known, attempt, waiting)
-                    said = await waiting.wait()
+                    watching.start_soon(self._resolve_at_end, known, attempt, waiting)
+                    outcome = await waiting.wait()
                     watching.cancel_scope.cancel()
             if patience.cancelled_caught:
                 raise ClusterError(f"{known.spec.name} did not write its checkpoint within {CHECKPOINT_S:.0f} s")
-            if said is None and known.attempt is attempt:
+            if outcome is None and known.attempt is attempt:
                 raise TryLater(f"{known.spec.name} was moved before it had written its checkpoint: ask again")
-            if said is None:
+            if outcome is None:
                 raise ClusterError(f"{known.spec.name} is {known.state.value}, and had not written its checkpoint")
         finally:
             waiting.close()
-        if said["what"] == "checkpoint_failed":
-            raise ClusterError(f"{known.spec.name} could not write its checkpoint: {said['why']}")
-        return {"name": known.spec.name, **said}
+        if isinstance(outcome, CheckpointFailed):
+            raise ClusterError(f"{known.spec.name} could not write its checkpoint: {outcome.why}")
+        return {"name": known.spec.name, **dataclasses.asdict(outcome)}
 
-    async def _tell_end(self, job: Job, attempt: Attempt, waiting: Expected) -> None:
-        """When the ranks that were asked are gone: the attempt is over, or others have taken their place."""
+    async def _resolve_at_end(self, job: Job, attempt: Attempt, waiting: PendingReply[Any]) -> None:
+        """Give up waiting once the ranks that were asked are gone: the attempt ended, or migrated."""
         generation = attempt.generation
         while job.attempt is attempt and attempt.generation == generation:
             await self._feed.wait(self._feed.number)
-        waiting.arrive(None)
+        waiting.resolve(None)
 
     async def unpin(self, peer: Peer, job: str) -> dict[str, Any]:
         """Let the scheduler choose again."""

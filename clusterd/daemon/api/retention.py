@@ -10,7 +10,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, State
 from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.hosts.facts import DESCRIPTION
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import ClusterError, said_by
@@ -20,7 +20,7 @@ from clusterd.types import HostId, HostState, JobKind
 class Forgetting:
     """Removes logs, training steps and working directories; a job's line in the history stays."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
 
     @property

@@ -16,7 +16,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.daemon.api.server import Peer, Streaming, Verb
 from clusterd.daemon.api.watch import Feed
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError, UsageError
@@ -39,7 +39,7 @@ class _Open:
 class Terminals:
     """One verb that streams what a command says, and one that takes what is typed, by the terminal's number."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, feed: Feed) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, feed: Feed) -> None:
         self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
         self._open: dict[int, _Open] = {}
         self._count = 0

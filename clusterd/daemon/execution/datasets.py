@@ -10,7 +10,7 @@ from typing import Any
 
 from clusterd.core.data_locality import places_of
 from clusterd.core.state import State
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, TryLater
 from clusterd.types import HostId, JobSpec
@@ -24,7 +24,7 @@ Where = dict[str, dict[str, Any]]
 class DataSets:
     """Arranges who serves what; keeps nothing that a restart would lose."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, key: str) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, key: str) -> None:
         """`key`: a secret of this cluster, from which each job's tokens are made."""
         self._engine = engine
         self._hosts = hosts

@@ -13,14 +13,14 @@ import anyio.abc
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.execution.launching import LAUNCH_TIMEOUT_S, Launches
-from clusterd.daemon.execution.migrations import Mover
+from clusterd.daemon.execution.migrations import Migrations
 from clusterd.daemon.execution.model_description import Describer
 from clusterd.daemon.execution.stops import Stops
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.storage.snapshot_replicas import Keeper
+from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, said_by
 from clusterd.types import AttemptState, HostId, JobKind
@@ -34,13 +34,13 @@ class Executor:
     def __init__(
         self,
         engine: Engine,
-        hosts: Hosts,
+        hosts: HostRegistry,
         archive: Archive,
         timers: Timers,
         tasks: anyio.abc.TaskGroup,
         launches: Launches,
         describer: Describer,
-        keeper: Keeper,
+        keeper: SnapshotReplicas,
     ) -> None:
         self._engine = engine
         self._hosts = hosts
@@ -53,7 +53,7 @@ class Executor:
         self._launching: dict[tuple[str, int], tuple[anyio.CancelScope, anyio.Event]] = {}
         self._asked_again: dict[tuple[str, int], d.LaunchAttempt] = {}
         self._stops = Stops(engine, hosts, archive)
-        self._mover = Mover(engine, hosts, self._launch_standby)
+        self._mover = Migrations(engine, hosts, self._launch_standby)
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
         """Begin; returns at once."""

@@ -11,7 +11,7 @@ import anyio
 from clusterd.agent.forkserver.client import START_TIMEOUT_S
 from clusterd.core import decisions as d
 from clusterd.daemon.execution.datasets import DataSets
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
@@ -36,7 +36,7 @@ SNAPSHOT_MEMORY_SHARE = 0.25
 class Launches:
     """Makes launch requests, and sends ahead what they name."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, datasets: DataSets) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive

@@ -18,23 +18,26 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import Whole
 from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError, NotStarted
+from clusterd.protocol.rank import Failed, Loaded, Prepared, Quiesced, RankMessage
 from clusterd.types import HostId, RankPlace
 from clusterd.units import size
 
 log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=RankMessage)
 
 PREPARE_TIMEOUT_S = 180.0
 QUIESCE_TIMEOUT_S = 120.0
@@ -53,7 +56,7 @@ class MoveFailed(ClusterError):
 class Saga:
     """Of one move; whoever began it cancels its scope to end it."""
 
-    def __init__(self, decision: d.StartMigration, engine: Engine, hosts: Hosts, launch_standby: Launch) -> None:
+    def __init__(self, decision: d.StartMigration, engine: Engine, hosts: HostRegistry, launch_standby: Launch) -> None:
         self.decision = decision
         self.id = move_id(decision.job, decision.attempt, decision.new_generation)
         self.scope = anyio.CancelScope()
@@ -63,8 +66,8 @@ class Saga:
         self._engine = engine
         self._hosts = hosts
         self._launch_standby = launch_standby
-        self._heard: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
-        self._news = anyio.Event()
+        self._reports: dict[type[RankMessage], dict[tuple[int, int], Any]] = {}
+        self._changed = anyio.Event()
         self._failure: str | None = None
         self._out_of_memory = False
         self._refused = ""
@@ -91,23 +94,23 @@ class Saga:
         """Old and new, each once."""
         return tuple(dict.fromkeys((*self.old_hosts, *self.new_hosts)))
 
-    def hear(self, generation: int, rank: int, said: dict[str, Any]) -> None:
-        """A rank said something about this move."""
-        if said["what"] == "failed":
-            self._out_of_memory |= bool(said.get("out_of_memory"))
-            self._refused = self._refused or str(said.get("refused", ""))
-            self.fail(f"rank {rank} of generation {generation}: {said['why']}")
-        self._heard.setdefault(said["what"], {})[generation, rank] = said
+    def on_rank(self, generation: int, rank: int, report: RankMessage) -> None:
+        """Take in a rank's report about this migration."""
+        if isinstance(report, Failed):
+            self._out_of_memory |= report.out_of_memory
+            self._refused = self._refused or report.refused
+            self.fail(f"rank {rank} of generation {generation}: {report.why}")
+        self._reports.setdefault(type(report), {})[generation, rank] = report
         self._wake()
 
     def fail(self, why: str) -> None:
-        """Something that this move needs is gone."""
+        """End the migration: something that it needs is gone."""
         self._failure = self._failure or why
         self._wake()
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = anyio.Event()
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def run(self) -> None:
         """All phases up to the switch; a failure becomes an event."""
@@ -137,9 +140,9 @@ class Saga:
         except ExceptionGroup as errors:  # of several hosts
             raise first_of(errors) from None
         wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
-        loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
-        steps = {int(said["step"]) for said in loaded.values()}
-        if steps != {whole.step} or not all(said["verified"] for said in loaded.values()):
+        loaded = await self._wait(Loaded, wanted, TRANSFER_TIMEOUT_S)
+        steps = {report.step for report in loaded.values()}
+        if steps != {whole.step} or not all(report.verified for report in loaded.values()):
             raise MoveFailed(f"the snapshot of step {whole.step} is not whole: ranks hold steps {sorted(steps)}")
         for host in self.new_hosts:
             await self._ask(host, "resume", self.decision.new_generation, {"move": self.id})
@@ -155,7 +158,7 @@ class Saga:
     async def _make_room(self, move: dict[str, Any]) -> None:
         """Old ranks that wait anyway hand over and let go of their devices' memory before the new ones are made."""
         await self._tell_old(move)
-        await self._wait("prepared", self._old(), PREPARE_TIMEOUT_S + self._steps_s)
+        await self._wait(Prepared, self._old(), PREPARE_TIMEOUT_S + self._steps_s)
         await self._quiesce()
         self._phase = "prepare"
         await self._launch_standby(self.decision, move)
@@ -172,8 +175,8 @@ class Saga:
     async def _stand_by(self) -> None:
         """Old and new ranks are ready, and mean the same move."""
         new = {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
-        prepared = await self._wait("prepared", self._old() | new, PREPARE_TIMEOUT_S + self._steps_s)
-        digests = {said["digest"] for said in prepared.values()}
+        prepared = await self._wait(Prepared, self._old() | new, PREPARE_TIMEOUT_S + self._steps_s)
+        digests = {report.digest for report in prepared.values()}
         if len(digests) != 1:
             raise MoveFailed(f"ranks computed {len(digests)} different moves: old and new do not run the same clusterd")
         await self._advance(
@@ -207,28 +210,28 @@ class Saga:
         async with anyio.create_task_group() as group:
             for host in self.old_hosts:
                 group.start_soon(self._ask, host, "quiesce", self.decision.generation, {"move": self.id})
-        quiesced = await self._wait("quiesced", self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
-        steps = {said["step"] for said in quiesced.values()}
+        quiesced = await self._wait(Quiesced, self._old(), QUIESCE_TIMEOUT_S + self._steps_s)
+        steps = {report.step for report in quiesced.values()}
         if len(steps) != 1:
             raise MoveFailed(f"old ranks stopped at different steps: {sorted(steps)}")
         # Clocks of hosts differ by little, and the last to end is what counts.
-        self.quiesced_at_s = max(said["at_s"] for said in quiesced.values())
+        self.quiesced_at_s = max(report.at_s for report in quiesced.values())
         self._step = steps.pop()
-        # They said so after they had copied, by when new ranks have read most of it: the copying is the transfer's.
-        copying = [said["copied"][0] for said in quiesced.values() if said.get("copied")]
+        # Ranks report after copying, when target ranks have read most of it: the copying is part of the transfer.
+        copying = [report.copied[0] for report in quiesced.values() if report.copied]
         await self._advance(f"at step {self._step}", post=False, over_at_s=min(copying, default=self.quiesced_at_s))
 
     async def _transfer(self) -> None:
         self._phase = "transfer"
         wanted = {(self.decision.new_generation, place.rank) for place in self.decision.new_ranks}
-        loaded = await self._wait("loaded", wanted, TRANSFER_TIMEOUT_S)
+        loaded = await self._wait(Loaded, wanted, TRANSFER_TIMEOUT_S)
         network = _once_per_host(loaded, self.decision.new_ranks)
-        local = sum(said["bytes_local"] for said in loaded.values())
-        copied_s = _copied_s([*self._heard["quiesced"].values(), *loaded.values()], self.quiesced_at_s)
+        local = sum(report.bytes_local for report in loaded.values())
+        copied_s = _copied_s([*self._reports[Quiesced].values(), *loaded.values()], self.quiesced_at_s)
         words = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
         await self._advance(words, post=False)
         self._phase = "verify"
-        wrong = [rank for (_, rank), said in loaded.items() if said["step"] != self._step or not said["verified"]]
+        wrong = [rank for (_, rank), report in loaded.items() if report.step != self._step or not report.verified]
         if wrong:
             raise MoveFailed(f"new ranks {wrong} do not hold the state of step {self._step}")
         await self._advance(f"{len(loaded)} ranks hold step {self._step}", post=False)
@@ -263,20 +266,18 @@ class Saga:
         }
         await self._hosts.request(host, verb, **which, **more)
 
-    async def _wait(
-        self, what: str, wanted: set[tuple[int, int]], timeout_s: float
-    ) -> dict[tuple[int, int], dict[str, Any]]:
-        """Until each of these ranks has said it."""
+    async def _wait(self, kind: type[M], wanted: set[tuple[int, int]], timeout_s: float) -> dict[tuple[int, int], M]:
+        """Wait until each of these ranks, by generation and number, has sent a report of this kind."""
         with anyio.move_on_after(timeout_s):
             while True:
                 if self._failure is not None:
                     raise MoveFailed(self._failure)
-                heard = self._heard.get(what, {})
-                if wanted <= heard.keys():
-                    return {key: heard[key] for key in wanted}
-                await self._news.wait()
-        missing = sorted(rank for _, rank in wanted - self._heard.get(what, {}).keys())
-        raise MoveFailed(f"ranks {missing} were not {what} within {timeout_s:.0f} s")
+                reports = self._reports.get(kind, {})
+                if wanted <= reports.keys():
+                    return {key: reports[key] for key in wanted}
+                await self._changed.wait()
+        missing = sorted(rank for _, rank in wanted - self._reports.get(kind, {}).keys())
+        raise MoveFailed(f"ranks {missing} were not {kind.__name__.lower()} within {timeout_s:.0f} s")
 
     async def _advance(self, what: str, post: bool = True, over_at_s: float | None = None) -> None:
         """The phase is over; its time goes to the journal, inside the downtime together with the switch.
@@ -339,19 +340,20 @@ def _side(generation: int, plan: dict[str, Any], places: Iterable[RankPlace]) ->
     }
 
 
-def _copied_s(said: Iterable[dict[str, Any]], quiesced_at_s: float) -> float:
-    """Of the downtime, from the first copy into a store to the last copy out of one; hosts' clocks differ by little.
+def _copied_s(reports: Iterable[Quiesced | Loaded], quiesced_at_s: float) -> float:
+    """Seconds of the downtime from the first copy into a store to the last copy out of one.
 
-    Ranks that end their last step early copy while others train: that is no downtime.
+    Ranks that finish their last step early copy while others train: that is no downtime. Clocks of hosts are assumed to
+    differ by little.
     """
-    times = [at_s for one in said for at_s in one.get("copied", ())]
+    times = [at_s for report in reports for at_s in report.copied]
     return max(max(times) - max(min(times), quiesced_at_s), 0.0) if times else 0.0
 
 
-def _once_per_host(loaded: dict[tuple[int, int], dict[str, Any]], places: Iterable[RankPlace]) -> int:
-    """Ranks of one host read from one inbox: what came over the network counts once."""
+def _once_per_host(loaded: Mapping[tuple[int, int], Loaded], places: Iterable[RankPlace]) -> int:
+    """Bytes over the network; ranks of one host read from one inbox, whose bytes count once."""
     host_of = {place.rank: place.host for place in places}
     by_host: dict[HostId, int] = {}
-    for (_, rank), said in loaded.items():
-        by_host[host_of[rank]] = max(by_host.get(host_of[rank], 0), said["bytes_network"])
+    for (_, rank), report in loaded.items():
+        by_host[host_of[rank]] = max(by_host.get(host_of[rank], 0), report.bytes_network)
     return sum(by_host.values())

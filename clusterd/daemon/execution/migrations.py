@@ -1,4 +1,4 @@
-"""Migrations under way: begun, undone and resumed by decision, and told what ranks and hosts say."""
+"""Migrations under way: started, aborted and resumed by decisions, and fed with the reports of ranks and hosts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from typing import Any
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.execution.migration import Launch, Saga, move_id
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts import facts
+from clusterd.daemon.hosts.registry import HostRegistry
+from clusterd.daemon.hosts.reports import HostDown
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import Whole
 from clusterd.errors import ClusterError
-from clusterd.types import HostId, RankPlace
+from clusterd.protocol.agent import RankExited
+from clusterd.protocol.rank import RankSaid, Trains
+from clusterd.types import HostId, JobId, RankPlace
 
 log = logging.getLogger(__name__)
 
 
-class Mover:
-    """Migrations under way, by the generation they lead to."""
+class Migrations:
+    """Migrations under way, by the generation of their target ranks."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, launch_standby: Launch) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, launch_standby: Launch) -> None:
         self._engine = engine
         self._hosts = hosts
         self._launch_standby = launch_standby
         self._under_way: dict[tuple[str, int, int], Saga] = {}
         self._finishing: dict[tuple[str, int, int], Saga] = {}
-        hosts.on_rank_said = self._said
-        hosts.on_host_down = self._host_down
-        hosts.on_rank_gone = self._rank_gone
+        hosts.reports.subscribe(RankSaid, self._on_rank_said)
+        hosts.reports.subscribe(HostDown, self._on_host_down)
+        hosts.reports.subscribe(RankExited, self._on_rank_exited)
 
     async def run(self, decision: d.StartMigration) -> None:
-        """Lead one migration to its switch."""
+        """Carry one migration out up to its switch."""
         move = Saga(decision, self._engine, self._hosts, self._launch_standby)
         key = (decision.job, decision.attempt, decision.new_generation)
         self._under_way[key] = self._finishing[key] = move
@@ -45,12 +49,12 @@ class Mover:
                 self._finishing.pop(key, None)
 
     async def restore(self, decision: d.LaunchAttempt, whole: Whole, served: dict[str, list[Any]]) -> int:
-        """Start a lost job's new ranks from snapshots in memory; returns the step that they hold.
+        """Start the ranks of a lost job from state snapshots in memory; returns their step.
 
         Args:
-            served: address and port of each host that has some.
+            served: address and port of each host that holds some.
         Raises:
-            ClusterError: a rank could not be started, or did not find what it needs.
+            ClusterError: a rank could not start, or did not find its state.
         """
         assert decision.plan is not None
         old = tuple(RankPlace(rank=rank, host=host, device=None) for rank, host in enumerate(whole.hosts))
@@ -76,7 +80,7 @@ class Mover:
             self._under_way.pop(key, None)
 
     async def abort(self, decision: d.AbortMigration) -> None:
-        """Stop leading it, and let the old ranks go on where they wait."""
+        """Cancel a migration and let waiting source ranks go on."""
         key = (decision.job, decision.attempt, decision.new_generation)
         move = self._under_way.get(key)
         if move is not None:
@@ -84,41 +88,36 @@ class Mover:
         await self._hosts.everywhere(decision, "abort", move=move_id(*key))
 
     async def resume(self, decision: d.ResumeAttempt) -> None:
-        """After the switch: the new ranks train."""
+        """Let the target ranks train after the switch."""
         key = (decision.job, decision.attempt, decision.generation)
         move = self._finishing.get(key)
         if move is not None:
             move.resume_asked_s = time.perf_counter()
         await self._hosts.everywhere(decision, "resume", move=move_id(*key))
 
-    # --- what is heard ------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
-    async def _said(self, message: dict[str, Any]) -> None:
-        said = message["said"]
+    async def _on_rank_said(self, _host: HostId, report: RankSaid) -> None:
         for key, move in list(self._under_way.items()):
-            if said.get("id") == move.id and key[:2] == (message["job"], message["attempt"]):
-                move.hear(message["generation"], message["rank"], said)
-        if said["what"] == "trains":
-            await self._trains(message)
+            if key[:2] == (report.job, report.attempt) and getattr(report.said, "id", None) == move.id:
+                move.on_rank(report.generation, report.rank, report.said)
+        if isinstance(report.said, Trains) and report.rank == 0:
+            await self._on_trains(report, report.said)
 
-    async def _trains(self, message: dict[str, Any]) -> None:
-        key = (message["job"], message["attempt"], message["generation"])
-        if message["rank"] != 0:
-            return
+    async def _on_trains(self, report: RankSaid, trains: Trains) -> None:
+        job, key = JobId(report.job), (report.job, report.attempt, report.generation)
         move = self._finishing.pop(key, None)
-        attempt = self._engine.scheduler.state.attempt(*key[:2])
-        if attempt is None or attempt.generation != key[2]:
-            return
-        if self._engine.scheduler.state.jobs[attempt.job].resuming is None:
+        attempt = self._engine.scheduler.state.attempt(job, report.attempt, report.generation)
+        if attempt is None or self._engine.scheduler.state.jobs[job].resuming is None:
             return
         now_s = time.time()
-        # Without the move (the daemon was restarted in between) nobody knows when the last old step ended.
-        downtime_s = message["said"]["at_s"] - move.quiesced_at_s if move is not None else 0.0
+        # Without the migration (the daemon was restarted) the end of the last step before it is unknown.
+        downtime_s = trains.at_s - move.quiesced_at_s if move is not None else 0.0
         if move is not None:
             seconds = time.perf_counter() - move.resume_asked_s
             await self._engine.report(
                 e.MigrationAdvanced(
-                    at_s=now_s, job=message["job"], attempt=key[1], generation=key[2], phase="resume", seconds=seconds
+                    at_s=now_s, job=job, attempt=key[1], generation=key[2], phase="resume", seconds=seconds
                 )
             )
             for host in move.all_hosts:
@@ -127,17 +126,15 @@ class Mover:
                 except ClusterError as error:
                     log.info("%s keeps the segments of %s for now: %s", host, move.id, error)
         await self._engine.report(
-            e.MigrationFinished(
-                at_s=now_s, job=message["job"], attempt=key[1], generation=key[2], downtime_s=max(downtime_s, 0.0)
-            )
+            e.MigrationFinished(at_s=now_s, job=job, attempt=key[1], generation=key[2], downtime_s=max(downtime_s, 0.0))
         )
 
-    def _host_down(self, host: HostId, why: str) -> None:
+    def _on_host_down(self, host: HostId, report: HostDown) -> None:
         for move in self._under_way.values():
             if host in move.all_hosts:
-                move.fail(f"{host} is not reachable: {why}")
+                move.fail(f"{host} is not reachable: {report.why}")
 
-    def _rank_gone(self, job: str, attempt: int, generation: int, rank: int, why: str) -> None:
-        move = self._under_way.get((job, attempt, generation))
+    def _on_rank_exited(self, _host: HostId, report: RankExited) -> None:
+        move = self._under_way.get((report.job, report.attempt, report.generation))
         if move is not None:
-            move.fail(f"new rank {rank} ended: {why}")
+            move.fail(f"new rank {report.rank} ended: {facts.rank_end(report)}")

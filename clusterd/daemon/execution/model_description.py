@@ -14,11 +14,13 @@ from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, Launches
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.facts import DESCRIPTION
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
+from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.unexpected import in_a_line
 from clusterd.errors import AgentLost, ClusterError
+from clusterd.protocol.agent import RankExited
 from clusterd.types import HostId, JobId, JobSpec, Reason
 from plans.model_shape import ModelShape
 
@@ -31,7 +33,9 @@ TIDY_TIMEOUT_S = 30.0
 class Describer:
     """Has hosts tell models."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, datasets: DataSets, launches: Launches) -> None:
+    def __init__(
+        self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets, launches: Launches
+    ) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive
@@ -69,10 +73,12 @@ class Describer:
         if job in self._asked:
             self._asked[job].cancel()
 
-    async def end_left(self, host: HostId, job: str) -> None:
-        """End a description that nobody waits for: its daemon ended, or lost the host in the middle of it."""
-        async with self._lock(host, job):
-            await self._tidy_description(host, {"job": job, "attempt": DESCRIPTION, "generation": 1})
+    async def end_abandoned(self, host: HostId, report: HostUp) -> None:
+        """End inspections on a host whose result nobody awaits: the daemon restarted, or lost the host meanwhile."""
+        rows = (row for row in report.hello.attempts if row.attempt == DESCRIPTION)
+        for job in {row.job for row in rows if (host, row.job, DESCRIPTION) not in self._hosts.exits}:
+            async with self._lock(host, job):
+                await self._tidy_description(host, {"job": job, "attempt": DESCRIPTION, "generation": 1})
 
     def _lock(self, host: HostId, job: str) -> anyio.Lock:
         """The end of one description must not hit the next one there."""
@@ -123,7 +129,7 @@ class Describer:
             "device": {"kind": "cpu", "uuid": "", "cores": [], "threads": 1},
             "hosts": 1,
         }
-        ended = self._hosts.expect_exit(decision.host, decision.job, DESCRIPTION)
+        ended = self._hosts.exits.expect((decision.host, decision.job, DESCRIPTION))
         try:
             await self._hosts.request(decision.host, "launch", timeout_s=LAUNCH_TIMEOUT_S, **base, ranks=[rank])
             with anyio.move_on_after(DESCRIBE_TIMEOUT_S) as waiting:
@@ -143,7 +149,7 @@ class Describer:
             with anyio.CancelScope(shield=True):
                 await self._tidy_description(decision.host, who)
 
-    async def _not_described(self, decision: d.DescribeModel, report: dict[str, Any]) -> e.Event:
+    async def _not_described(self, decision: d.DescribeModel, report: RankExited) -> e.Event:
         end = facts.rank_end(report)
         said = await self._hosts.request(
             decision.host, "logs", job=decision.job, attempt=DESCRIPTION, rank=0, offset=0, limit=CHUNK_BYTES

@@ -12,10 +12,12 @@ import anyio
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.hosts import facts
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import AgentLost, ClusterError
+from clusterd.protocol.agent import RankRow
+from clusterd.protocol.codec import from_map
 from clusterd.types import HostId, HostState
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,7 @@ LATE_S = 60.0
 class Stops:
     """Has hosts stop attempts; that nothing is left on one is reported as an event."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
 
     async def stop(self, decision: d.StopAttempt) -> None:
@@ -52,7 +54,7 @@ class Stops:
                 attempt=decision.attempt,
                 generation=decision.generation,
                 host=decision.host,
-                ranks=tuple(facts.rank_report(r) for r in answer["ranks"]),
+                ranks=tuple(facts.rank_report(from_map(RankRow, row, "stop")) for row in answer["ranks"]),
             )
         )
 

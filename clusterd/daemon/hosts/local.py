@@ -11,8 +11,7 @@ from pathlib import Path
 
 from clusterd.config import HostOptions
 from clusterd.core.state import State
-from clusterd.daemon.api.hosts import LOCAL
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.ssh.embedded import EmbeddedHost, shared_out
 from clusterd.types import HostId
 
@@ -24,7 +23,12 @@ DEVICES = 2
 
 @asynccontextmanager
 async def local_hosts(
-    hosts: Hosts, state: State, directory: Path, count: int, devices: int | None, servers: dict[int, EmbeddedHost]
+    hosts: HostRegistry,
+    state: State,
+    directory: Path,
+    count: int,
+    devices: int | None,
+    servers: dict[int, EmbeddedHost],
 ) -> AsyncIterator[None]:
     """Servers for those that there are and for the first `count`, then every host of the cluster dialed.
 

@@ -1,10 +1,11 @@
-"""The hosts of the cluster: their links, kept for life, and their agents' words as events."""
+"""Registry of the cluster's hosts: their links, requests to their agents, and their agents' reports as events."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,23 +17,28 @@ from clusterd.config import Config, HostOptions
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.lifecycle.reconcile import needs_action
+from clusterd.core.state import Host
 from clusterd.daemon.hosts import facts
-from clusterd.daemon.hosts.agents import Agents, identity
-from clusterd.daemon.hosts.pending_replies import Expected
+from clusterd.daemon.hosts.pending_replies import PendingReplies
 from clusterd.daemon.hosts.progress import Progress
+from clusterd.daemon.hosts.reports import HostDown, HostUp, Reports
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.unexpected import guarded
-from clusterd.errors import AgentLost, ClusterError
+from clusterd.errors import AgentLost, ClusterError, HostError
+from clusterd.protocol import ProtocolError, agent, rank
 from clusterd.ssh.host import HostLink, LinkState
 from clusterd.types import HostId, JobId
 
 log = logging.getLogger(__name__)
 
+LOCAL = "local:"
+"""Prefix of the address of an embedded host."""
+
 LINK_FAILED_PAUSE_S = 5.0
 FORMER_TIMEOUT_S = 20.0
 
-LinkFactory = Callable[["Hosts", HostId, str], HostLink]
+LinkFactory = Callable[["HostRegistry", HostId, str], HostLink]
 
 
 @dataclass(slots=True)
@@ -44,8 +50,14 @@ class _Managed:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Hosts:
-    """One link per host; requests go through it, and what agents say unasked becomes events."""
+class HostRegistry:
+    """Hosts of the cluster with their links.
+
+    Attributes:
+        reports: subscriptions to what agents report.
+        exits: exit reports of ranks that are no attempts of the scheduler's, by host, job and attempt.
+        checkpoints: outcomes of checkpoints that a user asked for, by job and path.
+    """
 
     def __init__(
         self,
@@ -61,22 +73,15 @@ class Hosts:
         self._tasks = tasks
         self._make_link = make_link
         self._managed: dict[HostId, _Managed] = {}
-        self._agents = Agents(engine.scheduler.state.hosts.values())
-        self._progress = Progress(engine, tasks, self.request)
-        self.on_rank_said: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-        """Called with what ranks tell the daemon, such as how a migration goes."""
-        self.on_snapshot: Callable[[HostId, dict[str, Any]], object] = lambda host, message: None
-        self.on_snapshots: Callable[[HostId, list[dict[str, Any]]], None] = lambda host, snapshots: None
-        self.on_description_left: Callable[[HostId, str], object] = lambda host, job: None
-        """Called for each job whose model the host still tells, while nobody waits for it."""
-        self.on_job_told: Callable[[str, str], None] = lambda job, host: None
-        """Called with each job that a host has something of, when it is connected."""
-        self.on_probe: Callable[[dict[str, Any]], None] = lambda message: None
-        self.on_steps: Callable[[dict[str, Any]], None] = lambda message: None
-        self.on_host_down: Callable[[HostId, str], None] = lambda host, why: None
-        self.on_rank_gone: Callable[[str, int, int, int, str], None] = lambda *_: None
-        self.checkpoints: dict[tuple[str, str], Expected] = {}
-        self.expected: dict[tuple[str, str, int], Expected] = {}
+        self._agents = AgentOwners(engine.scheduler.state.hosts.values())
+        self._dropped: Counter[HostId] = Counter()
+        self.exits: PendingReplies[tuple[HostId, str, int], agent.RankExited] = PendingReplies()
+        self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
+        self.reports = Reports()
+        self.reports.subscribe(agent.RankExited, self._on_rank_exited)
+        self.reports.subscribe(rank.RankSaid, self._on_rank_said)
+        self.reports.subscribe(agent.FactsChanged, self._on_facts)
+        self.reports.subscribe(agent.Progress, Progress(engine, tasks, self.request).on_progress)
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -89,21 +94,22 @@ class Hosts:
             self._manage(name, address, options)
 
     async def add(self, host: HostId, address: str, options: HostOptions) -> None:
-        """Make it part of the cluster and dial it, for life."""
+        """Add a host to the cluster and dial it for as long as it is a member."""
         row = (host, address, msgspec.msgpack.encode(options))
         statement = ("INSERT OR REPLACE INTO hosts VALUES (?, ?, ?)", row)
         await self._engine.post(e.HostAdded(at_s=time.time(), host=host), [statement])
         self._manage(host, address, options)
 
     async def keep_options(self, host: HostId, options: HostOptions) -> None:
-        """What is said of a host holds from when it is dialed next."""
+        """Store a host's options; they apply when it is dialed next."""
         row = (msgspec.msgpack.encode(options), host)
         await self._journal.execute([("UPDATE hosts SET options = ? WHERE name = ?", row)])
 
     async def remove(self, host: HostId) -> bool:
-        """Take it out of the cluster; its agent ends, for nothing runs there. Where something does, nothing happens.
+        """Remove a host and shut its agent down; a host that runs something stays.
 
-        Returns: whether the agent was told, as it is not while its host cannot be reached.
+        Returns:
+            True if the agent was shut down; False while the host cannot be reached.
         """
         await self._engine.post(e.HostRemoved(at_s=time.time(), host=host))
         if host in self._engine.scheduler.state.hosts:
@@ -112,22 +118,22 @@ class Hosts:
         self._agents.release(host)
         managed = self._managed.pop(host, None)
         if managed is None:
-            return True  # by whoever else removes it
-        told = False
+            return True  # a concurrent request removes it
+        is_down = False
         with anyio.move_on_after(5.0):
             try:
                 await managed.link.request("shutdown", timeout_s=5.0, force=False)
-                told = True
+                is_down = True
             except ClusterError as error:
-                log.info("the agent of %s was not told: %s", host, error)
+                log.info("the agent of %s was not shut down: %s", host, error)
         managed.stop.cancel()
-        return told
+        return is_down
 
     async def _drop_row(self, host: HostId) -> None:
         try:
             await self._journal.execute([("DELETE FROM hosts WHERE name = ?", (host,))])
         except ClusterError as error:
-            log.error("the address of %s, which is gone, is dropped at the next start: %s", host, error)
+            log.error("the address of the removed host %s is dropped at the next start: %s", host, error)
 
     def _manage(self, host: HostId, address: str, options: HostOptions) -> None:
         options = self._config.hosts.get(host, options)
@@ -141,50 +147,49 @@ class Hosts:
                 try:
                     await managed.link.run()
                 except Exception:
-                    # What one agent said must not end the daemon; the link starts over, and hears it all again.
+                    # One agent's message must not end the daemon; the link starts over and the agent reports again.
                     log.exception("the link to %s failed", managed.link.name)
                     await anyio.sleep(LINK_FAILED_PAUSE_S)
 
-    # --- what links tell ----------------------------------------------------------------------------------------------
+    # --- the link -----------------------------------------------------------------------------------------------------
 
     def on_state(self, host: HostId, state: LinkState) -> None:
-        """The link took a step; only a broken one, or one that cannot be made, is news."""
+        """Handle a step of the link; only one that broke, or could not be made, matters."""
         if state.name == "waiting":
             self._tasks.start_soon(guarded, self._on_down, host, state.why)
 
-    async def on_up(self, host: HostId, hello: dict[str, Any], reached_at: str) -> None:
-        """The agent answered: what it runs is news.
+    async def on_up(self, host: HostId, message: dict[str, Any], reached_at: str) -> None:
+        """Handle the agent's reply to hello.
 
         Raises:
-            HostError: it is another host's agent; nothing that it runs is this one's.
+            HostError: it is another host's agent, or its reply is malformed.
         """
-        agent = identity(hello)
-        self._agents.claim(host, agent)
+        try:
+            hello = agent.hello_reply(message)
+            address = facts.address(hello.facts, reached_at)
+            known = facts.host_facts(host, hello.facts, self._managed[host].options, address)
+        except ProtocolError as error:
+            raise HostError(f"its agent's reply is malformed: {error}") from None
+        identity = agent_identity(hello)
+        self._agents.claim(host, identity)
         managed = self._managed[host]
-        managed.facts = {**hello["facts"], "clock_skew_s": hello["clock_skew_s"]}
-        address = facts.address(hello["facts"], reached_at)
-        known = facts.host_facts(host, hello["facts"], managed.options, address)
-        self.on_snapshots(host, hello.get("snapshots", []))
-        for job in {r["job"] for r in hello["attempts"] if r["attempt"] == facts.DESCRIPTION}:
-            if (host, job, facts.DESCRIPTION) not in self.expected:
-                self.on_description_left(host, job)
-        for report in hello["attempts"]:
-            self.on_job_told(report["job"], host)
-        told = (facts.attempt_report(r) for r in hello["attempts"] if r["attempt"] != facts.DESCRIPTION)
-        reports = tuple(r for r in told if needs_action(self._engine.scheduler.state, host, r))
+        managed.facts = {**hello.facts, "clock_skew_s": message["clock_skew_s"]}
+        await self.reports.publish(host, HostUp(hello))
+        attempts = (facts.attempt_report(row) for row in hello.attempts if row.attempt != facts.DESCRIPTION)
+        reports = tuple(r for r in attempts if needs_action(self._engine.scheduler.state, host, r))
         home = managed.link.agent_home
         before = self._engine.scheduler.state.hosts[host].agent_home
         if before is not None and before != home:
             await self._end_former(managed.link, before)
         await self._engine.report(
-            e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=agent, agent_home=home)
+            e.HostConnected(at_s=time.time(), host=host, facts=known, attempts=reports, agent=identity, agent_home=home)
         )
 
     def agent_home(self, host: HostId) -> str:
-        """Where the host's agent is to be looked for; "": at its default place.
+        """Directory of the host's agent; "": its default.
 
-        While ranks of ours are there it is where they were started: an agent elsewhere knows nothing of them, and they
-        would be taken for gone, and run twice.
+        While ranks run there it is the one under which they were started: an agent in another directory does not know
+        them, so that they would count as gone and run twice.
         """
         state = self._engine.scheduler.state
         managed, known = self._managed.get(host), state.hosts.get(host)
@@ -193,11 +198,11 @@ class Hosts:
             return wanted
         if known.agent_home != wanted:
             was = known.agent_home or "its default"
-            log.info("%s: agent_home stays %s until what runs there is over", host, was)
+            log.info("%s: agent_home stays %s until its jobs are over", host, was)
         return known.agent_home
 
     async def _end_former(self, link: HostLink, home: str) -> None:
-        """The agent at the old place is of no use when another took over; what it has is left there."""
+        """Shut down the agent in the former directory; its files stay there."""
         was = home or "the default place"
         try:
             with anyio.fail_after(FORMER_TIMEOUT_S):
@@ -207,126 +212,113 @@ class Hosts:
             log.warning("%s: if there is still an agent at %s, it stays: %s", link.name, was, error)
 
     async def _on_down(self, host: HostId, why: str) -> None:
-        for key, expected in list(self.expected.items()):
-            if key[0] == host:
-                expected.arrive(None)
-        self.on_host_down(host, why)
+        self.exits.fail(lambda key: key[0] == host)
+        await self.reports.publish(host, HostDown(why))
         await self._engine.report(e.HostDisconnected(at_s=time.time(), host=host, why=why))
 
-    async def on_event(self, host: HostId, message: dict[str, Any]) -> None:
-        """The agent said something unasked."""
-        match message["event"]:
-            case "rank_exited":
-                await self._on_rank_exited(host, message)
-            case "snapshot":
-                self.on_snapshot(host, message)
-            case "progress":
-                self.on_steps(message)
-                await self._progress.heard(host, message)
-            case "rank_said":
-                if message["said"]["what"] == "probe":
-                    self.on_probe(message)
-                elif message["said"]["what"] == "orphaned":
-                    await self._on_orphaned(message)
-                elif message["said"]["what"].startswith("checkpoint"):
-                    await self._on_checkpoint(message)
-                elif self.on_rank_said is not None:
-                    await self.on_rank_said(message)
-            case "facts":
-                managed = self._managed[host]
-                managed.facts = message["facts"]
-                address = self._address(host)
-                known = facts.host_facts(host, message["facts"], managed.options, address)
-                before = self._engine.scheduler.state.hosts[host].facts
-                if before is None or known.devices != before.devices:
-                    await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=known))
-            case unknown:
-                log.warning("%s said something this version does not know: %s", host, unknown)
+    # --- reports of agents --------------------------------------------------------------------------------------------
 
-    async def _on_rank_exited(self, host: HostId, message: dict[str, Any]) -> None:
-        expected = self.expected.get((host, message["job"], message["attempt"]))
-        if expected is not None:
-            expected.arrive({**message, "state": "exited"})
-        if message["attempt"] == facts.DESCRIPTION:
+    async def on_event(self, host: HostId, message: dict[str, Any]) -> None:
+        """Handle an unasked message of the host's agent; a malformed one is logged and dropped.
+
+        Ranks run code of users, and their messages pass through their agent: nothing that a job sends may reach the
+        scheduler unchecked, or cost other jobs the host's link.
+        """
+        try:
+            await self.reports.publish(host, agent.report(message))
+        except ProtocolError as error:
+            self._dropped[host] += 1
+            if self._dropped[host].bit_count() == 1:  # the 1st, 2nd, 4th, ...: a job must not fill the log either
+                log.warning("%s: dropped a malformed message (%d so far): %s", host, self._dropped[host], error)
+
+    async def _on_rank_exited(self, host: HostId, report: agent.RankExited) -> None:
+        self.exits.resolve((host, report.job, report.attempt), report)
+        if report.attempt == facts.DESCRIPTION:
             return
-        end = facts.rank_end({**message, "state": "exited"})
-        self.on_rank_gone(message["job"], message["attempt"], message["generation"], message["rank"], str(end))
         await self._engine.report(
             e.RankExited(
-                at_s=time.time(),  # the scheduler's clock is one: that of a host may be hours off
-                job=JobId(message["job"]),
-                attempt=message["attempt"],
-                generation=message["generation"],
+                at_s=time.time(),  # the scheduler has one clock: a host's may be hours off
+                job=JobId(report.job),
+                attempt=report.attempt,
+                generation=report.generation,
                 host=host,
-                rank=message["rank"],
-                end=end,
+                rank=report.rank,
+                end=facts.rank_end(report),
             )
         )
 
-    async def _on_checkpoint(self, message: dict[str, Any]) -> None:
-        said = message["said"]
-        if message["rank"] == 0 and said["what"] == "checkpointed":
-            await self._engine.report(
-                e.CheckpointTaken(
-                    at_s=time.time(),
-                    job=JobId(message["job"]),
-                    attempt=message["attempt"],
-                    step=said["step"],
-                    path=said["path"],
+    async def _on_rank_said(self, _host: HostId, report: rank.RankSaid) -> None:
+        match report.said:
+            case rank.Orphaned() as orphaned:
+                await self._engine.report(
+                    e.RankOrphaned(
+                        at_s=time.time(),
+                        job=JobId(report.job),
+                        attempt=report.attempt,
+                        generation=report.generation,
+                        rank=report.rank,
+                        step=orphaned.step,
+                        can_finish_step=orphaned.may_finish,
+                        out_of_memory=orphaned.out_of_memory,
+                    )
                 )
-            )
-        waiting = self.checkpoints.get((message["job"], said.get("asked") or said["path"]))
-        if waiting is not None and (message["rank"] == 0 or said["what"] == "checkpoint_failed"):
-            waiting.arrive(said)
+            case rank.Checkpointed() as taken if report.rank == 0:
+                await self._engine.report(
+                    e.CheckpointTaken(
+                        at_s=time.time(),
+                        job=JobId(report.job),
+                        attempt=report.attempt,
+                        step=taken.step,
+                        path=taken.path,
+                    )
+                )
+                self.checkpoints.resolve((report.job, taken.asked or taken.path), taken)
+            case rank.CheckpointFailed() as failed:
+                self.checkpoints.resolve((report.job, failed.path), failed)
 
-    async def _on_orphaned(self, message: dict[str, Any]) -> None:
-        await self._engine.report(
-            e.RankOrphaned(
-                at_s=time.time(),
-                job=JobId(message["job"]),
-                attempt=message["attempt"],
-                generation=message["generation"],
-                rank=message["rank"],
-                step=message["said"]["step"],
-                can_finish_step=bool(message["said"].get("may_finish", False)),
-                out_of_memory=bool(message["said"].get("out_of_memory", False)),
-            )
-        )
+    async def _on_facts(self, host: HostId, report: agent.FactsChanged) -> None:
+        managed = self._managed[host]
+        known = facts.host_facts(host, report.facts, managed.options, self._address(host))
+        managed.facts = report.facts
+        before = self._engine.scheduler.state.hosts[host].facts
+        if before is None or known.devices != before.devices:
+            await self._engine.report(e.HostChanged(at_s=time.time(), host=host, facts=known))
 
-    # --- talking to agents --------------------------------------------------------------------------------------------
+    # --- requests to agents -------------------------------------------------------------------------------------------
 
     async def request(self, host: HostId, verb: str, timeout_s: float | None = 60.0, **args: Any) -> dict[str, Any]:
-        """Ask the host's agent.
+        """Send a request to the host's agent and return the reply.
 
         Args:
             timeout_s: after this long the link is broken; None waits for as long as it holds.
         Raises:
-            AgentLost: not connected, or the link broke before the answer, as it does where that is late.
-            HostError: the agent refused; its words.
+            AgentLost: not connected, or the link broke before the reply, as it does when that is late.
+            HostError: the agent refused, with its message.
         """
         managed = self._managed.get(host)
         if managed is None:
-            raise AgentLost(f"{host} is not part of the cluster any more")
+            raise AgentLost(f"{host} is no longer part of the cluster")
         return await managed.link.request(verb, timeout_s=timeout_s, **args)
 
     async def everywhere(
         self, decision: d.ToRanks, verb: str, **args: Any
     ) -> tuple[list[dict[str, Any]], list[ClusterError]]:
-        """Ask the agents of all its hosts, each apart: one that is gone keeps the word from no other.
+        """Send a request to the agents of all hosts of a decision, each on its own.
 
-        Returns: the answers, and what went wrong, logged already but for hosts that are away.
+        Returns:
+            The replies, and the errors; errors of hosts that are not merely away are logged already.
         """
         answers: list[dict[str, Any]] = []
         errors: list[ClusterError] = []
 
         async def ask(host: HostId) -> None:
-            which: dict[str, Any] = {
+            key: dict[str, Any] = {
                 "job": decision.job,
                 "attempt": decision.attempt,
                 "generation": decision.generation,
             }
             try:
-                answers.append(await self.request(host, verb, **which, **args))
+                answers.append(await self.request(host, verb, **key, **args))
             except ClusterError as error:
                 errors.append(error)
                 if not isinstance(error, AgentLost):
@@ -338,7 +330,7 @@ class Hosts:
         return answers, errors
 
     def retry_now(self, host: HostId) -> None:
-        """Dial at once: what was in the way may be gone."""
+        """Dial at once: the obstacle may be gone."""
         self._managed[host].link.retry_now()
 
     async def known(self) -> list[tuple[HostId, str, HostOptions]]:
@@ -346,12 +338,8 @@ class Hosts:
         rows = await self._journal.query("SELECT name, address, options FROM hosts")
         return [(HostId(n), a, msgspec.msgpack.decode(o, type=HostOptions)) for n, a, o in rows]
 
-    def expect_exit(self, host: HostId, job: str, attempt: int) -> Expected:
-        """Wait for the end of a rank that is no attempt of the scheduler's."""
-        return Expected(self.expected, (str(host), job, attempt))
-
     def link_row(self, host: HostId) -> dict[str, Any]:
-        """What the link says of itself, and the agent's own facts."""
+        """Address and state of the link, and the agent's own facts, for display."""
         managed = self._managed.get(host)
         if managed is None:
             return {}
@@ -362,6 +350,37 @@ class Hosts:
         return known.address if known else ""
 
     async def close(self) -> None:
-        """Hang up everywhere; agents and ranks go on."""
+        """Close every link; agents and ranks go on."""
         for managed in self._managed.values():
             managed.stop.cancel()
+
+
+def agent_identity(hello: agent.HelloReply) -> str:
+    """Identity of an agent: its directory's, on this boot of this machine, as directories are cloned and shared."""
+    return f"{hello.agent}@{hello.machine or hello.boot_id}"
+
+
+class AgentOwners:
+    """Host of each agent: under two names a machine would be offered twice, and each would end the other's jobs."""
+
+    def __init__(self, hosts: Iterable[Host]) -> None:
+        """Start from the agents that hosts had before; an agent belongs to the host that had it first."""
+        self._owners: dict[str, HostId] = {}
+        for host in hosts:
+            self._owners.setdefault(host.agent, host.id)
+
+    def claim(self, host: HostId, identity: str) -> None:
+        """Make an agent this host's.
+
+        Raises:
+            HostError: it is another host's.
+        """
+        owner = self._owners.get(identity, host)
+        if owner != host:
+            raise HostError(f"it is {owner} under another name (its agent answers): clusterd host remove {host}")
+        self.release(host)
+        self._owners[identity] = host
+
+    def release(self, host: HostId) -> None:
+        """Forget the host's agent; another host may have it."""
+        self._owners = {agent: owner for agent, owner in self._owners.items() if owner != host}

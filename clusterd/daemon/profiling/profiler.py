@@ -23,7 +23,9 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.profiling.loss_forecast import Ending, at_submission
 from clusterd.daemon.profiling.performance_models import Learned
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, Trying
-from clusterd.types import JobId, RankEnd, Reason
+from clusterd.protocol.agent import Progress
+from clusterd.protocol.rank import Probed, RankSaid
+from clusterd.types import HostId, JobId, RankEnd, Reason
 from plans.plan import Plan
 from profiling.knowledge import Knowledge
 from profiling.model import Row, Rows
@@ -96,13 +98,14 @@ class Profiler:
                 case _:
                     pass
 
-    def saw(self, message: dict[str, Any]) -> None:
-        """Steps of a running attempt, as an agent tells them."""
-        self._put(partial(self._saw, message))
+    def on_progress(self, _host: HostId, report: Progress) -> None:
+        """Queue the steps of a running attempt."""
+        self._put(partial(self._on_steps, report))
 
-    def probed(self, message: dict[str, Any]) -> None:
-        """What a rank measured of its device and links before it began to train."""
-        self._put(partial(self._probed, message))
+    def on_rank_said(self, _host: HostId, report: RankSaid) -> None:
+        """Queue what a rank measured of its device and links before its first step."""
+        if isinstance(report.said, Probed):
+            self._put(partial(self._on_probed, JobId(report.job), report.said))
 
     def forget(self) -> None:
         """What is in the store has changed."""
@@ -126,13 +129,13 @@ class Profiler:
                 except Exception:  # learning less must not take the daemon with it
                     log.exception("the performance model could not be brought up to date")
 
-    async def _probed(self, message: dict[str, Any]) -> None:
-        job = self._state.jobs.get(JobId(message["job"]))
+    async def _on_probed(self, job_id: JobId, probed: Probed) -> None:
+        job = self._state.jobs.get(job_id)
         attempt = job.attempt if job is not None else None
         names = {d.name for d in trials.held(attempt, self._state.hosts)} if attempt is not None else set()
         if len(names) != 1:
             return
-        await self._learned.probed(names.pop(), message["said"]["figures"])
+        await self._learned.probed(names.pop(), probed.figures)
 
     async def _devices_changed(self) -> None:
         await self._learned.devices_changed()
@@ -144,24 +147,24 @@ class Profiler:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    async def _saw(self, message: dict[str, Any]) -> None:
-        job = self._state.jobs.get(JobId(message["job"]))
+    async def _on_steps(self, report: Progress) -> None:
+        job = self._state.jobs.get(JobId(report.job))
         attempt = job.attempt if job is not None else None
-        which = (message["attempt"], message["generation"])
+        which = (report.attempt, report.generation)
         if job is None or attempt is None or not job.model or (attempt.number, attempt.generation) != which:
             return
-        await self._foresee(job, message)
+        await self._foresee(job, report)
         run = self._runs.get(job.id)
         now = (attempt.number, attempt.generation, sum(attempt.cores.values()))
         if run is None or run.of != now:
             run = self._runs[job.id] = _Run(now)
-        for _, seconds in message.get("steps", ()):
+        for _, seconds in report.steps:
             run.seen += 1
             if run.seen > WARM_UP_STEPS and seconds > 0:
-                run.times_s.append(float(seconds))
-        run.phases = message.get("phases") or run.phases
-        run.device_bytes = max(run.device_bytes, int(message.get("device_bytes") or 0))
-        run.host_bytes = max(run.host_bytes, int(message.get("host_bytes") or 0))
+                run.times_s.append(seconds)
+        run.phases = report.phases or run.phases
+        run.device_bytes = max(run.device_bytes, report.device_bytes)
+        run.host_bytes = max(run.host_bytes, report.host_bytes)
         if not _is_quiet(job, attempt):
             run.times_s.clear()  # ranks that come or go take processor time
             return
@@ -177,7 +180,7 @@ class Profiler:
             await self._went_on(job, attempt, known, run)
         await self._trying.look_at(job)
 
-    async def _foresee(self, job: Job, message: dict[str, Any]) -> None:
+    async def _foresee(self, job: Job, report: Progress) -> None:
         """Losses tell when the job will be done, and whether that can be told."""
         ending = self._endings.get(job.id)
         if ending is None:
@@ -185,7 +188,7 @@ class Profiler:
             before = any(j.spec.command == job.spec.command and j.step > 0 for j in others)
             known = self._learned.has_steps_of(job.model)
             ending = self._endings[job.id] = Ending(at_submission(job, before, known))
-        ending.saw(int(message["step"]), message.get("loss"))
+        ending.saw(report.step, report.loss)
         if not ending.is_due:
             return
         found = await anyio.to_thread.run_sync(ending.judge, job.spec.target_loss)

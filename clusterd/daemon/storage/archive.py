@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import anyio
 import msgpack
 
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import HostId
@@ -163,7 +163,13 @@ class Archive:
             return None
 
     async def fetch_attempt(
-        self, hosts: Hosts, host: HostId, job: str, attempt: int, generation: int, ranks: Iterable[dict[str, Any]]
+        self,
+        hosts: HostRegistry,
+        host: HostId,
+        job: str,
+        attempt: int,
+        generation: int,
+        ranks: Iterable[dict[str, Any]],
     ) -> None:
         """Bring the end of each rank's log, and the steps, to the head node: hosts come and go.
 
@@ -181,7 +187,7 @@ class Archive:
         except (ClusterError, OSError) as error:
             log.warning("logs of attempt %s.%d stay on %s alone: %s", job, attempt, host, error)
 
-    async def _fetch(self, hosts: Hosts, host: HostId, verb: str, target: Path, **which: Any) -> None:
+    async def _fetch(self, hosts: HostRegistry, host: HostId, verb: str, target: Path, **which: Any) -> None:
         answer = await hosts.request(host, verb, offset=0, limit=0, **which)
         offset = max(int(answer["size"]) - LOG_BYTES_KEPT, 0)
         partial = target.with_suffix(".partial")

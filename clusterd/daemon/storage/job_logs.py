@@ -16,7 +16,7 @@ from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job
 from clusterd.daemon.api.server import Peer
 from clusterd.daemon.api.watch import Feed
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive, Tail
 from clusterd.errors import AgentLost, ClusterError, UsageError
@@ -58,7 +58,7 @@ class _Wanted:
 class JobLogs:
     """Pulls by offset: what a broken connection swallowed is asked for again."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive, feed: Feed) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, feed: Feed) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 
 from clusterd.core.state import Attempt
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive, Tail
 from clusterd.errors import ClusterError
@@ -27,7 +27,7 @@ Which = tuple[str, int, int, int]
 class LogMirror:
     """Of all running attempts."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, archive: Archive) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine = engine
         self._hosts = hosts
         self._archive = archive

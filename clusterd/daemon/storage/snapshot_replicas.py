@@ -1,6 +1,6 @@
-"""Snapshots in memory: which host keeps a copy of which rank's state, and what a lost job can go on from.
+"""Replicas of state snapshots in host memory: placement on a second host, and the newest from which a job can restart.
 
-Nothing of this is journaled: agents hold the segments, and tell what they have to a daemon that has just started.
+Nothing of this is journaled: agents hold the segments and report them to a daemon that has just started.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterd.core.state import Attempt, Job, State
-from clusterd.daemon.hosts.registry import Hosts
+from clusterd.daemon.hosts.registry import HostRegistry
+from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal.engine import Engine
 from clusterd.errors import AgentLost, ClusterError, NotStarted
+from clusterd.protocol import agent
 from clusterd.types import HostId, HostState, JobId
 from plans.plan import Plan
 
@@ -29,43 +31,43 @@ Generation = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A snapshot of all ranks of one step, each on a host that is up."""
+    """State snapshots of all ranks of one step, each on a host that is up."""
 
     of: Generation
     plan: Plan
     step: int
-    names: tuple[str, ...]  # by rank
-    hosts: tuple[HostId, ...]  # that have them
+    names: tuple[str, ...]  # of the segments, by rank
+    hosts: tuple[HostId, ...]  # that hold them, by rank
     tokens: dict[str, str]
 
 
 @dataclass(slots=True)
-class _Copy:
+class _Replicas:
     rank: int
     step: int
     holders: set[HostId] = field(default_factory=set)
 
 
-class Keeper:
-    """Chooses the second hosts, and remembers who has what."""
+class SnapshotReplicas:
+    """Places replicas of state snapshots and tracks which hosts hold them."""
 
-    def __init__(self, engine: Engine, hosts: Hosts, key: str) -> None:
-        """`key`: a secret of this cluster, from which each set's token is made."""
+    def __init__(self, engine: Engine, hosts: HostRegistry, key: str) -> None:
+        """`key`: secret of the cluster, from which the token of each snapshot set is derived."""
         self._engine = engine
         self._hosts = hosts
         self._key = key.encode()
-        self._copies: dict[Generation, dict[str, _Copy]] = {}
+        self._copies: dict[Generation, dict[str, _Replicas]] = {}
         self._ports: dict[tuple[str, HostId], int] = {}
 
     @property
     def _state(self) -> State:
         return self._engine.scheduler.state
 
-    async def heard(self, host: HostId, message: dict[str, Any]) -> None:
-        """A rank on `host` has a new snapshot: have a second host bring it, then let the rank go on."""
-        of = (str(message["job"]), int(message["attempt"]), int(message["generation"]))
-        name = str(message["name"])
-        copy = _Copy(int(message["rank"]), int(message["step"]), {host})
+    async def on_taken(self, host: HostId, report: agent.StateSnapshotTaken) -> None:
+        """Have a second host fetch a new snapshot, then let the rank that wrote it go on."""
+        of = (report.job, report.attempt, report.generation)
+        name = report.name
+        copy = _Replicas(report.rank, report.step, {host})
         self._copies.setdefault(of, {})[name] = copy
         attempt = self._state.attempt(JobId(of[0]), of[1], of[2])
         try:
@@ -74,7 +76,7 @@ class Keeper:
                 address = await self._admitted(of, host)
                 await self._hosts.request(
                     second, "snapshot_keep", timeout_s=None, name=name, set=_set(of), token=self._token(of),
-                    address=address, bytes=message["bytes"],
+                    address=address, bytes=report.bytes,
                 )  # fmt: skip
                 copy.holders.add(second)
         except ClusterError as error:
@@ -85,25 +87,23 @@ class Keeper:
         except ClusterError as error:
             log.info("%s: %s", host, error)
 
-    def reported(self, host: HostId, snapshots: list[dict[str, Any]]) -> None:
-        """What an agent has, as it says when it is connected."""
+    def on_up(self, host: HostId, report: HostUp) -> None:
+        """Update the replicas that a host holds from its agent's reply to hello."""
         for copies in self._copies.values():
             for copy in copies.values():
                 copy.holders.discard(host)
-        for one in snapshots:
-            found = _NAME.fullmatch(str(one["name"]))
+        for row in report.hello.snapshots:
+            found = _NAME.fullmatch(row.name)
             if found is None:
                 continue
             of = (found["job"], int(found["attempt"]), int(found["generation"]))
-            known = self._copies.setdefault(of, {}).setdefault(
-                str(one["name"]), _Copy(int(found["rank"]), int(one["step"]))
-            )
-            if known.step != int(one["step"]):
-                known.step, known.holders = max(known.step, int(one["step"])), set()
+            known = self._copies.setdefault(of, {}).setdefault(row.name, _Replicas(int(found["rank"]), row.step))
+            if known.step != row.step:
+                known.step, known.holders = max(known.step, row.step), set()
             known.holders.add(host)
 
     def newest(self, job: Job) -> Whole | None:
-        """The newest step of which every rank's state is on some host that is up."""
+        """Newest step of which every rank's state is on some host that is up; None: there is none."""
         best: Whole | None = None
         for of, copies in self._copies.items():
             plan = _plan_of(job, of)
@@ -115,7 +115,7 @@ class Keeper:
                     best = whole
         return best
 
-    def _whole(self, of: Generation, plan: Plan, step: int, copies: dict[str, _Copy]) -> Whole | None:
+    def _whole(self, of: Generation, plan: Plan, step: int, copies: dict[str, _Replicas]) -> Whole | None:
         by_rank: dict[int, tuple[str, HostId]] = {}
         for name, copy in copies.items():
             up = [h for h in sorted(copy.holders) if self._is_up(h)]
@@ -127,27 +127,27 @@ class Keeper:
         return Whole(of, plan, step, names, hosts, {_set(of): self._token(of)})
 
     async def admit(self, whole: Whole) -> dict[str, list[Any]]:
-        """Where each holder serves; each knows the token from now on.
+        """Admit readers at every holder of a snapshot; returns address and port of each.
 
         Raises:
-            NotStarted: one is silent. It may be to have no rank, and then nobody asks again when it is back.
-            ClusterError: one refuses.
+            NotStarted: a holder is silent; it may have no rank, so that nothing would retry when it is back.
+            ClusterError: a holder refuses.
         """
         served: dict[str, list[Any]] = {}
         for host in dict.fromkeys(whole.hosts):
             try:
                 served[host] = await self._admitted(whole.of, host)
             except AgentLost as lost:
-                raise NotStarted(host, f"the snapshot that it keeps is out of reach: {lost}") from None
+                raise NotStarted(host, f"the snapshot that it holds is out of reach: {lost}") from None
         return served
 
     async def forget(self, job: str) -> None:
-        """The job is over: its snapshots are nobody's."""
+        """Drop the snapshots of a job that is over."""
         for of in [of for of in self._copies if of[0] == job]:
             await self._drop(of)
 
     async def _drop_older(self, newest: Generation) -> None:
-        """Once a generation has a whole snapshot on two hosts, those before it are worth nothing."""
+        """Drop snapshots of former generations once the newest has a whole one."""
         job = self._state.jobs.get(JobId(newest[0]))
         plan = _plan_of(job, newest) if job is not None else None
         older = [of for of in self._copies if of[0] == newest[0] and of < newest]
@@ -174,7 +174,7 @@ class Keeper:
         return [facts.address if facts else "127.0.0.1", answer["port"]]
 
     def _second(self, host: HostId, attempt: Attempt) -> HostId | None:
-        """The next of the job's own hosts, in a ring; for a job on one host, another with the least to do."""
+        """Host of the replica: the job's next host in a ring; for a job on one host, the least busy other one."""
         others = [h for h in attempt.hosts if h != host and self._is_up(h)]
         if others:
             ring = sorted({*others, host})
@@ -195,7 +195,7 @@ def _set(of: Generation) -> str:
 
 
 def _plan_of(job: Job, of: Generation) -> Plan | None:
-    """Under which the ranks of a generation ran."""
+    """Plan of the ranks of a generation; None: unknown."""
     if job.id != of[0] or not 1 <= of[1] <= len(job.attempts):
         return None
     attempt = job.attempts[of[1] - 1]

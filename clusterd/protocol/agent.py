@@ -1,0 +1,206 @@
+"""Messages of agents to the daemon: the reply to its hello, and what they report unasked.
+
+A host may run an agent of another version, or code of somebody who got into it: every field is checked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.exit_reasons import Reason
+from clusterd.protocol.frames import Message, ProtocolError
+from clusterd.protocol.rank import RankSaid, rank_message
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """A process on a GPU."""
+
+    pid: int
+    user: str | None = None
+    memory_bytes: int | None = None
+    ours: bool = False  # of an attempt of this agent
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """A GPU, as its driver reports it."""
+
+    uuid: str
+    index: int
+    name: str
+    memory_bytes: int
+    exclusive: bool = False
+    processes: tuple[ProcessRow, ...] = ()
+    unlisted_bytes: int | None = 0  # in use by no process that the driver lists
+
+
+@dataclass(frozen=True)
+class AddressRow:
+    """A network address of the host."""
+
+    interface: str
+    address: str
+    speed_mbit: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of a host that scheduling needs; the whole map is kept for display (`clusterd.agent.host.facts`)."""
+
+    boot_id: str
+    cpu_cores: int
+    memory_bytes: int
+    cpu_ids: tuple[int, ...]
+    cpu_model: str | None = None
+    gpus: tuple[GpuRow, ...] = ()
+    addresses: tuple[AddressRow, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """State of one rank on the agent's host."""
+
+    rank: int
+    state: str  # "running", "exited" or "lost"
+    pid: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    reason: Reason | None = None
+    at_s: float | None = None
+    message: str = ""  # the rank's own, where clusterd's training loop ended it
+
+
+@dataclass(frozen=True)
+class AttemptRow:
+    """One generation of an attempt on the agent's host."""
+
+    job: str
+    attempt: int
+    generation: int
+    ranks: tuple[RankRow, ...]
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class StateSnapshotRow:
+    """A state snapshot of one rank in the host's memory."""
+
+    name: str
+    step: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class HelloReply:
+    """The agent's reply to the daemon's hello: who it is, and all that it runs or has records of."""
+
+    agent: str
+    version: str
+    boot_id: str
+    now_s: float
+    facts: dict[str, Any]  # see `Facts`
+    attempts: tuple[AttemptRow, ...]
+    snapshots: tuple[StateSnapshotRow, ...] = ()
+    machine: str = ""
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """A rank's process exited."""
+
+    job: str
+    attempt: int
+    generation: int
+    rank: int
+    reason: Reason
+    exit_code: int | None = None
+    signal: int | None = None
+    at_s: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Steps that an attempt finished since the last report."""
+
+    job: str
+    attempt: int
+    generation: int
+    step: int
+    loss: float | None
+    step_time_s: float
+    steps: tuple[tuple[int, float], ...] = ()  # (step, seconds) under the current plan
+    phases: dict[str, float] = field(default_factory=dict)
+    device_bytes: int = 0
+    host_bytes: int = 0
+    plan: str = ""
+    samples: int | None = None
+    at_s: float | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class StateSnapshotTaken:
+    """A rank wrote a new state snapshot into the host's memory, and waits for its replica."""
+
+    job: str
+    attempt: int
+    generation: int
+    rank: int
+    name: str
+    step: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class FactsChanged:
+    """The host's facts changed."""
+
+    facts: dict[str, Any]  # see `Facts`
+
+
+Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | RankSaid
+
+_KINDS: dict[str, type[RankExited | Progress | StateSnapshotTaken | FactsChanged]] = {
+    "rank_exited": RankExited,
+    "progress": Progress,
+    "snapshot": StateSnapshotTaken,
+    "facts": FactsChanged,
+}
+
+
+def hello_reply(data: Any) -> HelloReply:
+    """Check an agent's reply to hello.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    return from_map(HelloReply, data, "hello")
+
+
+def report(message: Message) -> Report:
+    """Check what an agent reported unasked.
+
+    Raises:
+        ProtocolError: it is no message of this protocol; names the message and the field.
+    """
+    kind = message.get("event")
+    if kind == "rank_said":
+        sender = from_map(_Sender, message, "rank_said")
+        said = rank_message(message.get("said"))
+        return RankSaid(sender.job, sender.attempt, sender.generation, sender.rank, said, sender.at_s)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ProtocolError("an agent sent a message of an unknown kind")
+    return from_map(_KINDS[kind], message, kind)
+
+
+@dataclass(frozen=True)
+class _Sender:
+    job: str
+    attempt: int
+    generation: int
+    rank: int
+    at_s: float = 0.0

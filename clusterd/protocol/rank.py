@@ -1,0 +1,152 @@
+"""Messages of ranks to the daemon, passed on by their agent.
+
+A rank runs code that clusterd did not write: whatever arrives here is checked before anybody acts on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.frames import ProtocolError
+
+
+@dataclass(frozen=True)
+class RankMessage:
+    """Base of all messages of a rank."""
+
+
+@dataclass(frozen=True)
+class Probed(RankMessage):
+    """Measured figures of a device and of the links between ranks, before the first step."""
+
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Orphaned(RankMessage):
+    """The rank lost its peers or ran out of device memory; it holds its state and waits."""
+
+    step: int  # -1: in the middle of an update
+    may_finish: bool = False
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Checkpointed(RankMessage):
+    """The job's state is whole on disk."""
+
+    step: int
+    path: str
+    asked: str | None = None  # path of the request, where the script chose another
+    bytes: int = 0
+    blocked_s: float = 0.0
+    write_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(RankMessage):
+    """A checkpoint could not be written; training goes on."""
+
+    path: str
+    why: str
+    step: int = -1
+
+
+@dataclass(frozen=True)
+class Prepared(RankMessage):
+    """The rank is ready for a migration; both sides report the digest of the same copy plan."""
+
+    id: str
+    digest: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Quiesced(RankMessage):
+    """A source rank finished its last step and waits."""
+
+    id: str
+    step: int
+    at_s: float
+    copied: tuple[float, ...] = ()  # begin and end of the copying, wall clock
+
+
+@dataclass(frozen=True)
+class Loaded(RankMessage):
+    """A target rank holds its part of the state."""
+
+    id: str
+    step: int
+    verified: bool
+    bytes_local: int = 0
+    bytes_network: int = 0
+    copied: tuple[float, ...] = ()  # begin and end of the copying, wall clock
+
+
+@dataclass(frozen=True)
+class Resumed(RankMessage):
+    """A source rank trains on after a migration that was aborted."""
+
+    id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Trains(RankMessage):
+    """A target rank begins its first step."""
+
+    id: str
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Failed(RankMessage):
+    """The rank's part of a migration failed."""
+
+    id: str
+    why: str
+    phase: str = ""
+    out_of_memory: bool = False
+    refused: str = ""
+
+
+KINDS: dict[str, type[RankMessage]] = {
+    "probe": Probed,
+    "orphaned": Orphaned,
+    "checkpointed": Checkpointed,
+    "checkpoint_failed": CheckpointFailed,
+    "prepared": Prepared,
+    "quiesced": Quiesced,
+    "loaded": Loaded,
+    "resumed": Resumed,
+    "trains": Trains,
+    "failed": Failed,
+}
+"""Classes by the field ``what``."""
+
+
+@dataclass(frozen=True)
+class RankSaid:
+    """A rank's message with the rank that sent it; the agent fills in everything but `said`."""
+
+    job: str
+    attempt: int
+    generation: int
+    rank: int
+    said: RankMessage
+    at_s: float = 0.0
+
+
+def rank_message(data: Any) -> RankMessage:
+    """Check what a rank sent.
+
+    Raises:
+        ProtocolError: it is no message of this protocol.
+    """
+    kind = data.get("what") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ProtocolError("a rank sent a message of an unknown kind")
+    return from_map(KINDS[kind], data, kind)
