@@ -13,7 +13,7 @@ from mover import Mover
 from rank_pool import RankPool
 from torch import nn
 
-from clusterd.train.loop.clip import clip_gradients
+from clusterd.train.loop.step import clip_gradients
 from plans.plan import Plan
 
 STEPS = 5

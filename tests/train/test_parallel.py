@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
 
-from clusterd.train.loop.clip import clip_gradients
+from clusterd.train.loop.step import clip_gradients
 from clusterd.train.parallel.gradient_sync import GradientSum
 from clusterd.train.parallel.meta_build import allocate, build_blank
 from plans.plan import Plan

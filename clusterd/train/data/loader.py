@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from clusterd.train.parallel import build
 from clusterd.train.process.exits import PlanRefused, Refused
+from clusterd.train.process.seeding import seed_step
 from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
 _READING = 0xFFFF
-"""In the place of a pipeline stage in `build.seed_step`: no stage draws the same numbers."""
+"""In the place of a pipeline stage in `seed_step`: no stage draws the same numbers."""
 
 
 class ShareSampler:
@@ -81,7 +81,7 @@ def batches(
         for step in range(first_step, steps):
             # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs
             # and one for its targets: what is drawn must be the same for both.
-            build.seed_step(seed, step, replica, _READING)
+            seed_step(seed, step, replica, _READING)
             inputs, targets = pair(next(fetched))
             yield moved(inputs, device), moved(targets, device)
     finally:

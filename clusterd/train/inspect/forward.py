@@ -24,6 +24,7 @@ from clusterd.train.parallel.tp_shards import cut
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
+from clusterd.train.process.seeding import seed_everything
 
 
 class Forward:
@@ -146,7 +147,7 @@ class Forward:
         writes, following, before = Writes(model, *given), Following(), _numbers(model)
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some is written once, and some from the second pass on
-                build.seed_everything(self._job.seed)
+                seed_everything(self._job.seed)
                 with writes:
                     loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
             writes.complete = True
@@ -181,7 +182,7 @@ class Forward:
         """Of a forward pass; what is drawn in it is drawn alike each time."""
         done = Operations()
         with self.real(), torch.random.fork_rng(devices=[]):
-            build.seed_everything(self._job.seed)
+            seed_everything(self._job.seed)
             with self._fake, done:
                 outputs = self._computing(module)(self._inputs)
         done.end(outputs)

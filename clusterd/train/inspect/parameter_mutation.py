@@ -7,7 +7,7 @@ recomputation write more than once, and what FSDP2 gathers is thrown away with a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from clusterd.train.inspect.operations import storage_of
 from clusterd.train.parallel import build
-from clusterd.train.parallel.gradient_sync import local_tensor
-from clusterd.train.process.exits import PlanRefused
 
 _SAME_AGAIN = frozenset({"clamp_", "clamp_min_", "clamp_max_", "embedding_renorm_", "fill_", "zero_"})
 """What done twice, at different times of a step too, is as done once."""
@@ -119,91 +117,6 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         if name := self._names.get(storage_of(tensor), ""):
             self._saved.add(name)
         return tensor
-
-
-class Watch:
-    """Sees real forward passes write into parameters, which fake ones may not have shown: no plan but one process can.
-
-    Args:
-        units: modules, in each other or apart, that have their parameters, but not each other's, whole or as they are
-            kept from before their pass until after it.
-        allowed: names of the parameters that were seen before, with which the plan can be.
-        values: whether the first pass is watched by values too, and not by what torch notes of a tensor alone, which is
-            nothing where ``.data`` is written into.
-    """
-
-    def __init__(self, root: nn.Module, units: Iterable[nn.Module], allowed: Iterable[str], *, values: bool) -> None:
-        self._root, self._allowed = root, frozenset(allowed)
-        apart = set(units)
-        for unit in apart:
-            seen = _Seen(list(_inside(unit, apart)), values=values)
-            unit.register_forward_pre_hook(lambda *_, seen=seen: seen.begin())
-            # Before FSDP2's own, which puts shards in the place of what was whole.
-            unit.register_forward_hook(lambda *_, seen=seen: self._check(seen.changed()), prepend=True)
-
-    def _check(self, changed: list[nn.Parameter]) -> None:
-        for parameter in changed:
-            names = (name for name, p in build.named_parameters(self._root) if p is parameter)
-            if not (name := next(names, "")):
-                raise PlanRefused(
-                    "parameters were put away before the forward pass ended: where it computes gradients itself "
-                    "(torch.autograd.grad), FSDP2 has only parts of them left; zero=1 leaves them whole"
-                )
-            if name not in self._allowed:
-                raise PlanRefused(
-                    f"the forward pass writes into {name}, and only one process, with one pass in a step, trains with "
-                    "that; make it a buffer, or write after the step"
-                )
-
-
-class _Seen:
-    """Parameters of some modules, as they are before a pass."""
-
-    def __init__(self, modules: list[nn.Module], *, values: bool) -> None:
-        self._held, self._values = [module._parameters for module in modules if module._parameters], values
-        self._parameters: list[nn.Parameter] = []
-
-    def begin(self) -> None:
-        # In every pass: torch's own way to list them takes as long as a small layer.
-        self._parameters = [p for held in self._held for p in held.values() if p is not None]
-        self._notes = [_noted(p) for p in self._parameters]
-        self._sizes = _sizes(self._parameters) if self._values else []
-
-    def changed(self) -> list[nn.Parameter]:
-        found = [p for p, note in zip(self._parameters, self._notes, strict=True) if _noted(p) != note]
-        if self._values:
-            now = _sizes(self._parameters)
-            found += [p for p, a, b in zip(self._parameters, self._sizes, now, strict=True) if a != b and a == a]
-        self._values = False
-        self._parameters = []
-        return found
-
-
-def _inside(unit: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
-    yield unit
-    for child in unit.children():
-        if child not in apart:
-            yield from _inside(child, apart)
-
-
-def _noted(parameter: nn.Parameter) -> tuple[int, int]:
-    # Of each parameter twice in every pass, so it is asked what it is in the way that takes least.
-    return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0
-
-
-def _sizes(parameters: list[nn.Parameter]) -> list[float]:
-    """A number of each that differs, almost surely, when a value does."""
-    with torch.no_grad():
-        sizes = [_size(local_tensor(p.detach())) for p in parameters]
-    return torch.stack(sizes).tolist() if sizes else []
-
-
-def _size(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point():
-        return tensor.double().norm()
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
 
 
 def _given(function: Any, arguments: Any, options: Any, name: str) -> Any:

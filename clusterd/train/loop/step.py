@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from clusterd.train.data.loader import check_cut, cut, micro_batch_sizes
-from clusterd.train.loop.clip import clip_gradients
 from clusterd.train.loop.phases import PhaseClock
 from clusterd.train.parallel.apply_plan import Parallel
 from clusterd.train.parallel.buffers import spare_first_pass
+from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
-from clusterd.train.parallel.pipeline_send import send_row_by_row
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import LossFunction
-from plans.plan import Coordinates
+from plans.plan import Coordinates, Plan
 
 
 class Stepper:
@@ -206,3 +206,78 @@ def _scalar(loss: LossFunction) -> LossFunction:
         return value.reshape(())
 
     return computed
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:
+    """Scales gradients so that their global 2-norm is at most `limit`.
+
+    Every element counts once: the squares of what a rank holds are divided by the number of ranks that hold the
+    same, and summed over all ranks.
+
+    Returns:
+        The norm before clipping, on `device`.
+    """
+    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and (gradient := _elements(parameter)).numel():
+            # A norm in bfloat16 has three digits: others for a shard and for the whole.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            alike.setdefault((_copies(parameter, plan), gradient.device, wide), []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (copies, _, wide), gradients in alike.items():
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=wide))
+        total += (norms.double().square().sum() / copies).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for (_, where, _), gradients in alike.items():
+        torch._foreach_mul_(gradients, scale.to(where))
+    return norm
+
+
+def _elements(parameter: nn.Parameter) -> torch.Tensor:
+    """What of the gradient is on this rank and not zero by itself; a sparse one has each row once then."""
+    gradient = local_gradient(parameter)
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    values: torch.Tensor = parameter.grad.values()
+    return values
+
+
+def _copies(parameter: nn.Parameter, plan: Plan) -> int:
+    """Ranks of the stage that hold the same part of this parameter."""
+    shards = 1
+    for dim, placement in enumerate(getattr(parameter, "placements", ())):
+        if not placement.is_replicate():
+            shards *= parameter.device_mesh.size(dim)
+    return plan.dp * plan.tp // shards
+
+
+def send_row_by_row(module: nn.Module) -> None:
+    """Has a stage give what the next one gets, and the gradient for the one before, in contiguous memory.
+
+    A transposed activation cannot be sent ("input tensor has to be contiguous"), nor received.
+    """
+    forward = module.forward
+
+    def computed(*inputs: Any, **options: Any) -> Any:
+        outputs = forward(*(_row_by_row(value) for value in inputs), **options)
+        return tuple(map(_row_by_row, outputs)) if isinstance(outputs, tuple) else _row_by_row(outputs)
+
+    module.forward = computed
+
+
+def _row_by_row(value: Any) -> Any:
+    return _RowByRow.apply(value) if isinstance(value, torch.Tensor) else value
+
+
+class _RowByRow(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor) if tensor.is_contiguous() else tensor.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()

@@ -18,7 +18,6 @@ from clusterd.train.loop.phases import peak_bytes
 from clusterd.train.loop.step import Stepper
 from clusterd.train.migration.snapshots import Snapshots
 from clusterd.train.migration.source import Leaving
-from clusterd.train.parallel import build
 from clusterd.train.parallel.apply_plan import Parallel
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
 from clusterd.train.parallel.optimizers import RankOptimizer
@@ -26,6 +25,7 @@ from clusterd.train.process import exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
 from clusterd.train.process.job import Job, Outcome
+from clusterd.train.process.seeding import seed_step
 from clusterd.train.state import scalars
 from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.plain_data import CannotTravel
@@ -151,7 +151,7 @@ class Loop:
                 self._arrived_by = ""
             if self._cores:
                 self._use_cores()
-            build.seed_step(job.seed, training.step, place.replica, place.stage)
+            seed_step(job.seed, training.step, place.replica, place.stage)
             training.stepper.phases.lap("input")
             self._hangs.begin()
             training.stepper.step(inputs, targets, self._agree)

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.inspect.parameter_mutation import Watch
 from clusterd.train.parallel import build
 from clusterd.train.parallel.buffers import Recomputing, keeping_shared
 from clusterd.train.parallel.gradient_sync import GradientSum, mean_gradients, sum_gradients
 from clusterd.train.parallel.meta_build import allocate
+from clusterd.train.parallel.mutation_guard import ParameterMutationGuard
 from clusterd.train.parallel.tp_styles import SUMMED, style_of, styles_in
 from clusterd.train.process.exits import PlanRefused, Refused, UsedUnlike
 from clusterd.train.process.job import NAME
@@ -118,7 +118,7 @@ class Parallel:
         several_passes = plan.pp > 1 or plan.accumulation > 1 or plan.checkpointing
         if plan.dp > 1 or plan.offload != "none" or several_passes:
             units = [m for m in self.module.modules() if hasattr(m, "set_reshard_after_backward")]  # of FSDP2
-            Watch(self.module, units or [self.module], shape.written, values=not shape.written_known)
+            ParameterMutationGuard(self.module, units or [self.module], shape.written, values=not shape.written_known)
 
     def last_of(self, micro_batch: int) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch without pipeline: replicas talk with the last one only."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from clusterd.train.process.exits import PlanRefused, Refused
-from plans.sample_order import mix
+from clusterd.train.process.seeding import seed_everything
 from plans.stages import split_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -68,23 +67,6 @@ def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) ->
     if not model.training:  # as `from_pretrained` gives it; parts that are to stay so are so in a model that is not
         model.train()
     return model
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds torch, Python and, where it is used, NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    import numpy as np
-
-    np.random.seed(seed % (1 << 32))
-
-
-def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
-    """Seeds all for one step: what dropout draws depends on (seed, step, replica, stage) only.
-
-    Shards of one replica draw alike, which keeps what they hold twice equal; a repeated step draws the same again.
-    """
-    seed_everything(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
 
 
 def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
