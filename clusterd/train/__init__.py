@@ -115,7 +115,7 @@ def run(
 
         from clusterd.train.process import exits
 
-        exits.leave(
+        exits.exit_with(
             exits.NoTorch(
                 f"{sys.executable} cannot import torch ({error}); name a Python that has it as `python` of the job"
             )
@@ -125,7 +125,7 @@ def run(
             model=model,
             loss=loss,
             data=data,
-            optimizer=job.of_parameters(optimizer),
+            optimizer=job.adapt_optimizer_factory(optimizer),
             global_batch=global_batch,
             steps=steps,
             seed=seed,

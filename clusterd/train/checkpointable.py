@@ -23,7 +23,7 @@ import time
 from types import TracebackType
 
 from clusterd.train.process import context as contexts
-from clusterd.train.process.control import Control, Message, sigterm_asks_to_stop
+from clusterd.train.process.control import Control, Message, stop_on_sigterm
 from clusterd.train.process.steps_log import StepsLog
 
 
@@ -36,9 +36,9 @@ class Requests:
         self._control = Control(self._context)
         self._control.on("checkpoint", self._on_checkpoint)
         self._control.start()
-        self._sigterm = sigterm_asks_to_stop(self._control)
+        self._sigterm = stop_on_sigterm(self._control)
         self._sigterm.__enter__()
-        self._control.tell({"event": "ready"})
+        self._control.send_status({"event": "ready"})
         self._log: StepsLog | None = None
         self._path: str | None = None
         self._last_s = time.perf_counter()
@@ -62,7 +62,7 @@ class Requests:
         """The state after `step` is whole in `path`."""
         self._control.withdraw("checkpoint")
         asked, self._path = self._path, None
-        self._control.say(
+        self._control.report(
             "checkpointed", path=path, asked=asked or path, step=step, bytes=0, blocked_s=0.0, write_s=0.0
         )
 

@@ -16,21 +16,21 @@ from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import loader
 from clusterd.train.inspect import describe, loss_mean
 from clusterd.train.loop.step import Stepper
-from clusterd.train.loop.training_loop import Loop, StepSeen
-from clusterd.train.migration.target import Arriving
+from clusterd.train.loop.training_loop import OnStep, TrainingLoop
+from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import build, precision
-from clusterd.train.parallel.apply_plan import Parallel
-from clusterd.train.parallel.mesh import device_of, process_groups, same_everywhere
-from clusterd.train.parallel.meta_build import build_blank
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_ranks
+from clusterd.train.parallel.meta_build import build_uninitialized
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
-from clusterd.train.process.control import Control, sigterm_asks_to_stop
+from clusterd.train.process.control import Control, stop_on_sigterm
 from clusterd.train.process.exits import PlanRefused, Refused, TrainError
 from clusterd.train.process.job import Job, Outcome
 from clusterd.train.process.probe import probe
-from clusterd.train.process.run_in_fork import apart
+from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.state.attributes import Attributes
 from plans import legality
@@ -59,23 +59,23 @@ class Training:
         device: torch.device,
         mesh: Any,
         *,
-        blank: bool = False,
+        uninitialized: bool = False,
         shape: ModelShape | None = None,
     ) -> None:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
-        self._ahead: Iterator[tuple[Any, Any]] | None = None
+        self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
-        model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
-        if not blank and not same_everywhere(build.fingerprint(model), device):
+        model = build_uninitialized(job.model, job.seed) if uninitialized else build.build_model(job.model, job.seed)
+        if not uninitialized and not same_on_all_ranks(build.fingerprint(model), device):
             raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
-        model.forward = precision.under(job.precision, device.type, model.forward)
+        model.forward = precision.with_precision(job.precision, device.type, model.forward)
         modules = dict(model.named_modules())  # some plans wrap them, under other names
-        self.parallel = Parallel(
+        self.parallel = ParallelModel(
             model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
         )
         if plan != Plan():
@@ -89,7 +89,7 @@ class Training:
             self.parallel,
             self.optimizer,
             self.scheduler,
-            precision.under(job.precision, device.type, job.loss),
+            precision.with_precision(job.precision, device.type, job.loss),
             coordinates=context.coordinates,
             global_batch=job.global_batch,
             clip_norm=job.clip_norm,
@@ -97,9 +97,9 @@ class Training:
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """This replica's share of each step that is left."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            return ahead
+        if self._prefetched is not None:
+            prefetched, self._prefetched = self._prefetched, None
+            return prefetched
         if not self.stepper.wants_inputs:
             return itertools.repeat((None, None), self.job.steps - self.step)
         return loader.batches(
@@ -119,29 +119,31 @@ class Training:
     def shape(self) -> ModelShape:
         """Of the whole model."""
         if self._shape is None:
-            self._shape = apart(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
+            self._shape = run_in_fork(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
         return self._shape
 
     def read_ahead(self) -> None:
         """Reads the samples of the next step, so that it need not wait for them."""
-        left = iter(self.batches())
-        self._ahead = itertools.chain([first], left) if (first := next(left, None)) is not None else left
+        remaining = iter(self.batches())
+        self._prefetched = (
+            itertools.chain([first], remaining) if (first := next(remaining, None)) is not None else remaining
+        )
 
     def rehearse(self) -> None:
         """A step on copies of the first sample; see `Stepper.rehearse`."""
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            inputs, targets = loader.pair(self.job.collate_fn([self.job.data[0]] * share))
-            batch = loader.moved(inputs, self.device), loader.moved(targets, self.device)
+            inputs, targets = loader.as_pair(self.job.collate_fn([self.job.data[0]] * share))
+            batch = loader.to_device(inputs, self.device), loader.to_device(targets, self.device)
         self.stepper.rehearse(*batch)
 
 
-AtEnd = Callable[[Training], None]
+OnEnd = Callable[[Training], None]
 """Called on every rank after its last step, while the ranks still hold together."""
 
 
-def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
+def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
     """Trains `job` as the surroundings say, to its last step or until it is stopped.
 
     Under clusterd a stop ends the process (exit code 0); elsewhere it returns.
@@ -156,20 +158,20 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
             write_description(job, context.directory)  # asked before the first launch, to choose a plan by
             raise SystemExit(0)
-        refuse_again(context)
+        refuse_second_run(context)
         control = Control(context)
         control.start()
-        with sigterm_asks_to_stop(control):
-            outcome = train(job, context, control, _log(job, context), at_end)
+        with stop_on_sigterm(control):
+            outcome = train(job, context, control, _log(job, context), on_end)
     except Exception as error:
-        refusal = exits.of(error, where=str(context) if control is not None else "starting")
+        refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
             reason = refusal.reason if refusal is not None else "exit"
             message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
-            control.tell_failure(reason, message)
+            control.report_failure(reason, message)
         if refusal is None:
             raise
-        exits.leave(refusal)
+        exits.exit_with(refusal)
     finally:
         if control is not None:
             control.close()
@@ -178,7 +180,7 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
     return outcome
 
 
-def refuse_again(context: Context) -> None:
+def refuse_second_run(context: Context) -> None:
     """A job has one training: what is known of it, and where it stands, is known of that one.
 
     Raises:
@@ -186,54 +188,56 @@ def refuse_again(context: Context) -> None:
     """
     if context.launcher != "clusterd":
         return
-    had = (context.directory, context.attempt, context.generation, context.rank)
-    if had in _had:
+    identity = (context.directory, context.attempt, context.generation, context.rank)
+    if identity in _trained_here:
         raise TrainError(
             "clusterd.train.run was called a second time: a job trains once; make the second a job --after it"
         )
-    _had.add(had)
+    _trained_here.add(identity)
 
 
-_had: set[tuple[Path | None, Any, int, int]] = set()
+_trained_here: set[tuple[Path | None, Any, int, int]] = set()
 
 
-def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: AtEnd | None = None) -> Outcome:
+def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end: OnEnd | None = None) -> Outcome:
     """The loop of one rank, from process groups made to process groups destroyed."""
-    arriving = Arriving(context, control) if context.standby and context.move is not None else None
-    shape = ModelShape.from_dict(context.move["shape"]) if context.move is not None else None
-    shape = refuse_illegal(job, context, shape)
+    target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
+    shape = ModelShape.from_dict(context.migration["shape"]) if context.migration is not None else None
+    shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
         export.check(job.save)  # also of a rank in standby: its move fails, and not the job after the switch
     if context.final:
         dcp_files.check(context.final)
     device = device_of(context)
     with process_groups(context, device) as mesh:
-        if arriving is not None:
-            training = arriving.arrive(lambda: Training(job, context, device, mesh, blank=True, shape=shape))
+        if target is not None:
+            training = target.take_over(lambda: Training(job, context, device, mesh, uninitialized=True, shape=shape))
         else:
-            training = Training(job, context, device, mesh, blank=bool(context.restore), shape=shape)
+            training = Training(job, context, device, mesh, uninitialized=bool(context.restore), shape=shape)
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, context.restore)
-        control.tell({"event": "ready"})
-        if context.probe and arriving is None:
+        control.send_status({"event": "ready"})
+        if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
-                control.say("probe", figures=figures)
-        loop = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "")
-        outcome = loop.run()
+                control.report("probe", figures=figures)
+        training_loop = TrainingLoop(
+            training, control, on_step, migration_id=target.migration_id if target is not None else ""
+        )
+        outcome = training_loop.run()
         if outcome.done:
             try:
                 if job.save is not None:
                     export.save(training, job.save)
             finally:  # neither is lost with the other
-                loop.leave_checkpoint()
-        if at_end is not None:
-            at_end(training)
+                training_loop.leave_checkpoint()
+        if on_end is not None:
+            on_end(training)
         return outcome
 
 
-def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
+def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
     """Every rank checks the plan for itself, before it meets the others: none is left waiting for one that refused.
 
     Args:
@@ -247,15 +251,15 @@ def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) 
     # A job of ours may move, for which the shape is needed; later there may be threads and a GPU, which do not fork.
     if shape is None and (plan != Plan() or context.launcher == "clusterd"):
         degrees = [plan.tp] if plan.tp > 1 else []
-        shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
+        shape = run_in_fork(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     if context.rank == 0 and shape is not None:
-        _tell_what_differs(plan, shape)
+        _warn_of_differences(plan, shape)
     return shape
 
 
-def _tell_what_differs(plan: Plan, shape: ModelShape) -> None:
+def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
     """Where a legal plan does not train as one process does."""
     if shape.counted and plan.accumulation > 1:
         print(
@@ -281,16 +285,16 @@ def write_description(job: Job, directory: Path) -> None:
     part.replace(directory / "model.json")
 
 
-def _log(job: Job, context: Context) -> StepSeen:
+def _log(job: Job, context: Context) -> OnStep:
     if context.rank != 0:
         return lambda *_: None
     log: StepsLog | None = None
 
-    def seen(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+    def on_step(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
         nonlocal log
         if log is None:  # which step is the first is known when it is done
             plan, path = str(context.plan), context.steps_file
             log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
         log.step(step, loss, time_s, details)
 
-    return seen
+    return on_step

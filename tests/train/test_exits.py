@@ -111,11 +111,11 @@ def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: p
     with pytest.raises(Exception, match="timed out") as raised, mesh.process_groups(context, torch.device("cpu")):
         pass
     assert raised.value.__cause__ is not raised.value
-    assert exits.of(raised.value, where="") is None
+    assert exits.classify_error(raised.value, where="") is None
 
 
 def test_a_port_of_the_scripts_own_is_not_taken_for_the_rendezvous() -> None:
-    assert exits.of(OSError(98, "Address already in use"), where="") is None
+    assert exits.classify_error(OSError(98, "Address already in use"), where="") is None
 
 
 def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
@@ -125,11 +125,11 @@ def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
         except RuntimeError as error:
             raise RuntimeError("in a pipeline stage") from error
     except RuntimeError as error:
-        found = exits.of(error, where="rank 3")
+        found = exits.classify_error(error, where="rank 3")
     assert isinstance(found, exits.DeviceFault)
     assert (found.exit_code, found.reason) == (93, "device-fault")
     assert str(found) == "the GPU failed, rank 3: CUDA error: uncorrectable ECC error encountered"
-    assert exits.of(RuntimeError("CUDA error: device-side assert triggered"), where="") is None
+    assert exits.classify_error(RuntimeError("CUDA error: device-side assert triggered"), where="") is None
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ import torch
 from scenarios import Recorded, job
 
 from clusterd.train.migration import snapshots
-from clusterd.train.migration.snapshots import Snapshots
+from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import AgentRefused, Control
 from clusterd.train.rank_main import Training
-from clusterd.train.state.copying import Copies
+from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.plan import Plan
@@ -55,19 +55,19 @@ def training(rank: int = 0, plan: Plan | None = None, **options: Any) -> Trainin
     return made
 
 
-def ready(made: Any, agent: Agent) -> Snapshots:
-    taken = Snapshots(made, cast(Control, agent), every=10)
+def ready(made: Any, agent: Agent) -> StateSnapshots:
+    taken = StateSnapshots(made, cast(Control, agent), every=10)
     settle(taken)
     return taken
 
 
-def settle(taken: Snapshots) -> None:
+def settle(taken: StateSnapshots) -> None:
     assert taken._thread is not None
     taken._thread.join(DEADLINE_S)
     assert not taken._thread.is_alive()
 
 
-def at_step(made: Any, taken: Snapshots, step: int) -> None:
+def at_step(made: Any, taken: StateSnapshots, step: int) -> None:
     made.step = step
     taken.begin()
 
@@ -77,13 +77,13 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
 ) -> None:
     """Parameters wait for the copy; running statistics do not."""
     forward = threading.Event()
-    fills = snapshots.fills
+    copies_to_segment = snapshots.copies_to_segment
 
-    def late(*args: Any) -> Copies:
+    def late(*args: Any) -> CopyBatch:
         assert forward.wait(DEADLINE_S)
-        return fills(*args)
+        return copies_to_segment(*args)
 
-    monkeypatch.setattr(snapshots, "fills", late)
+    monkeypatch.setattr(snapshots, "copies_to_segment", late)
     made = training(model="tables")
     taken = ready(made, Agent(tmp_path))
     seen = dict(made.parallel.module.named_buffers())["embed.seen"]
@@ -148,7 +148,7 @@ def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
     taken = ready(made, agent)
     at_step(made, taken, 10)
     at_step(made, taken, 20)
-    taken.keep()
+    taken.publish_final()
     assert agent.published == []
     assert capsys.readouterr().out.count(f"no snapshots: {why}") == 1
 
@@ -156,7 +156,7 @@ def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
 ENDS_EARLY = """
 import sys, time
 from pathlib import Path
-from test_rank_snapshots import Agent, Snapshots, cast, ready, snapshots, torch, training
+from test_rank_snapshots import Agent, cast, ready, snapshots, torch, training
 
 class Slow:
     def run(self, after):
@@ -168,7 +168,7 @@ class Slow:
 
 made = training(steps=40)
 taken = ready(made, Agent(Path(sys.argv[1])))
-snapshots.fills = lambda segment, pieces: Slow()
+snapshots.copies_to_segment = lambda segment, pieces: Slow()
 made.step = 10
 taken.begin()
 """

@@ -17,11 +17,11 @@ from torch import nn
 
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration import snapshots
-from clusterd.train.migration.snapshots import Snapshots
+from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.rank_main import Training
-from clusterd.train.state.copying import Copies
+from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.legality import check
@@ -174,17 +174,17 @@ def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
 ) -> None:
     """The next forward pass writes while the others are copied."""
     forward = threading.Event()
-    fills = snapshots.fills
+    copies_to_segment = snapshots.copies_to_segment
 
-    def late(*arguments: Any) -> Copies:
+    def late(*arguments: Any) -> CopyBatch:
         assert forward.wait(DEADLINE_S)
-        return fills(*arguments)
+        return copies_to_segment(*arguments)
 
-    monkeypatch.setattr(snapshots, "fills", late)
+    monkeypatch.setattr(snapshots, "copies_to_segment", late)
     context = Context(control_socket="an agent's")
     made = Training(job(Recorded(32), depth=1, steps=100, model="following"), context, torch.device("cpu"), None)
     made.optimizer.make_state()
-    taken = Snapshots(made, cast(Control, Agent(tmp_path)), every=10)
+    taken = StateSnapshots(made, cast(Control, Agent(tmp_path)), every=10)
     settle(taken)
     target = dict(made.parallel.module.named_parameters())["embed.target.bias"]
     target.data.fill_(160.0)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from clusterd.train.process.exits import Refused
-from clusterd.train.state.copying import narrowed
+from clusterd.train.state.copying import narrow_to_box
 from clusterd.train.state.local_shards import Box
 
 Key = tuple[str, ...]
@@ -46,7 +46,7 @@ Wanted = tuple[tuple[int, ...], Box, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class StagedTensor:
     """One tensor, or a part of one."""
 
     key: Key
@@ -60,7 +60,7 @@ class Staged:
     """What this rank writes, apart from what trains on."""
 
     step: int
-    tensors: list[Saved]
+    tensors: list[StagedTensor]
     values: dict[Key, Any]
 
     @property
@@ -96,14 +96,14 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
     """
     part = f"{directory.rstrip('/')}.part"
     first = group is None or dist.get_rank(group) == 0
-    failed: list[OSError | None] = [_in_the_way(directory, part, _before(part)) if first else None]
-    _all_hear(failed, group)
+    failed: list[OSError | None] = [_foreign_content(directory, part, _replaced_path(part)) if first else None]
+    _broadcast_error(failed, group)
     try:
         with _as_exceptions():
             dcp.save(
                 {},
                 storage_writer=dcp.FileSystemWriter(part),
-                planner=_Saver(staged),
+                planner=_StagedSavePlanner(staged),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -117,10 +117,10 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
         except OSError as error:
             failed = [error]
             shutil.rmtree(part, ignore_errors=True)
-    _all_hear(failed, group)
+    _broadcast_error(failed, group)
 
 
-def _all_hear(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:
+def _broadcast_error(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:
     """All wait for the first rank, so it tells them how it went whatever happens."""
     if group is not None:
         dist.broadcast_object_list(failed, src=0, group=group)
@@ -128,25 +128,25 @@ def _all_hear(failed: list[OSError | None], group: dist.ProcessGroup | None) -> 
         raise failed[0]
 
 
-def _in_the_way(*directories: str) -> OSError | None:
+def _foreign_content(*directories: str) -> OSError | None:
     """What is no checkpoint of ours, whole or begun, is not ours to remove."""
     for directory in directories:
         try:
-            there = sorted(os.listdir(directory))
+            present = sorted(os.listdir(directory))
         except FileNotFoundError:
             continue
         except OSError as error:
             return error
         # NFS keeps what somebody still reads under names of its own.
-        strange = [
-            name for name in there if not name.startswith((".metadata", ".nfs")) and not name.endswith(".distcp")
+        foreign = [
+            name for name in present if not name.startswith((".metadata", ".nfs")) and not name.endswith(".distcp")
         ]
-        if strange:
-            return FileExistsError(f"{directory} holds {strange[0]}, which is no checkpoint: name another directory")
+        if foreign:
+            return FileExistsError(f"{directory} holds {foreign[0]}, which is no checkpoint: name another directory")
     return None
 
 
-def _before(part: str) -> str:
+def _replaced_path(part: str) -> str:
     return f"{part}.before"
 
 
@@ -162,7 +162,7 @@ def _as_exceptions() -> Iterator[None]:
 
 def _replace(part: str, directory: str) -> None:
     """Puts `part` in the place of `directory`; one that is there goes last, so that one of both is whole throughout."""
-    before = _before(part)
+    before = _replaced_path(part)
     shutil.rmtree(before, ignore_errors=True)
     if replaces := os.path.isdir(directory):
         os.rename(directory, before)
@@ -190,10 +190,10 @@ def read(directory: str, wanted: dict[str, Wanted], values: dict[str, Any]) -> N
     """Fills tensors, by key, and those of the values that are there."""
     with _as_exceptions():
         reader = dcp.FileSystemReader(directory)
-        dcp.load({}, storage_reader=reader, planner=_Loader(wanted, values), no_dist=True)
+        dcp.load({}, storage_reader=reader, planner=_BoxLoadPlanner(wanted, values), no_dist=True)
 
 
-class _Saver(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
+class _StagedSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
     """Writes what was staged; nothing is taken from a state dict."""
 
     def __init__(self, staged: Staged) -> None:
@@ -234,7 +234,7 @@ class _Saver(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
         return data
 
 
-class _Loader(LoadPlanner):  # type: ignore[misc]
+class _BoxLoadPlanner(LoadPlanner):  # type: ignore[misc]
     """Reads boxes of tensors, and values, by key."""
 
     def __init__(self, wanted: dict[str, Wanted], values: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ class _Loader(LoadPlanner):  # type: ignore[misc]
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor = self._wanted[read_item.dest_index.fqn][2]
         low = list(read_item.dest_offsets)
-        return narrowed(tensor, low, [a + n for a, n in zip(low, read_item.lengths, strict=True)], [0] * len(low))
+        return narrow_to_box(tensor, low, [a + n for a, n in zip(low, read_item.lengths, strict=True)], [0] * len(low))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: what was resolved is the live tensor."""

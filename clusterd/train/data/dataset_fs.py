@@ -19,18 +19,18 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from clusterd.datasets import DataUnavailable, File, Folder, Folders, Source
-from clusterd.train.data.dataset_sources import BLOCK_BYTES, AgentSource, Cached
+from clusterd.train.data.dataset_sources import BLOCK_BYTES, AgentSource, CachedSource
 
 Entry = dict[str, Any]
 """As fsspec describes a file or a folder."""
 
 
-class Surroundings:
+class DatasetSources:
     """The sources of this process: folders first, then the agent behind the host's cache."""
 
-    def __init__(self, folders: Mapping[str, str], elsewhere: Source | None = None) -> None:
+    def __init__(self, folders: Mapping[str, str], remote: Source | None = None) -> None:
         self._folders = Folders(folders)
-        self._elsewhere = elsewhere
+        self._remote = remote
 
     def source(self, dataset: str) -> Source:
         """Where this data set is read from.
@@ -40,37 +40,40 @@ class Surroundings:
         """
         if dataset in self._folders:
             return self._folders
-        if self._elsewhere is None:
+        if self._remote is None:
             raise DataUnavailable(
                 f"no data set {dataset!r} here: name its folder in CLUSTERD_DATASETS ({dataset}=/path), "
                 "or run under clusterd on a cluster that has it"
             )
-        return self._elsewhere
+        return self._remote
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Surroundings:
+    def of(cls, environ: Mapping[str, str]) -> DatasetSources:
         """Of a process with this environment."""
         if path := environ.get("CLUSTERD_RANK_FILE"):
-            told = json.loads(Path(path).read_text(encoding="utf-8"))
-            folders = {name: folder for name, folder in (told.get("datasets") or {}).items() if folder}
-            if not told.get("control_socket"):
+            rank_file = json.loads(Path(path).read_text(encoding="utf-8"))
+            folders = {name: folder for name, folder in (rank_file.get("datasets") or {}).items() if folder}
+            if not rank_file.get("control_socket"):
                 return cls(folders)
-            identity = {key: told.get(key) for key in ("job", "attempt", "generation", "rank", "token")}
-            cache = told.get("data_cache") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
-            return cls(folders, Cached(AgentSource(told["control_socket"], identity), Path(cache)))
+            identity = {key: rank_file.get(key) for key in ("job", "attempt", "generation", "rank", "token")}
+            cache = (
+                rank_file.get("data_cache")
+                or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
+            )
+            return cls(folders, CachedSource(AgentSource(rank_file["control_socket"], identity), Path(cache)))
         pairs = [p.partition("=") for p in environ.get("CLUSTERD_DATASETS", "").split(":") if p]
         return cls({name: folder for name, _, folder in pairs})
 
 
-_KNOWN: dict[tuple[str, ...], Surroundings] = {}
+_SOURCES: dict[tuple[str, ...], DatasetSources] = {}
 
 
-def _here() -> Surroundings:
+def _process_sources() -> DatasetSources:
     """Of this process, made once: scripts open a file for each sample, and the agent need not hear of every one."""
-    told = tuple(os.environ.get(name, "") for name in ("CLUSTERD_RANK_FILE", "CLUSTERD_DATASETS"))
-    if told not in _KNOWN:
-        _KNOWN[told] = Surroundings.of(os.environ)
-    return _KNOWN[told]
+    key = tuple(os.environ.get(name, "") for name in ("CLUSTERD_RANK_FILE", "CLUSTERD_DATASETS"))
+    if key not in _SOURCES:
+        _SOURCES[key] = DatasetSources.of(os.environ)
+    return _SOURCES[key]
 
 
 class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is not typed
@@ -84,9 +87,9 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
     root_marker = ""
     cachable = False  # sources know what they know
 
-    def __init__(self, *args: Any, surroundings: Surroundings | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, sources: DatasetSources | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._surroundings = surroundings or _here()
+        self._sources = sources or _process_sources()
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Files and folders in a folder, or the file itself."""
@@ -118,7 +121,7 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
         low, high, _step = slice(start, end).indices(file.size)
         if high <= low:
             return b""
-        return self._surroundings.source(dataset).read(dataset, inner, file, low, high - low)
+        return self._sources.source(dataset).read(dataset, inner, file, low, high - low)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
         if mode != "rb":
@@ -126,7 +129,7 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
         return _OpenFile(self, path, mode, block_size or BLOCK_BYTES, **options)
 
     def _look(self, dataset: str, inner: str) -> File | Folder:
-        found = self._surroundings.source(dataset).look(dataset, inner)
+        found = self._sources.source(dataset).look(dataset, inner)
         if found is None:
             raise FileNotFoundError(f"clusterd://{dataset}/{inner}: the data set has no such file")
         return found

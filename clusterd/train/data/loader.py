@@ -17,7 +17,7 @@ from clusterd.train.process.seeding import seed_step
 from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
-_READING = 0xFFFF
+_DATA_STREAM = 0xFFFF
 """In the place of a pipeline stage in `seed_step`: no stage draws the same numbers."""
 
 
@@ -75,21 +75,21 @@ def batches(
         generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
     fetched = iter(loader)
-    end = partial(_end_workers, fetched)
+    end = partial(_stop_workers, fetched)
     atexit.register(end)  # it runs before that of multiprocessing, which would wait for workers that heed no SIGTERM
     try:
         for step in range(first_step, steps):
             # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs
             # and one for its targets: what is drawn must be the same for both.
-            seed_step(seed, step, replica, _READING)
-            inputs, targets = pair(next(fetched))
-            yield moved(inputs, device), moved(targets, device)
+            seed_step(seed, step, replica, _DATA_STREAM)
+            inputs, targets = as_pair(next(fetched))
+            yield to_device(inputs, device), to_device(targets, device)
     finally:
         atexit.unregister(end)
         end()
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
+def as_pair(batch: Any) -> tuple[Any, Any]:
     """A batch as (input, target).
 
     Raises:
@@ -103,21 +103,21 @@ def pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def moved(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     """Tensors of a nested batch, on `device`."""
-    return nested(value, lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part)
+    return map_batch(value, lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part)
 
 
-def cut(value: Any, start: int, stop: int) -> Any:
+def slice_batch(value: Any, start: int, stop: int) -> Any:
     """Samples [start, stop) of a nested batch.
 
     Raises:
         TypeError: a part of it cannot be cut, so that every micro-batch would get all of it.
     """
-    return nested(value, lambda part: part[start:stop])
+    return map_batch(value, lambda part: part[start:stop])
 
 
-def check_cut(batch: Any, samples: int) -> None:
+def check_sliceable(batch: Any, samples: int) -> None:
     """Finds out whether a nested batch can be cut between its samples.
 
     Raises:
@@ -133,23 +133,23 @@ def check_cut(batch: Any, samples: int) -> None:
                 "of each tensor that collate_fn makes must be that of the samples"
             )
 
-    nested(batch, check)
+    map_batch(batch, check)
 
 
-def nested(value: Any, of_part: Callable[[Any], Any]) -> Any:
-    """A batch as `torch.utils.data.default_collate` makes it, with `of_part` of its tensors and lists of texts."""
+def map_batch(value: Any, transform: Callable[[Any], Any]) -> Any:
+    """A batch as `torch.utils.data.default_collate` makes it, with `transform` of its tensors and lists of texts."""
     if isinstance(value, Mapping):
-        parts = {k: nested(v, of_part) for k, v in value.items()}
+        parts = {k: map_batch(v, transform) for k, v in value.items()}
         if isinstance(value, dict) or not isinstance(value, MutableMapping):
             return parts
         same = copy.copy(value)  # a tokenizer's batch, whose items are attributes too
         same.update(parts)
         return same
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(nested(v, of_part) for v in value))
+        return type(value)(*(map_batch(v, transform) for v in value))
     if isinstance(value, (list, tuple)) and not all(isinstance(v, (str, bytes)) for v in value):
-        return type(value)(nested(v, of_part) for v in value)
-    return of_part(value)
+        return type(value)(map_batch(v, transform) for v in value)
+    return transform(value)
 
 
 def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
@@ -157,7 +157,7 @@ def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
     return list(even_shares(share, accumulation))
 
 
-def _end_workers(fetched: Any) -> None:
+def _stop_workers(fetched: Any) -> None:
     """Have them end; whoever is busy with a sample when it is asked is killed."""
     if hasattr(fetched, "_shutdown_workers"):
         fetched._shutdown_workers()

@@ -11,29 +11,29 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from clusterd.train.data.loader import nested, pair
+from clusterd.train.data.loader import as_pair, map_batch
 from clusterd.train.inspect import loss_mean
-from clusterd.train.inspect.gradient_linearity import Following
-from clusterd.train.inspect.operations import Operations
-from clusterd.train.inspect.parameter_mutation import Writes
-from clusterd.train.inspect.tp_gradients import Shards
+from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
+from clusterd.train.inspect.operations import OperationRecorder
+from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
+from clusterd.train.inspect.tp_gradients import TpGradientTracer
 from clusterd.train.inspect.trace import LOSS, Trace
 from clusterd.train.parallel import build
-from clusterd.train.parallel.precision import under
-from clusterd.train.parallel.tp_shards import cut
+from clusterd.train.parallel.precision import with_precision
+from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
 from clusterd.train.process.seeding import seed_everything
 
 
-class Forward:
+class FakeForward:
     """What a job's model does with its first sample, with shards of its tensors or the whole ones."""
 
     def __init__(self, job: Job, fake: FakeTensorMode) -> None:
         self._job, self._fake = job, fake
         with self.real():
-            self._inputs, self._target = pair(job.collate_fn([job.data[0]]))
+            self._inputs, self._target = as_pair(job.collate_fn([job.data[0]]))
         self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
         self._runs: bool | None = None
         self._last: nn.Module | None = None
@@ -43,48 +43,48 @@ class Forward:
         return unset_fake_temporarily()  # type: ignore[no-any-return]
 
     def _computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return under(self._job.precision, "cpu", function)
+        return with_precision(self._job.precision, "cpu", function)
 
     def model(self) -> nn.Module:
         """The job's model, without memory."""
         with self.real(), torch.random.fork_rng(devices=[]):
             try:
                 with self._fake:
-                    model = build.build(self._job.model, self._job.seed)
+                    model = build.build_model(self._job.model, self._job.seed)
             except Refused:
                 raise
             except Exception:  # some factories compute with what they initialise; that costs memory for a moment
-                return self._faked_module(build.build(self._job.model, self._job.seed))
+                return self._faked_module(build.build_model(self._job.model, self._job.seed))
             is_same, self._last = model is self._last, model
             if is_same or not all(isinstance(p, FakeTensor) for p in model.parameters()):
                 return _copied(model, is_same)
             return model
 
-    def why_not(self, styles: dict[str, str], degree: int) -> str:
+    def tp_refusal(self, styles: dict[str, str], degree: int) -> str:
         """Why the model cannot compute, or learn, with shards; empty if it can, or if fake tensors cannot tell."""
         if self._runs is None:
             self._runs = not self._error(self.model())
         if not self._runs:
             return ""
         model = self.model()
-        cut(model, styles, degree)
-        shards = Shards(model, styles)
+        shard_model(model, styles, degree)
+        shards = TpGradientTracer(model, styles)
         error = self._error(model, shards)
         if error:
             return f"its forward pass does not work with {degree} shards ({error})"
-        return f"shards would not learn alike: {shards.unlike}" if shards.unlike else ""
+        return f"shards would not learn alike: {shards.problem}" if shards.problem else ""
 
     def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> Trace | None:
         """The counts of a forward pass; None where fake tensors cannot run the model."""
         model = self.model()
-        cut(model, styles, degree)
+        shard_model(model, styles, degree)
         trace = Trace(model)
         for index, path in enumerate(paths):
             layer = model.get_submodule(path)
             layer.register_forward_pre_hook(trace.enter(index))
             layer.register_forward_hook(trace.leave(index))
-        for path, word in styles.items():
-            if word in GATHERING or word in ROWWISE:
+        for path, style in styles.items():
+            if style in GATHERING or style in ROWWISE:
                 model.get_submodule(path).register_forward_hook(trace.reduced)
         try:
             with (
@@ -101,7 +101,7 @@ class Forward:
             return None
         return trace
 
-    def why_no_chain(self, paths: list[str]) -> str:
+    def pipeline_refusal(self, paths: list[str]) -> str:
         """Why the layers, applied in order, are not the model; empty if they are, or if fake tensors cannot tell."""
         if not (isinstance(self._inputs, torch.Tensor) and isinstance(self._target, torch.Tensor)):
             return "a pipeline takes one tensor as input and one as target, and the data set has others"
@@ -127,11 +127,11 @@ class Forward:
                 "the model recomputes by reentrant checkpoints, and torch's pipelines do not: give use_reentrant=False "
                 "to torch.utils.checkpoint.checkpoint"
             )
-        if (differs := whole.first_beside(chain)) is not None:
+        if (differs := whole.first_difference(chain)) is not None:
             return f"the model does more than to apply `layers` one after another ({differs})"
         return ""
 
-    def passes(self) -> tuple[Writes, Following, str]:
+    def trace_passes(self) -> tuple[ParameterMutationTracer, GradientLinearityTracer, str]:
         """What two passes write into parameters, what the way back makes of the gradient of the loss, what is counted.
 
         Where fake tensors cannot run the model, until they could not.
@@ -143,8 +143,8 @@ class Forward:
                 given.append(part)
             return part  # some batches (a PackedSequence) take nothing else
 
-        nested((self._inputs, self._target), note)
-        writes, following, before = Writes(model, *given), Following(), _numbers(model)
+        map_batch((self._inputs, self._target), note)
+        writes, following, before = ParameterMutationTracer(model, *given), GradientLinearityTracer(), _numbers(model)
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
             for _ in range(2):  # some is written once, and some from the second pass on
                 seed_everything(self._job.seed)
@@ -155,32 +155,34 @@ class Forward:
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 
-    def kind_of_loss(self) -> str:
+    def loss_kind(self) -> str:
         """As `losses` has it; the mean, as it should be, where that cannot be told."""
         job = self._job
         for count in loss_mean.SAMPLES:
             with suppress(Exception):
                 with self.real():
-                    inputs, target = pair(job.collate_fn([job.data[i] for i in range(count)]))
+                    inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
                 with torch.no_grad():
                     outputs = self.model()(self._faked(inputs))
-                if loss_mean.fit(outputs):
+                if loss_mean.small_enough(outputs):
                     with self.real():
-                        return loss_mean.kind_of(job.loss, outputs, target, count)
+                        return loss_mean.classify_loss(job.loss, outputs, target, count)
         return loss_mean.MEAN
 
-    def loss_learns(self) -> bool:
+    def loss_uses_parameters(self) -> bool:
         """Whether the loss computes with parameters of the model, too; not, where fake tensors cannot tell."""
         with suppress(Exception):
             model = self.model()
             with torch.no_grad():
                 outputs = self._computing(model)(self._inputs)
-            return loss_mean.reaches(self._computing(self._job.loss)(outputs, self._target), model.parameters())
+            return loss_mean.depends_on_parameters(
+                self._computing(self._job.loss)(outputs, self._target), model.parameters()
+            )
         return False
 
-    def _operations(self, module: nn.Module) -> Operations:
+    def _operations(self, module: nn.Module) -> OperationRecorder:
         """Of a forward pass; what is drawn in it is drawn alike each time."""
-        done = Operations()
+        done = OperationRecorder()
         with self.real(), torch.random.fork_rng(devices=[]):
             seed_everything(self._job.seed)
             with self._fake, done:
@@ -188,7 +190,7 @@ class Forward:
         done.end(outputs)
         return done
 
-    def _error(self, model: nn.Module, shards: Shards | None = None) -> str:
+    def _error(self, model: nn.Module, shards: TpGradientTracer | None = None) -> str:
         try:
             with shards or nullcontext():
                 outputs = self._computing(model)(self._inputs)
@@ -215,7 +217,7 @@ class Forward:
         return model
 
     def _faked(self, value: Any) -> Any:
-        return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+        return map_batch(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
 
 
 def _numbers(model: nn.Module) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train.inspect.operations import storage_of
-from clusterd.train.inspect.parameter_mutation import written
+from clusterd.train.inspect.parameter_mutation import written_tensors
 from clusterd.train.parallel import build
 
 _SUMS = frozenset({"add", "add_", "sub", "sub_"})
@@ -38,7 +38,7 @@ _OF_NO_GRADIENT = frozenset({
 """What they make of one is none: of its shape alone, or a mask."""
 
 
-class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+class GradientLinearityTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Follows what depends on the gradient of the loss through a backward pass within it.
 
     Attributes:
@@ -48,10 +48,10 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
 
     def __init__(self) -> None:
         super().__init__()
-        self.added = self.bent = False
+        self.added = self.nonlinear = False
         self._follow: set[int] = set()
         self._nothing: set[int] = set()  # zeros, and what is yet to be filled
-        self._kept: list[torch.Tensor] = []  # freed storage would be another's
+        self._alive: list[torch.Tensor] = []  # freed storage would be another's
 
     def run(self, model: nn.Module, loss: torch.Tensor) -> None:
         """The backward pass of `loss`; gradients are left on the parameters."""
@@ -68,7 +68,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
         if function.namespace == "prim":
             return result
         name = function.__name__.partition(".")[0]
-        given, into = _tensors((arguments, options)), list(written(function, arguments, options))
+        given, into = _tensors((arguments, options)), list(written_tensors(function, arguments, options))
         following = [t for t in given if storage_of(t) in self._follow]
         if name in _BLANK:
             self._note((result, into), self._nothing)
@@ -88,14 +88,14 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
             self.added = self.added or following + nothing < len(given) or any(others)
         product, ratio = name in ("mul", "mul_"), name in ("div", "div_")
         divided_by = ratio and isinstance(arguments[1], torch.Tensor) and storage_of(arguments[1]) in self._follow
-        self.bent = self.bent or name in _BENT or (product and following > 1) or divided_by
+        self.nonlinear = self.nonlinear or name in _BENT or (product and following > 1) or divided_by
 
     def _is_nothing(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._nothing
 
     def _note(self, made: Any, where: set[int]) -> None:
         for tensor in _tensors(made):
-            self._kept.append(tensor)
+            self._alive.append(tensor)
             self._nothing.discard(storage_of(tensor))
             where.add(storage_of(tensor))
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clusterd.train.data.loader import check_cut, cut
+from clusterd.train.data.loader import check_sliceable, slice_batch
 
 SAMPLES = (4, 2)
 """As many as outputs allow."""
-FIRST = 1
+FIRST_PART = 1
 """Of them, apart from the others."""
 
 ELEMENTS_MAX = 1 << 26
@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 MEAN, SUM, OTHER = "mean", "sum", "other"
 
 
-def kind_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples: int) -> str:
+def classify_loss(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples: int) -> str:
     """`MEAN`, `SUM` over samples, or `OTHER`; `MEAN` too where it cannot be told: a loss that draws, or counts.
 
     Args:
@@ -36,23 +36,25 @@ def kind_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples:
     Raises:
         Exception: whatever the loss does not like about being tried; `Refused`: the batch cannot be cut.
     """
-    check_cut(target, samples)
-    drawn = tree_map(_drawn, outputs)
+    check_sliceable(target, samples)
+    random_outputs = tree_map(_random_like, outputs)
 
     def of(start: int, stop: int) -> float:
-        some = tree_map(lambda part: _part(part, start, stop, samples), drawn)
-        return float(loss(some, cut(target, start, stop)))
+        some = tree_map(lambda part: _slice_output(part, start, stop, samples), random_outputs)
+        return float(loss(some, slice_batch(target, start, stop)))
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        whole, again, first, others = (of(*part) for part in ((0, samples),) * 2 + ((0, FIRST), (FIRST, samples)))
-    if not _alike(whole, again):
+        whole, again, first, others = (
+            of(*part) for part in ((0, samples),) * 2 + ((0, FIRST_PART), (FIRST_PART, samples))
+        )
+    if not _close(whole, again):
         return MEAN
-    if _alike(whole, (FIRST * first + (samples - FIRST) * others) / samples):
+    if _close(whole, (FIRST_PART * first + (samples - FIRST_PART) * others) / samples):
         return MEAN
-    return SUM if _alike(whole, first + others) else OTHER
+    return SUM if _close(whole, first + others) else OTHER
 
 
-def reaches(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+def depends_on_parameters(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether a backward pass of `loss` comes to any of `parameters`."""
     sought = {id(parameter) for parameter in parameters}
     nodes, seen = [loss.grad_fn], {None}
@@ -65,13 +67,13 @@ def reaches(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def fit(outputs: Any) -> bool:
+def small_enough(outputs: Any) -> bool:
     """Whether the loss may be tried with outputs of such shapes."""
     elements: int = sum(part.numel() for part in tree_leaves(outputs) if isinstance(part, torch.Tensor))
     return elements <= ELEMENTS_MAX
 
 
-def _drawn(part: Any) -> Any:
+def _random_like(part: Any) -> Any:
     """Between 0 and 1: losses of probabilities take nothing else."""
     if not isinstance(part, torch.Tensor):
         return part
@@ -81,13 +83,13 @@ def _drawn(part: Any) -> Any:
     return torch.rand(part.shape, generator=torch.Generator().manual_seed(1))
 
 
-def _part(part: Any, start: int, stop: int, samples: int) -> Any:
+def _slice_output(part: Any, start: int, stop: int, samples: int) -> Any:
     """What has no dimension of samples is one number for all."""
     if not isinstance(part, torch.Tensor) or not part.dim():
         return part
-    check_cut(part, samples)
+    check_sliceable(part, samples)
     return part[start:stop]
 
 
-def _alike(one: float, other: float) -> bool:
+def _close(one: float, other: float) -> bool:
     return not abs(one - other) > TOLERANCE * max(abs(one), abs(other))  # what is no number tells nothing

@@ -16,7 +16,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 _NOTHING = ("aten.detach.default", "aten.alias.default")
 
 
-class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+class OperationRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Within, every operation is written down.
 
     Attributes:
@@ -44,7 +44,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
                 self.recomputes = self.recomputes or node.name() == _REENTRANT
                 nodes += [before for before, _ in node.next_functions]
 
-    def first_beside(self, other: Operations) -> str | None:
+    def first_difference(self, other: OperationRecorder) -> str | None:
         """Name of the first operation that `other` does not have at its place; None: there is none."""
         for mine, its in zip_longest(self._done, other._done):
             if mine != its:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from clusterd.train.parallel.optimizer_slots import Outline, small, tried
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, stand_in_shape, trial_update
 from clusterd.train.process.job import OptimizerFactory
 
 _SMALL, _LARGE = (8, 6), (256, 192)
@@ -28,7 +28,7 @@ _LIKE_ANY = ("params", "lr", "initial_lr", "weight_decay")
 """In which groups differ whose parameters are updated alike."""
 
 
-def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[Outline] = ()) -> tuple[bool, bool, str]:
+def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSpec] = ()) -> tuple[bool, bool, str]:
     """Whether every element is treated alike, whether every tensor is by itself, and the optimizer's name.
 
     Found by trying: updates of a matrix against the same updates of its halves, alone and beside each other; of each
@@ -43,12 +43,12 @@ def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[Outline] = 
     return all(elementwise), all(by_tensor), names[0]
 
 
-def _kinds(factory: OptimizerFactory, parameters: Sequence[Outline]) -> list[list[Outline]]:
+def _kinds(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Some parameters of each kind, those with most dimensions first."""
     trainable = [outline for outline in parameters if outline.trainable]
-    kinds: dict[str, list[Outline]] = {}
+    kinds: dict[str, list[ParameterSpec]] = {}
     try:
-        optimizer, plain = tried(factory, trainable)
+        optimizer, plain = trial_update(factory, trainable)
     except Exception:  # as it may without them
         return [[]]
     outline_of = {id(p): outline for p, outline in zip(plain, trainable, strict=True)}
@@ -59,7 +59,9 @@ def _kinds(factory: OptimizerFactory, parameters: Sequence[Outline]) -> list[lis
     return [outlines for outlines in some if outlines] or [[]]
 
 
-def _traits(factory: OptimizerFactory, kind: list[Outline], beside: list[Outline]) -> tuple[bool, bool, str]:
+def _traits(
+    factory: OptimizerFactory, kind: list[ParameterSpec], beside: list[ParameterSpec]
+) -> tuple[bool, bool, str]:
     """Of the parameters of one kind; `beside`: one of each other kind."""
 
     def updated(*tensors: _Trial) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
@@ -96,7 +98,7 @@ def _cuts_are_alike(updated: _Update, value: torch.Tensor, updates: torch.Tensor
 
 
 def _updated(
-    factory: OptimizerFactory, named: Sequence[Outline], beside: Sequence[Outline], *tensors: _Trial
+    factory: OptimizerFactory, named: Sequence[ParameterSpec], beside: Sequence[ParameterSpec], *tensors: _Trial
 ) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
     """The values after each update, one after another, under one optimizer.
 
@@ -105,11 +107,11 @@ def _updated(
         beside: stand for what an optimizer of several parts would miss; they have gradients of nothing.
     """
     parameters = [nn.Parameter(value.clone()) for value, _ in tensors]
-    others = [nn.Parameter(torch.ones(small(outline.shape))) for outline in beside]
+    others = [nn.Parameter(torch.ones(stand_in_shape(outline.shape))) for outline in beside]
     for index, parameter in enumerate(parameters):
-        vars(parameter).update(named[min(index, len(named) - 1)].marks if named else {})
+        vars(parameter).update(named[min(index, len(named) - 1)].attributes if named else {})
     for parameter, outline in zip(others, beside, strict=True):
-        vars(parameter).update(outline.marks)
+        vars(parameter).update(outline.attributes)
     optimizer = factory([*parameters, *others])
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):

@@ -25,7 +25,7 @@ _LOOK_UP = frozenset({"embedding_renorm_", "embedding", "_embedding_bag", "_embe
 """Of a renormed table: they see no row that was not asked for, and so not yet renormed."""
 
 
-class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Follows parameters, and what depends on samples or on random numbers, through forward passes within it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module, *given: torch.Tensor) -> None:
         """`given`: the samples."""
         super().__init__()
-        self.by_samples = self.anew = self.sparse = self.by_frequency = self.why_no_pipeline = ""
+        self.sample_dependent = self.not_idempotent = self.sparse = self.by_frequency = self.pipeline_refusal = ""
         self.complete = False
         self._model = model
         self._parameters = dict(build.named_parameters(model))
@@ -50,7 +50,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._read: dict[str, set[str]] = {}  # and that it was given to
         self._saved: set[str] = set()
         self._depending = {storage_of(tensor) for tensor in given}
-        self._kept: list[torch.Tensor] = list(given)  # freed storage would be another's
+        self._alive: list[torch.Tensor] = list(given)  # freed storage would be another's
         self._hooks: Any = None
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -58,7 +58,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         result = function(*arguments, **options)
         if function.namespace == "prim":
             return result
-        given, into = _tensors((arguments, options)), list(written(function, arguments, options))
+        given, into = _tensors((arguments, options)), list(written_tensors(function, arguments, options))
         name = function.__name__.partition(".")[0]
         depends = torch.Tag.nondeterministic_seeded in function.tags or (
             any(storage_of(t) in self._depending for t in given) and "_like" not in name and not name.startswith("new_")
@@ -75,17 +75,17 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if parameter := self._names.get(storage_of(tensor), ""):
                 self._done.setdefault(parameter, set()).add(name)
                 if depends:
-                    self.by_samples = self.by_samples or parameter
+                    self.sample_dependent = self.sample_dependent or parameter
         if depends:
             for tensor in (*_tensors(result), *into):
-                self._kept.append(tensor)
+                self._alive.append(tensor)
                 self._depending.add(storage_of(tensor))
         return result
 
-    def __enter__(self) -> Writes:
+    def __enter__(self) -> ParameterMutationTracer:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
-        entered: Writes = super().__enter__()
+        entered: ParameterMutationTracer = super().__enter__()
         return entered
 
     def __exit__(self, *error: Any) -> None:
@@ -96,13 +96,15 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if now.get(name) is not parameter or storage_of(parameter) != storage:  # put in its place
                 self._done.setdefault(name, set()).add("set_")
                 if now.get(name) is not parameter or storage_of(parameter) in self._depending:
-                    self.by_samples = self.by_samples or name
+                    self.sample_dependent = self.sample_dependent or name
                 self._names[storage_of(parameter)] = name
             if name in self._saved and parameter._version != version and name in self._done:
-                self.why_no_pipeline = (
+                self.pipeline_refusal = (
                     f"the forward pass writes into {name}, which the backward pass of another micro-batch still needs"
                 )
-        self.anew = self.anew or next((name for name, done in self._done.items() if self._is_anew(name, done)), "")
+        self.not_idempotent = self.not_idempotent or next(
+            (name for name, done in self._done.items() if self._is_anew(name, done)), ""
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,7 +129,7 @@ def _given(function: Any, arguments: Any, options: Any, name: str) -> Any:
     return None
 
 
-def written(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tensor]:
+def written_tensors(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tensor]:
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = arguments[place] if place < len(arguments) else options.get(argument.name)

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clusterd.train.parallel.optimizer_slots import Outline, tried
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, trial_update
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
 
@@ -24,7 +24,7 @@ UNKNOWN_RATIO = 1.0
 
 
 def temporaries_ratio(
-    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+    factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> float:
     """Most bytes that an update makes and drops, per byte of the trainable ones of `parameters`.
 
@@ -32,12 +32,15 @@ def temporaries_ratio(
     """
     try:
         trained = [p for p in parameters if p.trainable]
-        optimizer, plain = tried(factory, trained, scheduler)
+        optimizer, plain = trial_update(factory, trained, scheduler)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
-        there = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
-        with torch.random.fork_rng(devices=[]), _Made(t for t in there if isinstance(t, torch.Tensor)) as made:
+        existing = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
+        with (
+            torch.random.fork_rng(devices=[]),
+            _AllocationTracker(t for t in existing if isinstance(t, torch.Tensor)) as tracker,
+        ):
             optimizer.step()
     except Refused:
         raise
@@ -49,20 +52,20 @@ def temporaries_ratio(
     }
     largest_bytes = max((sum(sizes[id(p)] for p in group["params"]) for group in optimizer.param_groups), default=0)
     tried_bytes = max((sum(p.nbytes for p in group["params"]) for group in optimizer.param_groups), default=0)
-    return made.peak_bytes / tried_bytes * largest_bytes / sum(sizes.values()) if largest_bytes else 0.0
+    return tracker.peak_bytes / tried_bytes * largest_bytes / sum(sizes.values()) if largest_bytes else 0.0
 
 
-class _Made(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+class _AllocationTracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Counts the memory of new tensors for as long as they live; of single elements nothing, for they stay small.
 
     Attributes:
         peak_bytes: the most at a time.
     """
 
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak_bytes = self._bytes = 0
-        self._storages = {t.untyped_storage()._cdata for t in there}
+        self._storages = {t.untyped_storage()._cdata for t in existing}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))

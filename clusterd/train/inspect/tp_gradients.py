@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train.inspect.operations import storage_of
-from clusterd.train.inspect.parameter_mutation import written
+from clusterd.train.inspect.parameter_mutation import written_tensors
 from clusterd.train.parallel import build
 from clusterd.train.parallel.tp_styles import COLWISE, GATHERING, SUMMED
 
 
-class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+class TpGradientTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Follows parts of features through the operations within it.
 
     Attributes:
@@ -32,9 +32,9 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module, styles: Mapping[str, str]) -> None:
         """`model`: cut already, and with what is done around the modules of `styles`."""
         super().__init__()
-        self.unlike = ""
+        self.problem = ""
         self._names = {storage_of(p): build.global_name(name) for name, p in model.named_parameters()}
-        self._kept: list[torch.Tensor] = []  # freed storage would be another's
+        self._alive: list[torch.Tensor] = []  # freed storage would be another's
         self._parts: set[int] = set()
         self._inside = 0
         for path, word in styles.items():
@@ -46,7 +46,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def end(self, loss: Any) -> None:
         """After all else; what the loss leaves out may be parts (maps of attention)."""
         if any(storage_of(t) in self._parts for t in _tensors(loss)):
-            self.unlike = self.unlike or "the loss is computed of a part of features on each"
+            self.problem = self.problem or "the loss is computed of a part of features on each"
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
@@ -62,17 +62,17 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
                 what = self._names.get(
                     storage_of(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
                 )
-                self.unlike = self.unlike or f"{what} is whole and computed with parts of features"
-            for storage in map(storage_of, written(function, arguments, options)):
+                self.problem = self.problem or f"{what} is whole and computed with parts of features"
+            for storage in map(storage_of, written_tensors(function, arguments, options)):
                 if storage in self._names and storage not in self._parts:
                     said = f"{self._names[storage]} is whole, and parts of features are written into it"
-                    self.unlike = self.unlike or said
+                    self.problem = self.problem or said
             self._keep(result, self._parts.add)
         return result
 
     def _keep(self, result: Any, note: Callable[[int], object]) -> None:
         for tensor in _tensors(result):
-            self._kept.append(tensor)
+            self._alive.append(tensor)
             note(storage_of(tensor))
 
     def _enter(self, *_: Any) -> None:
@@ -82,7 +82,7 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         def hook(_module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._inside -= 1
             if word == SUMMED and not any(storage_of(t) in self._parts for t in _tensors(inputs)):
-                self.unlike = self.unlike or f"{path} is given whole features, and {word} would add them up"
+                self.problem = self.problem or f"{path} is given whole features, and {word} would add them up"
             elif word == SUMMED or word in COLWISE - GATHERING:
                 self._keep(outputs, self._parts.add)
 

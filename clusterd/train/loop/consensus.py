@@ -19,7 +19,7 @@ import torch.distributed as dist
 from clusterd.train.process.control import SIGNALS
 
 
-class Agreement:
+class StepConsensus:
     """The reduction of one step, under way.
 
     Args:
@@ -27,13 +27,13 @@ class Agreement:
         lacking: names of the parameters that got no gradient here.
     """
 
-    def __init__(self, loss: torch.Tensor, flags: list[float], lacking: Sequence[str] = ()) -> None:
+    def __init__(self, loss: torch.Tensor, flags: list[float], missing: Sequence[str] = ()) -> None:
         device = loss.device
-        self.lacking = list(lacking)
+        self.missing = list(missing)
         # Whole numbers, whose sum differs, almost surely, when what any rank lacks does.
-        odd = float(sum(zlib.crc32(name.encode()) for name in self.lacking) % (1 << 32))
+        checksum = float(sum(zlib.crc32(name.encode()) for name in self.missing) % (1 << 32))
         self._vector = torch.stack(
-            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (odd, *flags))]
+            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (checksum, *flags))]
         )
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
@@ -58,12 +58,12 @@ class Agreement:
             self._work.wait()
             self._work = None
 
-    def settle(self) -> tuple[float, set[str]]:
+    def result(self) -> tuple[float, set[str]]:
         """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
         loss, _, *counts = self._values()
         return loss, {name for name, count in zip(SIGNALS, counts, strict=True) if count > 0}
 
-    def all_lack(self) -> float:
+    def missing_checksum(self) -> float:
         """0 where every rank has a gradient for each of its parameters; else what tells such sums apart."""
         return self._values()[1]
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 ABORT_S = 30.0
 """For NCCL to end its kernels; beyond it, nothing is got out of the device any more."""
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 _aborting = threading.Lock()
 
-_SIGNS = (
+_ERROR_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -38,7 +38,7 @@ _SIGNS = (
 )
 
 
-def are_lost(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Whether `error` is what a collective raises when another rank is gone."""
     if not dist.is_initialized():
         return False
@@ -46,13 +46,13 @@ def are_lost(error: BaseException) -> bool:
     while cause is not None:  # a pipeline stage wraps what happened in it
         if isinstance(cause, (dist.DistBackendError, dist.DistNetworkError)):
             return True
-        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _SIGNS):
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _ERROR_TEXTS):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
 
 
-def cut_off() -> None:
+def shut_down_connections() -> None:
     """Ends every TCP connection of this process, so that whoever waits for it, here or there, gets an error.
 
     For a rank that will not talk to its peers again. The line to the agent is a Unix socket and stays.
@@ -78,7 +78,7 @@ def _abort_groups() -> None:
     """Ends what waits for a peer on the device: it would keep the device from copying anything out."""
     from torch.distributed import distributed_c10d
 
-    if abort_together(list(_nccl())):
+    if abort_together(list(_nccl_backends())):
         distributed_c10d._abort_process_group()  # what torch keeps in books
     else:
         print(f"clusterd: NCCL did not end within {ABORT_S:.0f} s", flush=True)
@@ -99,7 +99,7 @@ def abort_together(backends: Sequence[Any]) -> bool:
     return not any(abort.is_alive() for abort in aborts)
 
 
-def _nccl() -> Iterator[Any]:
+def _nccl_backends() -> Iterator[Any]:
     """What carries the collectives of each group on the device."""
     from torch.distributed import distributed_c10d
 
@@ -108,14 +108,16 @@ def _nccl() -> Iterator[Any]:
             yield group._get_backend(torch.device("cuda"))
 
 
-def _errors() -> list[str]:
+def _nccl_errors() -> list[str]:
     """What NCCL knows to be wrong: told to leave processes alone (`SURVIVES_PEERS`), torch keeps it to itself."""
     # Not every torch can be asked.
-    asked = (get_error() for backend in _nccl() if (get_error := getattr(backend, "get_error", None)) is not None)
-    return [error.name for error in asked if error.name != "SUCCESS"]
+    results = (
+        get_error() for backend in _nccl_backends() if (get_error := getattr(backend, "get_error", None)) is not None
+    )
+    return [error.name for error in results if error.name != "SUCCESS"]
 
 
-class HangWatch:
+class HangDetector:
     """Notices a step that does not end although nobody is known to be gone: a rank on a GPU would wait for ever.
 
     A connection that broke is known at once; else only time tells.
@@ -125,8 +127,8 @@ class HangWatch:
         tell: called once, on a thread of its own, with the reason.
     """
 
-    def __init__(self, patience_s: float | None, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, patience_s: float | None, on_hang: Callable[[str], None]) -> None:
+        self._on_hang = on_hang
         self._since_s: float | None = None
         self._over = threading.Event()
         if patience_s is not None:
@@ -145,13 +147,13 @@ class HangWatch:
         self._over.set()
 
     def _watch(self, patience_s: float) -> None:
-        while not self._over.wait(min(LOOK_S, patience_s / 10)):
+        while not self._over.wait(min(POLL_S, patience_s / 10)):
             since_s = self._since_s
             if since_s is None:
                 continue
             waited_s = time.monotonic() - since_s
-            errors = _errors()
+            errors = _nccl_errors()
             if errors or waited_s > patience_s:
-                why = f": NCCL says {errors[0]}" if errors else ""
-                self._tell(f"a step has not ended for {waited_s:.0f} s{why}")
+                detail = f": NCCL says {errors[0]}" if errors else ""
+                self._on_hang(f"a step has not ended for {waited_s:.0f} s{detail}")
                 return

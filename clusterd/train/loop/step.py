@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.data.loader import check_cut, cut, micro_batch_sizes
+from clusterd.train.data.loader import check_sliceable, micro_batch_sizes, slice_batch
 from clusterd.train.loop.phases import PhaseClock
-from clusterd.train.parallel.apply_plan import Parallel
-from clusterd.train.parallel.buffers import spare_first_pass
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.buffers import isolate_first_pass
 from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process.exits import PlanRefused, Refused
@@ -35,7 +35,7 @@ class Stepper:
 
     def __init__(
         self,
-        parallel: Parallel,
+        parallel: ParallelModel,
         optimizer: RankOptimizer,
         scheduler: Any,
         loss: LossFunction,
@@ -52,27 +52,32 @@ class Stepper:
                     f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
                 ) from None
         plan = parallel.plan
-        self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, _scalar(loss)
+        self._parallel, self._optimizer, self._scheduler, self._loss = (
+            parallel,
+            optimizer,
+            scheduler,
+            _checked_loss(loss),
+        )
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
-        self._checks = plan.accumulation > 1  # whether batches can be cut, by the first one
+        self._batch_unchecked = plan.accumulation > 1  # whether batches can be cut, by the first one
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
-        self._quiet: dict[str, bool] = {}
-        self._schedule = self._pipeline() if plan.pp > 1 else None
+        self._schedule_options: dict[str, bool] = {}
+        self._schedule = self._build_schedule() if plan.pp > 1 else None
         # Shards of one replica have the same loss; it is counted once.
-        self._counts_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
+        self._reports_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
 
     @property
     def wants_inputs(self) -> bool:
         """Whether this stage reads samples at all; those in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
 
-    def step(self, inputs: Any, targets: Any, agree: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+    def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
         """One step on this replica's share of a global batch.
 
         Args:
@@ -81,20 +86,20 @@ class Stepper:
         Raises:
             PlanRefused: micro-batches cannot be cut from such batches.
         """
-        if self._checks and self.wants_inputs:
+        if self._batch_unchecked and self.wants_inputs:
             for part in (inputs, targets):
-                check_cut(part, sum(self._sizes))
-            self._checks = False
+                check_sliceable(part, sum(self._sizes))
+            self._batch_unchecked = False
         self.complete = False
         self._optimizer.zero_grad()
-        self._parallel.settle()
+        self._parallel.refresh_replication()
         loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
         self.phases.lap("sync")
         if self._clip_norm is not None:
             clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
         self.complete = True
-        agree(loss if self._counts_loss else torch.zeros_like(loss))
+        on_gradients(loss if self._reports_loss else torch.zeros_like(loss))
         self.phases.lap("agree")
         self.update()
         self.phases.lap("optimizer")
@@ -129,7 +134,7 @@ class Stepper:
         self.step(inputs, targets)
         self._scheduler = scheduler
         self._optimizer.make_state()
-        self._parallel.settle()
+        self._parallel.refresh_replication()
 
     def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
         total = torch.zeros((), device=self._parallel.device)
@@ -137,9 +142,11 @@ class Stepper:
         for index, size in enumerate(self._sizes):
             stop = start + size
             # A batch in one piece is the script's own, whatever it has made it of.
-            some, wanted = (cut(part, start, stop) if len(self._sizes) > 1 else part for part in (inputs, targets))
-            with self._parallel.last_of(index):
-                loss = self._loss(self._parallel.runner(some), wanted) * (size / self._global_batch)
+            part_inputs, part_targets = (
+                slice_batch(part, start, stop) if len(self._sizes) > 1 else part for part in (inputs, targets)
+            )
+            with self._parallel.micro_batch_context(index):
+                loss = self._loss(self._parallel.runner(part_inputs), part_targets) * (size / self._global_batch)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")
@@ -148,44 +155,44 @@ class Stepper:
         return total
 
     def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
-        loss = self._scheduled(inputs, targets)
+        loss = self._run_schedule(inputs, targets)
         self.phases.lap("pipeline")
         return loss
 
-    def _scheduled(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def _run_schedule(self, inputs: Any, targets: Any) -> torch.Tensor:
         assert self._schedule is not None
         device = self._parallel.device
         if self._stage == 0:
-            self._schedule.step(inputs, **self._quiet)
+            self._schedule.step(inputs, **self._schedule_options)
         elif self._stage == self._parallel.plan.pp - 1:
             losses: list[torch.Tensor] = []
-            self._schedule.step(target=targets, losses=losses, **self._quiet)
+            self._schedule.step(target=targets, losses=losses, **self._schedule_options)
             return torch.stack([loss.detach() for loss in losses]).sum().float() / self._gradient_factor
         else:
-            self._schedule.step(**self._quiet)
+            self._schedule.step(**self._schedule_options)
         return torch.zeros((), device=device)
 
-    def _pipeline(self) -> Any:
+    def _build_schedule(self) -> Any:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         parallel, plan = self._parallel, self._parallel.plan
-        send_row_by_row(parallel.runner)
-        spare_first_pass(parallel.runner, parallel.device)
+        send_contiguous(parallel.runner)
+        isolate_first_pass(parallel.runner, parallel.device)
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
         if parallel.device.type == "cpu":
             # A greeting that makes NCCL's communicators. torch before 2.10 sends 8 bytes for 4, at which gloo ends the
             # process.
             stage._get_init_p2p_neighbors_ops = list
         self._pipeline_stage = stage
-        kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+        schedule_class = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
         # Outputs are not wanted; torch before 2.10 gives them all the same, and hands the word on to the model.
-        knows = "return_outputs" in inspect.signature(kind.step).parameters
-        self._quiet = {"return_outputs": False} if knows else {}
+        knows = "return_outputs" in inspect.signature(schedule_class.step).parameters
+        self._schedule_options = {"return_outputs": False} if knows else {}
         # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
         # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
         factor = self._gradient_factor * self._sizes[0] / self._global_batch
         try:
-            return kind(
+            return schedule_class(
                 stage,
                 n_microbatches=plan.accumulation,
                 loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
@@ -195,7 +202,7 @@ class Stepper:
             raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
 
 
-def _scalar(loss: LossFunction) -> LossFunction:
+def _checked_loss(loss: LossFunction) -> LossFunction:
     """The loss as a tensor without dimensions; `Refused` is raised of what is no mean over the samples given."""
 
     def computed(outputs: Any, targets: Any) -> torch.Tensor:
@@ -217,26 +224,26 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
     Returns:
         The norm before clipping, on `device`.
     """
-    alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    groups: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None and (gradient := _elements(parameter)).numel():
+        if parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
             # A norm in bfloat16 has three digits: others for a shard and for the whole.
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            alike.setdefault((_copies(parameter, plan), gradient.device, wide), []).append(gradient)
+            groups.setdefault((_holders(parameter, plan), gradient.device, wide), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (copies, _, wide), gradients in alike.items():
+    for (copies, _, wide), gradients in groups.items():
         norms = torch.stack(torch._foreach_norm(gradients, dtype=wide))
         total += (norms.double().square().sum() / copies).to(device)
     if dist.is_initialized():
         dist.all_reduce(total)
     norm = total.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for (_, where, _), gradients in alike.items():
-        torch._foreach_mul_(gradients, scale.to(where))
+    for (_, target, _), gradients in groups.items():
+        torch._foreach_mul_(gradients, scale.to(target))
     return norm
 
 
-def _elements(parameter: nn.Parameter) -> torch.Tensor:
+def _gradient_values(parameter: nn.Parameter) -> torch.Tensor:
     """What of the gradient is on this rank and not zero by itself; a sparse one has each row once then."""
     gradient = local_gradient(parameter)
     if not gradient.is_sparse:
@@ -246,7 +253,7 @@ def _elements(parameter: nn.Parameter) -> torch.Tensor:
     return values
 
 
-def _copies(parameter: nn.Parameter, plan: Plan) -> int:
+def _holders(parameter: nn.Parameter, plan: Plan) -> int:
     """Ranks of the stage that hold the same part of this parameter."""
     shards = 1
     for dim, placement in enumerate(getattr(parameter, "placements", ())):
@@ -255,7 +262,7 @@ def _copies(parameter: nn.Parameter, plan: Plan) -> int:
     return plan.dp * plan.tp // shards
 
 
-def send_row_by_row(module: nn.Module) -> None:
+def send_contiguous(module: nn.Module) -> None:
     """Has a stage give what the next one gets, and the gradient for the one before, in contiguous memory.
 
     A transposed activation cannot be sent ("input tensor has to be contiguous"), nor received.
@@ -263,17 +270,17 @@ def send_row_by_row(module: nn.Module) -> None:
     forward = module.forward
 
     def computed(*inputs: Any, **options: Any) -> Any:
-        outputs = forward(*(_row_by_row(value) for value in inputs), **options)
-        return tuple(map(_row_by_row, outputs)) if isinstance(outputs, tuple) else _row_by_row(outputs)
+        outputs = forward(*(_contiguous(value) for value in inputs), **options)
+        return tuple(map(_contiguous, outputs)) if isinstance(outputs, tuple) else _contiguous(outputs)
 
     module.forward = computed
 
 
-def _row_by_row(value: Any) -> Any:
-    return _RowByRow.apply(value) if isinstance(value, torch.Tensor) else value
+def _contiguous(value: Any) -> Any:
+    return _Contiguous.apply(value) if isinstance(value, torch.Tensor) else value
 
 
-class _RowByRow(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+class _Contiguous(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view_as(tensor) if tensor.is_contiguous() else tensor.contiguous()

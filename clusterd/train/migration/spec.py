@@ -16,7 +16,7 @@ from plans.snapshots import SnapshotPacking
 
 
 @dataclass(frozen=True)
-class Side:
+class MigrationSide:
     """The old ranks, or the new ones."""
 
     generation: int
@@ -25,7 +25,7 @@ class Side:
     devices: tuple[str, ...]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Side:
+    def from_dict(cls, values: Mapping[str, Any]) -> MigrationSide:
         """Of the message."""
         return cls(
             int(values["generation"]),
@@ -36,34 +36,36 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """Segments that old ranks published at one step, by rank: their names, and the hosts that have them."""
 
     names: tuple[str, ...]
     hosts: tuple[str, ...]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Snapshot:
+    def from_dict(cls, values: Mapping[str, Any]) -> StateSnapshot:
         """Of the message."""
         return cls(tuple(values["names"]), tuple(values["hosts"]))
 
 
 @dataclass(frozen=True)
-class Move:
+class MigrationSpec:
     """A move's message, and what follows from it."""
 
     id: str
     shape: ModelShape
-    old: Side
-    new: Side
+    old: MigrationSide
+    new: MigrationSide
     lost: tuple[int, ...]
     fabric: Mapping[str, tuple[str, int]]
-    snapshot: Snapshot | None  # that the old side is, instead of ranks
+    snapshot: StateSnapshot | None  # that the old side is, instead of ranks
     step: int | None  # with lost ranks: that survivors are to end, if they can and have not
-    makes_room: bool  # the old ranks let go of their memory once they have handed over, for the new ones to be made
+    frees_source_memory: (
+        bool  # the old ranks let go of their memory once they have handed over, for the new ones to be made
+    )
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Move:
+    def from_dict(cls, values: Mapping[str, Any]) -> MigrationSpec:
         """Of the message.
 
         Raises:
@@ -72,11 +74,11 @@ class Move:
         return cls(
             str(values["id"]),
             ModelShape.from_dict(values["shape"]),
-            Side.from_dict(values["old"]),
-            Side.from_dict(values["new"]),
+            MigrationSide.from_dict(values["old"]),
+            MigrationSide.from_dict(values["new"]),
             tuple(values.get("lost") or ()),
             {host: (str(a), int(p)) for host, (a, p) in (values.get("fabric") or {}).items()},
-            Snapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
+            StateSnapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
             None if values.get("step") is None else int(values["step"]),
             bool(values.get("makes_room")),
         )

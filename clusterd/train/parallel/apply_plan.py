@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.buffers import Recomputing, keeping_shared
+from clusterd.train.parallel.buffers import RecomputeContexts, preserve_shared_buffers
 from clusterd.train.parallel.gradient_sync import GradientSum, mean_gradients, sum_gradients
 from clusterd.train.parallel.meta_build import allocate
 from clusterd.train.parallel.mutation_guard import ParameterMutationGuard
 from clusterd.train.parallel.tp_styles import SUMMED, style_of, styles_in
-from clusterd.train.process.exits import PlanRefused, Refused, UsedUnlike
+from clusterd.train.process.exits import PlanRefused, Refused, UnevenParameterUse
 from clusterd.train.process.job import NAME
 from plans.model_shape import ModelShape
 from plans.plan import Plan
@@ -40,13 +40,13 @@ _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False}
 
 
-SAY_SO = (
+FIND_UNUSED_HINT = (
     "where that differs between steps or replicas, give find_unused_parameters=True to clusterd.train.run (gradients "
     "may have been added up wrongly under the present plan)"
 )
 
 
-class Parallel:
+class ParallelModel:
     """A module under a plan, on this rank.
 
     A module on the meta device gets memory here, without values.
@@ -75,11 +75,11 @@ class Parallel:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
         self.averages = False
-        self.marks = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
+        self.parameter_attributes = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
-        self._reduces_by_torch = False  # by DistributedDataParallel, from the second step on if not from the first
+        self._mean_by_ddp = False  # by DistributedDataParallel, from the second step on if not from the first
         self._find_unused = find_unused_parameters
-        self._summed: frozenset[str] = frozenset()  # whole on every shard, which has the gradient of its part alone
+        self._tp_summed: frozenset[str] = frozenset()  # whole on every shard, which has the gradient of its part alone
         self._all_trained: bool | None = None  # every parameter got a gradient in the last step; None: there was none
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
@@ -94,9 +94,9 @@ class Parallel:
         # While a step runs, FSDP2 puts whole parameters in the place of the shards.
         self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
         self._trained = [(name, p) for name, p in self.parameters if p.requires_grad]
-        self._still = [(name, p) for name, p in self.parameters if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in self.parameters if not p.requires_grad]
         for name, parameter in self.parameters:
-            vars(parameter).update(self.marks[name])
+            vars(parameter).update(self.parameter_attributes[name])
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -120,7 +120,7 @@ class Parallel:
             units = [m for m in self.module.modules() if hasattr(m, "set_reshard_after_backward")]  # of FSDP2
             ParameterMutationGuard(self.module, units or [self.module], shape.written, values=not shape.written_known)
 
-    def last_of(self, micro_batch: int) -> AbstractContextManager[Any]:
+    def micro_batch_context(self, micro_batch: int) -> AbstractContextManager[Any]:
         """Around forward and backward of a micro-batch without pipeline: replicas talk with the last one only."""
         if isinstance(self.runner, nn.parallel.DistributedDataParallel) and micro_batch < self.plan.accumulation - 1:
             no_sync: AbstractContextManager[Any] = self.runner.no_sync()
@@ -137,32 +137,34 @@ class Parallel:
             Refused: a parameter trains that did not when the model was made.
             UsedUnlike: the step left out parameters that steps before it used.
         """
-        if name := next((name for name, p in self._still if p.requires_grad), ""):
+        if name := next((name for name, p in self._frozen if p.requires_grad), ""):
             raise Refused(
                 f"{name} trains since this step (requires_grad), and which parameters do is settled when the model is "
                 "made: have it train from the first, in a group of the optimizer whose rate a scheduler keeps at zero"
             )
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
-        if self._summed:
-            sum_gradients([p for name, p in self.parameters if name in self._summed], self.mesh["tp"].get_group())
-        if not self._reduces_by_torch:
+        if self._tp_summed:
+            sum_gradients([p for name, p in self.parameters if name in self._tp_summed], self.mesh["tp"].get_group())
+        if not self._mean_by_ddp:
             return
-        is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
-        if not is_torchs:
+        is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
+        if not is_ddp:
             assert self.dp_group is not None
             mean_gradients([p for _, p in self.parameters if p.requires_grad], self.dp_group)
         lacking = self.without_gradient()
-        if lacking and is_torchs and not self.runner.find_unused_parameters:
-            raise UsedUnlike(f"this step gave {lacking[0]} no gradient, and one before it did: {SAY_SO}")
+        if lacking and is_ddp and not self.runner.find_unused_parameters:
+            raise UnevenParameterUse(
+                f"this step gave {lacking[0]} no gradient, and one before it did: {FIND_UNUSED_HINT}"
+            )
         self._all_trained = not lacking
 
-    def settle(self) -> None:
+    def refresh_replication(self) -> None:
         """Between two steps, without gradients: where the last one trained every parameter, the next need not look."""
-        if not self._reduces_by_torch or self._all_trained is None:
+        if not self._mean_by_ddp or self._all_trained is None:
             return
-        is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
-        if not is_torchs or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
+        is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
+        if not is_ddp or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
             self.runner = self._replicated(look_for_unused=not self._all_trained)
 
     def drop_buckets(self) -> None:
@@ -175,7 +177,7 @@ class Parallel:
         """Global names of the parameters that train and got no gradient in this step."""
         return [name for name, p in self._trained if p.grad is None]
 
-    def frozen_since(self) -> list[str]:
+    def newly_frozen(self) -> list[str]:
         """Global names of the parameters that trained when the model was made, and do no more."""
         return [name for name, p in self._trained if not p.requires_grad]
 
@@ -190,10 +192,10 @@ class Parallel:
             raise PlanRefused(f"{frozen[0][0]} trains no more (requires_grad), and FSDP2 would train it again")
         for _, parameter in frozen:
             parameter.requires_grad_(False)
-        if frozen and self._reduces_by_torch:  # it would wait for their gradients
+        if frozen and self._mean_by_ddp:  # it would wait for their gradients
             self.runner, self._all_trained = self.module, None
 
-    def check_alike(self, lacking: list[str]) -> None:
+    def check_same_gradients(self, lacking: list[str]) -> None:
         """Every rank calls it: ZeRO-2 and ZeRO-3 add up what replicas have, whatever that is the gradient of.
 
         Args:
@@ -204,24 +206,30 @@ class Parallel:
         group = self.dp_group
         if group is None or self.plan.zero < 2:
             return
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, lacking, group=group)
-        if unlike := {name for names in said for name in names if any(name not in other for other in said)}:
-            raise UsedUnlike(f"some replicas gave {min(unlike)} a gradient, and others did not: {SAY_SO}")
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, lacking, group=group)
+        if unlike := {name for names in reports for name in names if any(name not in other for other in reports)}:
+            raise UnevenParameterUse(
+                f"some replicas gave {min(unlike)} a gradient, and others did not: {FIND_UNUSED_HINT}"
+            )
 
     def _shard_tensors(self, tp_plan: Mapping[str, str]) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        words = styles_in(tp_plan, self.module, stage=isinstance(self.module, build.Stage))
-        styles = {name: style for name, word in words.items() if (style := style_of(word)) is not None}
+        style_names = styles_in(tp_plan, self.module, stage=isinstance(self.module, build.Stage))
+        styles = {
+            name: style for name, style_name in style_names.items() if (style := style_of(style_name)) is not None
+        }
         trains = {name: p.requires_grad for name, p in self.module.named_parameters(remove_duplicate=False)}
         # Every rank built the same whole tensors under the same seed: each cuts its own, nothing is sent.
         parallelize_module(self.module, self.mesh["tp"], styles, src_data_rank=None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             parameter.requires_grad_(trains[name])  # torch before 2.10 has all of them train
-        here = {id(p) for n, w in words.items() if w == SUMMED for p in self.module.get_submodule(n).parameters(False)}
+        summed_ids = {
+            id(p) for n, w in style_names.items() if w == SUMMED for p in self.module.get_submodule(n).parameters(False)
+        }
         trained = [(name, p) for name, p in build.named_parameters(self.module) if p.requires_grad]
-        self._summed = frozenset(name for name, p in trained if id(p) in here)
+        self._tp_summed = frozenset(name for name, p in trained if id(p) in summed_ids)
 
     def _recompute_blocks(self) -> None:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -234,7 +242,7 @@ class Parallel:
                 )
             parent, _, name = path.rpartition(".")
             block = self.module.get_submodule(path)
-            wrapped = checkpoint_wrapper(block, context_fn=Recomputing(block).contexts)
+            wrapped = checkpoint_wrapper(block, context_fn=RecomputeContexts(block).contexts)
             setattr_path(self.module.get_submodule(parent), name, wrapped)
 
     def _shard_fully(self) -> None:
@@ -257,7 +265,7 @@ class Parallel:
             self._average_on_cpu()
         if any(p.is_meta for p in self.module.parameters()):
             allocate(self.module, torch.device("cpu") if self.plan.offload == "parameters" else self.device)
-            with keeping_shared(self.module):  # what is offloaded is parameters: buffers are computed with
+            with preserve_shared_buffers(self.module):  # what is offloaded is parameters: buffers are computed with
                 for module in self.module.modules():
                     for name, buffer in module._buffers.items():
                         module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
@@ -280,7 +288,7 @@ class Parallel:
             return
         # Only a step tells whether the model leaves parameters out; without looking for them DDP fails at the second
         # step, and looking costs a walk of the graph. So the first step does without DDP, unless the script says so.
-        self._reduces_by_torch = self.averages = True
+        self._mean_by_ddp = self.averages = True
         if self._find_unused:
             self.runner = self._replicated(look_for_unused=True)
 

@@ -42,7 +42,7 @@ class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
         return inputs if len(inputs) > 1 else inputs[0]
 
 
-def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) -> nn.Module:
+def build_model(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) -> nn.Module:
     """The whole model, as every rank and a lone process build it under the job's seed.
 
     Args:

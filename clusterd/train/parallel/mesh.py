@@ -41,7 +41,7 @@ def device_of(context: Context) -> torch.device:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device).add_(1).item()  # a driver may list what it can run nothing on
     except RuntimeError as error:
-        if exits.of(error, where="") is not None:
+        if exits.classify_error(error, where="") is not None:
             raise
         raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
     return device
@@ -74,7 +74,7 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
             options["store"] = _store(context)
         dist.init_process_group(backend, **options)
     except Exception as error:
-        refusal = exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}")
+        refusal = exits.classify_error(error, where=f"{context} at {context.master_addr}:{context.master_port}")
         if refusal is None:
             raise
         raise refusal from error
@@ -120,7 +120,7 @@ def _store(context: Context) -> Any:
     return dist.PrefixStore(f"{context.job}.{context.attempt}.{context.generation}", store)
 
 
-def same_everywhere(value: int, device: torch.device) -> bool:
+def same_on_all_ranks(value: int, device: torch.device) -> bool:
     """Whether all ranks hold the same number (below 2**62)."""
     if not dist.is_initialized():
         return True

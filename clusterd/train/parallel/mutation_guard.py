@@ -25,12 +25,12 @@ class ParameterMutationGuard:
 
     def __init__(self, root: nn.Module, units: Iterable[nn.Module], allowed: Iterable[str], *, values: bool) -> None:
         self._root, self._allowed = root, frozenset(allowed)
-        apart = set(units)
-        for unit in apart:
-            seen = _Seen(list(_inside(unit, apart)), values=values)
-            unit.register_forward_pre_hook(lambda *_, seen=seen: seen.begin())
+        separate = set(units)
+        for unit in separate:
+            record = _ParameterRecord(list(_own_modules(unit, separate)), values=values)
+            unit.register_forward_pre_hook(lambda *_, record=record: record.start())
             # Before FSDP2's own, which puts shards in the place of what was whole.
-            unit.register_forward_hook(lambda *_, seen=seen: self._check(seen.changed()), prepend=True)
+            unit.register_forward_hook(lambda *_, record=record: self._check(record.changed()), prepend=True)
 
     def _check(self, changed: list[nn.Parameter]) -> None:
         for parameter in changed:
@@ -47,49 +47,49 @@ class ParameterMutationGuard:
                 )
 
 
-class _Seen:
+class _ParameterRecord:
     """Parameters of some modules, as they are before a pass."""
 
     def __init__(self, modules: list[nn.Module], *, values: bool) -> None:
         self._held, self._values = [module._parameters for module in modules if module._parameters], values
         self._parameters: list[nn.Parameter] = []
 
-    def begin(self) -> None:
+    def start(self) -> None:
         # In every pass: torch's own way to list them takes as long as a small layer.
         self._parameters = [p for held in self._held for p in held.values() if p is not None]
-        self._notes = [_noted(p) for p in self._parameters]
-        self._sizes = _sizes(self._parameters) if self._values else []
+        self._versions = [_version_of(p) for p in self._parameters]
+        self._norms = _norms(self._parameters) if self._values else []
 
     def changed(self) -> list[nn.Parameter]:
-        found = [p for p, note in zip(self._parameters, self._notes, strict=True) if _noted(p) != note]
+        found = [p for p, note in zip(self._parameters, self._versions, strict=True) if _version_of(p) != note]
         if self._values:
-            now = _sizes(self._parameters)
-            found += [p for p, a, b in zip(self._parameters, self._sizes, now, strict=True) if a != b and a == a]
+            now = _norms(self._parameters)
+            found += [p for p, a, b in zip(self._parameters, self._norms, now, strict=True) if a != b and a == a]
         self._values = False
         self._parameters = []
         return found
 
 
-def _inside(unit: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
+def _own_modules(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
     yield unit
     for child in unit.children():
-        if child not in apart:
-            yield from _inside(child, apart)
+        if child not in units:
+            yield from _own_modules(child, units)
 
 
-def _noted(parameter: nn.Parameter) -> tuple[int, int]:
+def _version_of(parameter: nn.Parameter) -> tuple[int, int]:
     # Of each parameter twice in every pass, so it is asked what it is in the way that takes least.
     return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0
 
 
-def _sizes(parameters: list[nn.Parameter]) -> list[float]:
+def _norms(parameters: list[nn.Parameter]) -> list[float]:
     """A number of each that differs, almost surely, when a value does."""
     with torch.no_grad():
-        sizes = [_size(local_tensor(p.detach())) for p in parameters]
+        sizes = [_norm(local_tensor(p.detach())) for p in parameters]
     return torch.stack(sizes).tolist() if sizes else []
 
 
-def _size(tensor: torch.Tensor) -> torch.Tensor:
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():

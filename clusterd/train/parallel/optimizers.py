@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
-from clusterd.train.parallel.optimizer_slots import made
+from clusterd.train.parallel.optimizer_slots import make_optimizer
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.job import OptimizerFactory
 
@@ -34,11 +34,11 @@ class RankOptimizer:
         local: (global name, parameter, the plain tensor that the optimizer works on), of every trainable parameter.
     """
 
-    def __init__(self, parallel: Parallel, factory: OptimizerFactory) -> None:
+    def __init__(self, parallel: ParallelModel, factory: OptimizerFactory) -> None:
         self._parallel = parallel
         self.in_host_memory = parallel.plan.offload == "optimizer"
         self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
-            (name, parameter, self._plain(name, parameter))
+            (name, parameter, self._local_parameter(name, parameter))
             for name, parameter in parallel.parameters
             if parameter.requires_grad
         ]
@@ -47,7 +47,7 @@ class RankOptimizer:
             are_whole = all(plain is parameter for _, parameter, plain in self.local)
             self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
         else:
-            self.optimizer = made(factory, plain)
+            self.optimizer = make_optimizer(factory, plain)
 
     def step(self) -> None:
         """One update of the parameters from their gradients."""
@@ -83,16 +83,16 @@ class RankOptimizer:
         """
         self.zero_grad()
         holder = self.holder
-        lacking = [p for g in holder.param_groups for p in g["params"] if not holder.state.get(p)]
-        while lacking:
-            few, size = [], 0
-            while lacking and size < MAKE_STATE_BYTES:
-                few.append(lacking.pop())
-                size += few[-1].nbytes
-            for plain in few:
+        without_state = [p for g in holder.param_groups for p in g["params"] if not holder.state.get(p)]
+        while without_state:
+            batch, size = [], 0
+            while without_state and size < MAKE_STATE_BYTES:
+                batch.append(without_state.pop())
+                size += batch[-1].nbytes
+            for plain in batch:
                 plain.grad = torch.zeros_like(plain)
             holder.step()
-            for plain in few:
+            for plain in batch:
                 plain.grad = None
 
     def zero_grad(self) -> None:
@@ -121,7 +121,7 @@ class RankOptimizer:
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}
         return {name for name, _, plain in self.local if id(plain) in here}
 
-    def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    def _local_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         local = local_tensor(parameter.detach())
         if self.in_host_memory:
             plain = nn.Parameter(_host_like(local).copy_(local))
@@ -129,11 +129,11 @@ class RankOptimizer:
             plain = nn.Parameter(local)
         else:
             return parameter
-        vars(plain).update(self._parallel.marks[name])  # by which the factory may choose groups
+        vars(plain).update(self._parallel.parameter_attributes[name])  # by which the factory may choose groups
         return plain
 
 
-def holding_tensors(optimizer: torch.optim.Optimizer) -> str:
+def attribute_with_tensors(optimizer: torch.optim.Optimizer) -> str:
     """The attribute in which an optimizer keeps tensors that are neither parameters nor in its `state`; empty: none."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
@@ -153,24 +153,24 @@ def _sharded(
 ) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    whole = made(factory, parameters)
-    if own := holding_tensors(whole):
+    whole = make_optimizer(factory, parameters)
+    if attribute := attribute_with_tensors(whole):
         raise PlanRefused(
             f"zero=1 gives each replica some of the parameters, and {type(whole).__name__} keeps tensors for all of "
-            f"them in its attribute {own}: have it keep them in `state`"
+            f"them in its attribute {attribute}: have it keep them in `state`"
         )
 
-    def over(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+    def from_groups(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the
         # arguments already, so an optimizer made by the factory and given these groups is the one wanted.
-        mine = factory(parameters)
-        for group, given in zip(mine.param_groups, groups, strict=True):
+        inner = factory(parameters)
+        for group, given in zip(inner.param_groups, groups, strict=True):
             group.update(given)  # the same map: an optimizer within this one may hold it too
-        return mine
+        return inner
 
     sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(
         whole.param_groups,
-        optimizer_class=over,
+        optimizer_class=from_groups,
         process_group=group,
         # One message per rank instead of one per parameter. It gives parameters new memory: shards of a DTensor, which
         # share theirs with it, would be updated and never seen; and torch has it for parameters of one type only.

@@ -31,7 +31,7 @@ def dtype_of(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def under(precision: str, device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def with_precision(precision: str, device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, computing in that precision."""
     if precision == "fp32":
         return function

@@ -26,18 +26,18 @@ WHOLE = frozenset({"replicate", SUMMED})
 STYLES = (*sorted(COLWISE), *sorted(ROWWISE), *sorted(WHOLE))
 
 
-def style_of(word: str) -> Any:
-    """torch's style for `word`, one of `STYLES`; None where the module stays whole."""
+def style_of(style: str) -> Any:
+    """torch's style for `style`, one of `STYLES`; None where the module stays whole."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    if word == "colwise":
+    if style == "colwise":
         return ColwiseParallel()
-    if word == "rowwise":
+    if style == "rowwise":
         return RowwiseParallel()
-    if word in GATHERING:
+    if style in GATHERING:
         return ColwiseParallel(output_layouts=Replicate())
-    if word in ROWWISE:
+    if style in ROWWISE:
         return RowwiseParallel(input_layouts=Replicate())
     return None
 
@@ -55,23 +55,25 @@ def styles_in(tp_plan: Mapping[str, str], module: nn.Module, *, stage: bool = Fa
     """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, str] = {}
-    for pattern, word in tp_plan.items():
-        hits = _hits(pattern, names)
-        if not hits and _hits(pattern, [name for name, _ in module.named_parameters()]):
+    for pattern, style in tp_plan.items():
+        matching = _matching(pattern, names)
+        if not matching and _matching(pattern, [name for name, _ in module.named_parameters()]):
             raise Refused(f"tp_plan cuts {pattern!r}, a parameter by itself; torch cuts Linear and Embedding")
-        if not hits and not stage:
+        if not matching and not stage:
             raise Refused(f"tp_plan names {pattern!r}, which is no module of the model")
-        if word not in STYLES:
-            raise Refused(f"tp_plan has style {word!r}; it can have {', '.join(STYLES)}")
-        for name in hits:
-            found.setdefault(name, word)
+        if style not in STYLES:
+            raise Refused(f"tp_plan has style {style!r}; it can have {', '.join(STYLES)}")
+        for name in matching:
+            found.setdefault(name, style)
     users = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    for name, word in found.items():
-        if word in WHOLE_AROUND and any(users[id(p)] > 1 for p in module.get_submodule(name).parameters(recurse=False)):
+    for name, style in found.items():
+        if style in WHOLE_AROUND and any(
+            users[id(p)] > 1 for p in module.get_submodule(name).parameters(recurse=False)
+        ):
             found[name] = "replicate"
     return found
 
 
-def _hits(pattern: str, names: Iterable[str]) -> list[str]:
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
     """``*`` stands for one part of a name."""
     return [n for n in names if n.count(".") == pattern.count(".") and fnmatch.fnmatchcase(n, pattern)]

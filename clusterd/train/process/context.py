@@ -12,7 +12,7 @@ from typing import Any
 from clusterd.train.process.exits import PlanRefused
 from plans.plan import Coordinates, Plan, PlanError
 
-_ALONE = Plan()
+_ONE_PROCESS = Plan()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Context:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    plan: Plan = _ALONE
+    plan: Plan = _ONE_PROCESS
     device_kind: str = ""  # "cuda", "cpu", or "": cuda where there is one
     threads: int = 0  # of intra-op parallelism; 0: as torch finds it
     master_addr: str = ""
@@ -36,7 +36,7 @@ class Context:
     control_socket: str = ""
     token: str = ""
     standby: bool = False  # made for a move, to take over from the ranks that train now
-    move: dict[str, Any] | None = None
+    migration: dict[str, Any] | None = None
     snapshot_every: int = 0  # steps between snapshots in memory; 0: none
     probe: bool = False  # device and links are to be measured first
     hosts: int = 1  # of the ranks
@@ -97,7 +97,7 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         control_socket=values.get("control_socket") or "",
         token=values.get("token") or "",
         standby=bool(values.get("standby")),
-        move=values.get("move") or None,
+        migration=values.get("move") or None,
         snapshot_every=int(values.get("snapshot_every") or 0),
         probe=bool(values.get("probe")),
         hosts=int(values.get("hosts") or 1),

@@ -24,7 +24,7 @@ SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done")
 
 RECONNECT_S = 1.0
 ANSWER_S = 120.0
-LAST_WORDS_S = 5.0
+FAILURE_REPORT_S = 5.0
 """For which a rank that failed waits to be heard, before it ends."""
 
 Message = dict[str, Any]
@@ -54,14 +54,14 @@ class Control:
         self._context = context
         self._requested: dict[str, str] = {}
         self._status: Message | None = None
-        self._said: Message | None = None
+        self._last_report: Message | None = None
         self._handlers: dict[str, Handler] = {}
-        self._unheard: list[Message] = []
+        self._unhandled: list[Message] = []
         self._answers: dict[int, Message | None] = {}
         self._number = 0
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,55 +76,55 @@ class Control:
             self._thread = threading.Thread(target=self._serve, name="clusterd-control", daemon=True)
             self._thread.start()
 
-    def request(self, what: str, why: str) -> None:
-        """Raises a flag; `what` is one of `SIGNALS`."""
-        self._requested.setdefault(what, why)
+    def request(self, flag: str, why: str) -> None:
+        """Raises a flag; `flag` is one of `SIGNALS`."""
+        self._requested.setdefault(flag, why)
 
-    def withdraw(self, what: str) -> None:
+    def withdraw(self, flag: str) -> None:
         """Lowers a flag again."""
-        self._requested.pop(what, None)
+        self._requested.pop(flag, None)
 
     def flags(self) -> list[float]:
         """1.0 for each of `SIGNALS` that was asked for here."""
         return [float(name in self._requested) for name in SIGNALS]
 
-    def requested(self, what: str) -> bool:
+    def requested(self, flag: str) -> bool:
         """Whether this flag is up here."""
-        return what in self._requested
+        return flag in self._requested
 
-    def why(self, what: str) -> str:
+    def reason_for(self, flag: str) -> str:
         """Who asked; another rank, if not this one."""
-        return self._requested.get(what, "asked of another rank")
+        return self._requested.get(flag, "asked of another rank")
 
     def on(self, event: str, handler: Handler) -> None:
         """From now on `handler` gets these events, on the control thread, and at once those that came before."""
         with self._lock:
             self._handlers[event] = handler
-            earlier = [m for m in self._unheard if m.get("event") == event]
-            self._unheard = [m for m in self._unheard if m.get("event") != event]
+            earlier = [m for m in self._unhandled if m.get("event") == event]
+            self._unhandled = [m for m in self._unhandled if m.get("event") != event]
         for message in earlier:
             handler(message)
 
-    def tell(self, message: Message) -> None:
+    def send_status(self, message: Message) -> None:
         """Sends a status to the agent now, and again to an agent that comes later."""
         self._status = message
         self._send(message)
 
-    def say(self, what: str, **more: Any) -> None:
+    def report(self, event: str, **fields: Any) -> None:
         """Tells the daemon, through the agent; the last thing said is said again to an agent that comes later."""
-        self._said = {"event": "said", "said": {"what": what, **more}}
-        self._send(self._said)
+        self._last_report = {"event": "said", "said": {"what": event, **fields}}
+        self._send(self._last_report)
 
-    def tell_failure(self, reason: str, message: str) -> None:
+    def report_failure(self, reason: str, message: str) -> None:
         """Tells the agent why this rank is about to end, and waits until that is kept: what is on its way is lost."""
         if self._context.control_socket:
             with contextlib.suppress(AgentAbsent, AgentRefused):
-                self.ask("failed", LAST_WORDS_S, reason=reason, message=message)
+                self.ask("failed", FAILURE_REPORT_S, reason=reason, message=message)
 
-    def say_again(self) -> None:
+    def resend_report(self) -> None:
         """The last thing said, for a daemon that may not have been there to hear it."""
-        if self._said is not None:
-            self._send(self._said)
+        if self._last_report is not None:
+            self._send(self._last_report)
 
     def ask(self, verb: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Message:
         """A request of the agent, and its answer; asked again of the next agent if this one goes. Any thread may ask.
@@ -134,9 +134,9 @@ class Control:
             AgentAbsent: nobody answered in time.
         """
         deadline = time.monotonic() + timeout_s
-        with self._news:
+        with self._changed:
             while True:
-                if not self._news.wait_for(
+                if not self._changed.wait_for(
                     lambda: self._connection is not None or self._closed.is_set(), deadline - time.monotonic()
                 ):
                     raise AgentAbsent(f"no agent answered {verb!r} within {timeout_s:.0f} s")
@@ -148,7 +148,7 @@ class Control:
                 self._answers[number] = None
                 with contextlib.suppress(OSError):
                     connection.sendall(protocol.encode({"verb": verb, "id": number, **arguments}))
-                answered = self._news.wait_for(
+                answered = self._changed.wait_for(
                     lambda n=number, c=connection: self._answers[n] is not None or self._connection is not c,  # type: ignore[misc]
                     deadline - time.monotonic(),
                 )
@@ -165,11 +165,11 @@ class Control:
     def close(self) -> None:
         """Ends the thread."""
         self._closed.set()
-        with self._news:
+        with self._changed:
             if self._connection is not None:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            self._news.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout=2 * RECONNECT_S)
 
@@ -198,13 +198,13 @@ class Control:
                 "token": context.token,
                 "pid": os.getpid(),
             }
-            with self._news:
+            with self._changed:
                 connection.sendall(protocol.encode(hello))
-                for message in (self._status, self._said):
+                for message in (self._status, self._last_report):
                     if message is not None:
                         connection.sendall(protocol.encode(message))
                 self._connection = connection
-                self._news.notify_all()
+                self._changed.notify_all()
             self._dispatch({"event": "connected"})
             decoder = protocol.Decoder()
             try:
@@ -212,33 +212,33 @@ class Control:
                     for message in decoder.feed(data):
                         self._dispatch(message)
             finally:
-                with self._news:
+                with self._changed:
                     self._connection = None
-                    self._news.notify_all()
+                    self._changed.notify_all()
 
     def _dispatch(self, message: Message) -> None:
         if "event" not in message:
-            with self._news:
+            with self._changed:
                 if message.get("id") in self._answers:
                     self._answers[message["id"]] = message
-                    self._news.notify_all()
+                    self._changed.notify_all()
             return
         event = message["event"]
         if event == "stop":
-            for wish in ("keep", "done"):  # before the flag that they go with: no step may see one without the other
-                if message.get(wish):
-                    self.request(wish, str(message.get("reason", "")))
+            for flag in ("keep", "done"):  # before the flag that they go with: no step may see one without the other
+                if message.get(flag):
+                    self.request(flag, str(message.get("reason", "")))
             self.request("stop", str(message.get("reason", "")))
         with self._lock:
             handler = self._handlers.get(event)
             if handler is None and event not in ("stop", "connected"):
-                self._unheard.append(message)
+                self._unhandled.append(message)
         if handler is not None:
             handler(message)
 
 
 @contextlib.contextmanager
-def sigterm_asks_to_stop(control: Control) -> Iterator[None]:
+def stop_on_sigterm(control: Control) -> Iterator[None]:
     """SIGTERM finishes the step instead of tearing it; what takes too long is killed by who sent it.
 
     Does nothing outside the main thread, where Python takes no handlers.

@@ -25,7 +25,7 @@ REASONS = {
     PORT: "port",
 }
 
-_FAULTS = (
+_DEVICE_FAULTS = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
     "hardware stack error",
@@ -49,7 +49,7 @@ _OUT_OF_MEMORY = (
 )
 
 
-_CUT = "got mixed torch.Tensor and DTensor"
+_SHARDED_PARAMETER = "got mixed torch.Tensor and DTensor"
 """torch's words for a parameter of which a plan has a part where the script wants it whole."""
 
 
@@ -100,13 +100,13 @@ class DeviceFault(TrainError):
     exit_code = DEVICE_FAULT
 
 
-class DataAway(TrainError):
+class DatasetUnreachable(TrainError):
     """No host that has the job's data could be reached; later one may be."""
 
     exit_code = DATA
 
 
-class UsedUnlike(PlanRefused):
+class UnevenParameterUse(PlanRefused):
     """Replicas, or steps, use different parameters, and the script did not say so."""
 
 
@@ -114,7 +114,7 @@ class CheckpointFailed(TrainError):
     """The checkpoint that a job is to leave cannot be had."""
 
 
-def of(error: BaseException, *, where: str) -> TrainError | None:
+def classify_error(error: BaseException, *, where: str) -> TrainError | None:
     """`error` as one of ours, or None if it is the script's own.
 
     Args:
@@ -126,14 +126,14 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
         if isinstance(cause, TrainError):
             return cause
         if isinstance(cause, DataUnreachable):
-            said = text.strip().rpartition("DataUnreachable: ")[2]  # a loader's worker puts its traceback before it
-            return DataAway(f"{where}: {said}")
-        if _CUT in text:
+            message = text.strip().rpartition("DataUnreachable: ")[2]  # a loader's worker puts its traceback before it
+            return DatasetUnreachable(f"{where}: {message}")
+        if _SHARDED_PARAMETER in text:
             return PlanRefused(
                 "the plan cuts parameters, and the script computes with one outside the forward pass of its module, "
                 f"where it is in parts{', ' * bool(where)}{where}: {first_line(text)}"
             )
-        if any(sign in text for sign in _FAULTS):
+        if any(sign in text for sign in _DEVICE_FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
             return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
@@ -144,7 +144,7 @@ def of(error: BaseException, *, where: str) -> TrainError | None:
     return None
 
 
-def leave(error: TrainError) -> None:
+def exit_with(error: TrainError) -> None:
     """Ends the process with the error's code after its one line.
 
     Raises:

@@ -51,7 +51,7 @@ class Outcome:
     done: bool = True  # whether it is where it was to get: after the last step, or at its target
 
 
-def of_parameters(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFactory:
+def adapt_optimizer_factory(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFactory:
     """The factory as one that is given parameters, if it wants (name, parameter): its argument is called so."""
     try:
         wanted = next(iter(inspect.signature(factory).parameters), "")

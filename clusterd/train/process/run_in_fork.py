@@ -26,7 +26,7 @@ PATIENCE_S = 300.0
 """A fork may wait for a thread that only its parent has."""
 
 
-def apart(work: Callable[[], T]) -> T:
+def run_in_fork(work: Callable[[], T]) -> T:
     """What `work` returns, which must be fit for pickling.
 
     Where the fork cannot be had, or fails, the work is done here: what the script raises is then raised here.
@@ -34,41 +34,41 @@ def apart(work: Callable[[], T]) -> T:
     Raises:
         TrainError: as `work` does.
     """
-    answer = _answer(work)
-    if answer is None:
+    reply = _run_child(work)
+    if reply is None:
         return work()
-    made, value = pickle.loads(answer)
-    if not made:
+    succeeded, value = pickle.loads(reply)
+    if not succeeded:
         raise value
     result: T = value
     return result
 
 
-def _answer(work: Callable[[], object]) -> bytes | None:
+def _run_child(work: Callable[[], object]) -> bytes | None:
     sys.stdout.flush()
     sys.stderr.flush()
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: none of ours is needed there
             pid = os.fork()
     except OSError:
-        os.close(reading)
-        os.close(writing)
+        os.close(read_end)
+        os.close(write_end)
         return None
     if pid == 0:
-        _serve(work, writing)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as file:
+        _child_main(work, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
         in_time = bool(select.select([file], [], [], PATIENCE_S)[0])  # what comes, comes at the end, and at once
         if not in_time:
             os.kill(pid, signal.SIGKILL)
-        answer = file.read()
+        reply = file.read()
     _, status = os.waitpid(pid, 0)
-    return answer if status == 0 else None
+    return reply if status == 0 else None
 
 
-def _serve(work: Callable[[], object], writing: int) -> None:
+def _child_main(work: Callable[[], object], write_end: int) -> None:
     """Does it, and ends the process without any of its exit handlers."""
     code = 1
     try:
@@ -79,11 +79,11 @@ def _serve(work: Callable[[], object], writing: int) -> None:
             os.dup2(null, stream)
         torch.set_num_threads(1)  # the threads of the parent's OpenMP are not here
         try:
-            answer = pickle.dumps((True, work()))
+            reply = pickle.dumps((True, work()))
         except TrainError as refusal:
-            answer = pickle.dumps((False, refusal))
-        with os.fdopen(writing, "wb") as file:
-            file.write(answer)
+            reply = pickle.dumps((False, refusal))
+        with os.fdopen(write_end, "wb") as file:
+            file.write(reply)
         code = 0
     finally:
         os._exit(code)

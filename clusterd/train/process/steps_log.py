@@ -25,7 +25,7 @@ class StepsLog:
         if path is not None:
             last = last_step(path)
             self._file = path.open("a", encoding="utf-8", buffering=1)
-            if torn(path):
+            if ends_mid_line(path):
                 self._file.write("\n")
             if last >= first_step:
                 self._write({"restart_from": first_step - 1})
@@ -62,7 +62,7 @@ class StepsLog:
             self._file.write(json.dumps(record) + "\n")
 
 
-def torn(path: Path) -> bool:
+def ends_mid_line(path: Path) -> bool:
     """Whether the log ends within a line, as a crash leaves it."""
     with path.open("rb") as file:
         size = file.seek(0, 2)

@@ -29,7 +29,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SegmentPart:
     """One part of a segment and the live tensors it is of, slot by slot; None: there is no such slot.
 
     Attributes:
@@ -43,18 +43,18 @@ class Piece:
 
 
 class _Copy(NamedTuple):
-    piece: int
+    part: int
     target: torch.Tensor
     source: torch.Tensor
     summed: torch.Tensor
     width: int
 
 
-class Copies:
+class CopyBatch:
     """What is to be copied between live tensors and a segment."""
 
-    def __init__(self, pieces: int, copies: Sequence[_Copy], blank: Sequence[torch.Tensor] = ()) -> None:
-        self._pieces, self._copies, self._blank = pieces, copies, blank
+    def __init__(self, parts: int, copies: Sequence[_Copy], zeroed: Sequence[torch.Tensor] = ()) -> None:
+        self._count, self._copies, self._zeroed = parts, copies, zeroed
 
     def run(self, threads: int = 1, after: Any = None) -> list[int]:
         """Copies; returns the sum of each piece.
@@ -62,7 +62,7 @@ class Copies:
         Args:
             after: an event on the device to begin after; None: all that is queued there.
         """
-        for tensor in self._blank:
+        for tensor in self._zeroed:
             tensor.zero_()
         copies = self._copies
         device = next((t.device for copy in copies for t in (copy.target, copy.source) if t.is_cuda), None)
@@ -71,60 +71,60 @@ class Copies:
                 _copy(copies)
                 return self._totals(list(map(_word_sum, copies)))
         if threads == 1:
-            return self._totals(_copied(copies))
+            return self._totals(_copy_and_sum(copies))
         share = -(-sum(copy.target.nbytes for copy in copies) // threads)
         with ThreadPoolExecutor(threads) as pool:
-            return self._totals([value for some in pool.map(_copied, _batches(copies, share)) for value in some])
+            return self._totals([value for some in pool.map(_copy_and_sum, _batches(copies, share)) for value in some])
 
     def _totals(self, sums: Sequence[torch.Tensor]) -> list[int]:
         """Over chunks modulo their words' width, over slots modulo 2**64."""
         # Under offload some of a rank's tensors are in host memory and some on its device.
-        alike: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
+        groups: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
         for i, (copy, value) in enumerate(zip(self._copies, sums, strict=True)):
-            alike[copy.width, value.device].append(i)
+            groups[copy.width, value.device].append(i)
         chunks: dict[tuple[int, int], int] = defaultdict(int)  # by piece and width
-        for (width, _), which in alike.items():
-            for i, value in zip(which, torch.stack([sums[i] for i in which]).tolist(), strict=True):
-                chunks[self._copies[i].piece, width] += value
-        totals = [0] * self._pieces
-        for (piece, width), chunk in chunks.items():
-            totals[piece] = (totals[piece] + chunk % (1 << 8 * width)) % (1 << 64)
+        for (width, _), indices in groups.items():
+            for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
+                chunks[self._copies[i].part, width] += value
+        totals = [0] * self._count
+        for (part, width), chunk in chunks.items():
+            totals[part] = (totals[part] + chunk % (1 << 8 * width)) % (1 << 64)
         return totals
 
 
-def fills(segment: Segment, pieces: Sequence[Piece]) -> Copies:
+def copies_to_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
     """From live tensors into the segment; the sums are of the former. Missing slots are written as zeros."""
     copies: list[_Copy] = []
-    blank: list[torch.Tensor] = []
-    for number, piece in enumerate(pieces):
-        missing = sum(t is None for t in piece.tensors)
-        there = sum(t.nbytes for t in piece.tensors if t is not None)
-        offset = piece.offset
-        for tensor in piece.tensors:
+    zeroed: list[torch.Tensor] = []
+    for number, part in enumerate(parts):
+        missing = sum(t is None for t in part.tensors)
+        present = sum(t.nbytes for t in part.tensors if t is not None)
+        offset = part.offset
+        for tensor in part.tensors:
             if tensor is None:
-                size = (piece.bytes - there) // missing
-                blank.append(segment.view(torch.uint8, (size,), offset))
+                size = (part.bytes - present) // missing
+                zeroed.append(segment.view(torch.uint8, (size,), offset))
                 offset += size
                 continue
             width = _word_bytes(tensor)
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, stored, live, live, width))
             offset += tensor.nbytes
-    return Copies(len(pieces), copies, blank)
+    return CopyBatch(len(parts), copies, zeroed)
 
 
-def loads(segment: Segment, pieces: Sequence[Piece]) -> Copies:
+def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
     """From the segment into live tensors; the sums are of what they are then, or of the larger parts."""
     copies: list[_Copy] = []
-    for number, piece in enumerate(pieces):
-        offset = piece.offset
-        for tensor in piece.tensors:
+    for number, part in enumerate(parts):
+        offset = part.offset
+        for tensor in part.tensors:
             assert tensor is not None
-            if piece.within is not None:
-                whole = segment.view(tensor.dtype, piece.within[0], offset)
-                start = piece.within[1]
+            if part.within is not None:
+                whole = segment.view(tensor.dtype, part.within[0], offset)
+                start = part.within[1]
                 stop = [a + n for a, n in zip(start, tensor.shape, strict=True)]
-                stored = narrowed(whole, start, stop, [0] * len(start))
+                stored = narrow_to_box(whole, start, stop, [0] * len(start))
                 copies.append(_Copy(number, tensor, stored, whole, _word_bytes(whole)))
                 offset += whole.nbytes
                 continue
@@ -132,10 +132,10 @@ def loads(segment: Segment, pieces: Sequence[Piece]) -> Copies:
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, live, stored, live, width))
             offset += tensor.nbytes
-    return Copies(len(pieces), copies)
+    return CopyBatch(len(parts), copies)
 
 
-def narrowed(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> torch.Tensor:
+def narrow_to_box(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> torch.Tensor:
     """The box [low, high), in global coordinates, of a tensor that begins at `origin`."""
     for dim, (a, b, o) in enumerate(zip(low, high, origin, strict=True)):
         if b - a < tensor.shape[dim]:
@@ -143,7 +143,7 @@ def narrowed(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], orig
     return tensor
 
 
-def _copied(copies: Sequence[_Copy]) -> list[torch.Tensor]:
+def _copy_and_sum(copies: Sequence[_Copy]) -> list[torch.Tensor]:
     sums: list[torch.Tensor] = []
     for batch in _batches(copies, BATCH_BYTES):
         _copy(batch)

@@ -19,7 +19,7 @@ Slot = tuple[str, str]
 """Global name of a parameter, and what the optimizer calls what it keeps for it."""
 
 
-def kept(optimizer: RankOptimizer, known: Mapping[str, set[str]]) -> dict[Slot, torch.Tensor]:
+def lazy_tensors(optimizer: RankOptimizer, known: Mapping[str, set[str]]) -> dict[Slot, torch.Tensor]:
     """Late tensors of this rank.
 
     Args:
@@ -38,7 +38,9 @@ def kept(optimizer: RankOptimizer, known: Mapping[str, set[str]]) -> dict[Slot, 
     return found
 
 
-def room(optimizer: RankOptimizer, known: Mapping[str, set[str]], metadata: Metadata) -> dict[Slot, torch.Tensor]:
+def allocate_lazy_tensors(
+    optimizer: RankOptimizer, known: Mapping[str, set[str]], metadata: Metadata
+) -> dict[Slot, torch.Tensor]:
     """New tensors for what was late in a checkpoint, as far as it is this rank's."""
     updated = optimizer.updated()
     local = {name: (parameter, plain) for name, parameter, plain in optimizer.local if name in updated}
@@ -55,7 +57,7 @@ def room(optimizer: RankOptimizer, known: Mapping[str, set[str]], metadata: Meta
     return found
 
 
-def place(parameter: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
+def box_in_whole(parameter: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
     """Shape of the whole, and the box in it, of what is kept for `parameter` and has `shape` on this rank.
 
     It is cut as the parameter is, or, with another shape, whole. None: it is of another shape for a part of one.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_tensor
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.state.attributes import Attributes
@@ -24,20 +24,20 @@ Box = tuple[tuple[int, int], ...]
 """One (low, high) per dimension, half-open, in the whole tensor."""
 
 
-class BoxesDiffer(Exception):
+class ShardMismatch(Exception):
     """Live objects are not cut as their plan's layout says."""
 
 
-class Trained(Protocol):
+class ShardedTraining(Protocol):
     """The part of `clusterd.train.rank_main.Training` that holds state."""
 
-    parallel: Parallel
+    parallel: ParallelModel
     optimizer: RankOptimizer
     attributes: Attributes
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class LocalShard:
     """One tensor of the collection, as far as this rank has it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Holding:
     mirror: torch.Tensor | None = None
 
 
-def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Holding]:
+def local_shards(training: ShardedTraining, shape: ModelShape) -> dict[tuple[str, str], LocalShard]:
     """Everything that this rank holds, by (global name, kind); empty shards are left out."""
     index = {p.name: i for i, p in enumerate(shape.parameters)}
     odd: dict[int, list[OddSlot]] = {}
@@ -60,25 +60,25 @@ def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Hold
     plain = {name: p for name, _, p in training.optimizer.local}
     updated = training.optimizer.updated()
     state = training.optimizer.holder.state
-    found: dict[tuple[str, str], Holding] = {}
+    found: dict[tuple[str, str], LocalShard] = {}
     for name, parameter in training.parallel.parameters:
         box = box_of(parameter)
         if any(high <= low for low, high in box):
             continue
         local = local_tensor(parameter).detach()
         mirror = plain.get(name) if training.optimizer.in_host_memory else None
-        found[name, "parameter"] = Holding(box, (local,), mirror.detach() if mirror is not None else None)
+        found[name, "parameter"] = LocalShard(box, (local,), mirror.detach() if mirror is not None else None)
         if name not in updated or name not in index:
             continue
-        kept = state.get(plain[name], {})
+        slots_kept = state.get(plain[name], {})
         if slots := shape.slots_of(index[name]):
-            found[name, "optimizer"] = Holding(box, tuple(_tensor(kept.get(slot)) for slot, _ in slots))
+            found[name, "optimizer"] = LocalShard(box, tuple(_tensor(slots_kept.get(slot)) for slot, _ in slots))
         for odd_slot in odd.get(index[name], ()):
             whole = tuple((0, n) for n in odd_slot.shape)
-            found[name, f"optimizer.{odd_slot.name}"] = Holding(whole, (_tensor(kept.get(odd_slot.name)),))
+            found[name, f"optimizer.{odd_slot.name}"] = LocalShard(whole, (_tensor(slots_kept.get(odd_slot.name)),))
     for name, buffer in training.parallel.module.named_buffers(remove_duplicate=False):
         if buffer.numel():
-            found[build.global_name(name), "buffer"] = Holding(tuple((0, n) for n in buffer.shape), (buffer,))
+            found[build.global_name(name), "buffer"] = LocalShard(tuple((0, n) for n in buffer.shape), (buffer,))
     return found
 
 
@@ -102,7 +102,9 @@ def box_of(tensor: Any) -> Box:
     return tuple(box)
 
 
-def check_boxes(training: Trained, shape: ModelShape, layout: Layout, rank: int) -> dict[tuple[str, str], Holding]:
+def check_shards(
+    training: ShardedTraining, shape: ModelShape, layout: Layout, rank: int
+) -> dict[tuple[str, str], LocalShard]:
     """What this rank holds, if it is what `layout` says.
 
     Args:
@@ -110,32 +112,32 @@ def check_boxes(training: Trained, shape: ModelShape, layout: Layout, rank: int)
     Raises:
         BoxesDiffer: naming the first tensor that is not cut as computed, or is missing on either side.
     """
-    live = holdings(training, shape)
+    live = local_shards(training, shape)
     computed = layout.boxes_of(rank)
     where = f"rank {rank} of {training.parallel.plan}"
     for key, box in computed.items():
         if key not in live:
-            raise BoxesDiffer(f"{where} should hold {_named(key, box)}, and has none of it")
+            raise ShardMismatch(f"{where} should hold {_named(key, box)}, and has none of it")
         if live[key].box != box:
-            raise BoxesDiffer(f"{where} should hold {_named(key, box)}, and holds {_text(live[key].box)}")
-    for key, holding in live.items():
+            raise ShardMismatch(f"{where} should hold {_named(key, box)}, and holds {_text(live[key].box)}")
+    for key, shard in live.items():
         if key not in computed:
-            raise BoxesDiffer(f"{where} holds {_named(key, holding.box)}, which its plan gives to other ranks")
+            raise ShardMismatch(f"{where} holds {_named(key, shard.box)}, which its plan gives to other ranks")
     sizes = {(t.name, t.kind): t.element_bytes for t in layout.tensors}
-    for key, holding in live.items():
-        _check_tensors(where, key, holding, sizes[key], shape)
+    for key, shard in live.items():
+        _check_tensors(where, key, shard, sizes[key], shape)
     return live
 
 
-def _check_tensors(where: str, key: tuple[str, str], holding: Holding, element_bytes: int, shape: ModelShape) -> None:
-    extent = tuple(high - low for low, high in holding.box)
-    there = [t for t in holding.tensors if t is not None]
+def _check_tensors(where: str, key: tuple[str, str], shard: LocalShard, element_bytes: int, shape: ModelShape) -> None:
+    extent = tuple(high - low for low, high in shard.box)
+    there = [t for t in shard.tensors if t is not None]
     for tensor in there:
         if tuple(tensor.shape) != extent:
-            raise BoxesDiffer(f"{where} holds {_named(key, holding.box)} as a tensor of shape {tuple(tensor.shape)}")
-    if len(there) == len(holding.tensors) and sum(t.element_size() for t in there) != element_bytes:
+            raise ShardMismatch(f"{where} holds {_named(key, shard.box)} as a tensor of shape {tuple(tensor.shape)}")
+    if len(there) == len(shard.tensors) and sum(t.element_size() for t in there) != element_bytes:
         have = " + ".join(str(t.element_size()) for t in there)
-        raise BoxesDiffer(f"{where} keeps {have} bytes per element of {key[0]} ({key[1]}), not {element_bytes}")
+        raise ShardMismatch(f"{where} keeps {have} bytes per element of {key[0]} ({key[1]}), not {element_bytes}")
 
 
 def _named(key: tuple[str, str], box: Box) -> str:

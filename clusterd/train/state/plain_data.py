@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 
-class CannotTravel(Exception):
+class NotSerializable(Exception):
     """A value that is neither number nor text, nor made of such."""
 
 
@@ -31,19 +31,19 @@ def plain_value(value: Any, where: str) -> Any:
         return {plain_value(k, f"a key of {where}"): plain_value(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
         return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    raise CannotTravel(
+    raise NotSerializable(
         f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it"
     )
 
 
-def like(fresh: Any, plain: Any) -> Any:
+def restore_like(fresh: Any, plain: Any) -> Any:
     """What `plain_value` made, as the kind of thing that `fresh` is."""
     if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
         if isinstance(fresh, torch.Tensor):
             return fresh.fill_(plain["tensor"])
         return torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
     if isinstance(plain, dict):
-        items = {k: like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
+        items = {k: restore_like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
         if not isinstance(fresh, dict) or type(fresh) is dict:
             return items
         same = copy.copy(fresh)  # one that counts, or that knows what is missing
@@ -52,7 +52,7 @@ def like(fresh: Any, plain: Any) -> Any:
         return same
     if isinstance(plain, list):
         beside = fresh if isinstance(fresh, (list, tuple, deque)) and len(fresh) == len(plain) else [None] * len(plain)
-        values = [like(f, p) for f, p in zip(beside, plain, strict=True)]
+        values = [restore_like(f, p) for f, p in zip(beside, plain, strict=True)]
         if isinstance(fresh, deque):
             return type(fresh)(values, fresh.maxlen)
         return type(fresh)(values) if isinstance(fresh, tuple) else values

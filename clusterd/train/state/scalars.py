@@ -15,30 +15,30 @@ import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import Parallel
-from clusterd.train.parallel.optimizers import RankOptimizer, holding_tensors
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
 from clusterd.train.state.attributes import Attributes
-from clusterd.train.state.lazy_optimizer_state import kept as kept_late
-from clusterd.train.state.plain_data import CannotTravel, like, plain_value
+from clusterd.train.state.lazy_optimizer_state import lazy_tensors
+from clusterd.train.state.plain_data import NotSerializable, plain_value, restore_like
 from plans.model_shape import ModelShape
 
 Scalars = dict[str, Any]
 
 
-class ScalarsDiffer(Exception):
+class ScalarMismatch(Exception):
     """What came does not fit the optimizer or the scheduler that is here."""
 
 
-class Trained(Protocol):
+class ScalarTraining(Protocol):
     """The part of `clusterd.train.rank_main.Training` that has such state."""
 
-    parallel: Parallel
+    parallel: ParallelModel
     optimizer: RankOptimizer
     scheduler: Any
     attributes: Attributes
 
 
-def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -> Scalars:
+def collect(training: ScalarTraining, shape: ModelShape, *, lazy_saved_separately: bool = False) -> Scalars:
     """Of this rank.
 
     Args:
@@ -52,38 +52,44 @@ def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -
     """
     optimizer, scheduler = training.optimizer, training.scheduler
     _check_buffers(training.parallel.module, shape)
-    _check_own(optimizer.holder)
+    _check_hidden_state(optimizer.holder)
     tensors = tensor_slots(shape)
-    alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    equal_values: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
     names = {id(plain): name for name, _, plain in optimizer.local}
     state = optimizer.holder.state
     updated = optimizer.updated()
-    late = set(kept_late(optimizer, tensors))
-    if late and not late_apart:
-        name, slot = min(late)
-        raise CannotTravel(
+    lazy = set(lazy_tensors(optimizer, tensors))
+    if lazy and not lazy_saved_separately:
+        name, slot = min(lazy)
+        raise NotSerializable(
             f"{name}: {slot} came after the optimizer's first update, and only checkpoints have room for it"
         )
-    counters = [v for kept in state.values() if isinstance(kept, Mapping) for v in kept.values() if _is_counter(v)]
+    counters = [
+        v
+        for state_of_parameter in state.values()
+        if isinstance(state_of_parameter, Mapping)
+        for v in state_of_parameter.values()
+        if _is_counter(v)
+    ]
     read = dict(zip(map(id, counters), on_host(counters), strict=True))
     for name, _, plain in optimizer.local:
         if name not in updated:
             continue
-        kept = state.get(plain, {})
-        if not kept and tensors.get(name):
+        state_of_parameter = state.get(plain, {})
+        if not state_of_parameter and tensors.get(name):
             absent.append(name)
         values = {
             slot: plain_value(read.get(id(value), value), f"{name}: {slot}")
-            for slot, value in kept.items()
-            if slot not in tensors.get(name, ()) and value is not None and (name, slot) not in late
+            for slot, value in state_of_parameter.items()
+            if slot not in tensors.get(name, ()) and value is not None and (name, slot) not in lazy
         }
-        alike.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
+        equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
         "attributes": training.attributes.changed(),
-        "counters": [[values, having] for values, having in alike.values() if values],
+        "counters": [[values, names_with] for values, names_with in equal_values.values() if values],
         "absent": absent,
-        "frozen": training.parallel.frozen_since(),
+        "frozen": training.parallel.newly_frozen(),
         "common": {k: plain_value(v, f"optimizer state: {k}") for k, v in state.items() if isinstance(k, str)},
         "groups": [
             {
@@ -98,7 +104,7 @@ def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -
 
 def _state_dict(scheduler: Any) -> Any:
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise CannotTravel(f"the scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict")
+        raise NotSerializable(f"the scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict")
     return scheduler.state_dict()
 
 
@@ -109,24 +115,24 @@ def _check_buffers(module: nn.Module, shape: ModelShape) -> None:
         name = build.global_name(path)
         if (made := sizes.get(name)) != tuple(buffer.shape):
             was = f"of shape {made}" if made is not None else "none"
-            raise CannotTravel(
+            raise NotSerializable(
                 f"the buffer {name} is of shape {tuple(buffer.shape)}, and was {was} when the model was made, which is "
                 "not carried: register it with the shape that it will have"
             )
 
 
-def _check_own(optimizer: torch.optim.Optimizer) -> None:
+def _check_hidden_state(optimizer: torch.optim.Optimizer) -> None:
     """Raises CannotTravel where state is not in `state`: in another optimizer within, or beside it."""
-    if own := holding_tensors(optimizer):
-        raise CannotTravel(
-            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {own}, which are not carried: have "
+    if attribute := attribute_with_tensors(optimizer):
+        raise NotSerializable(
+            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {attribute}, which are not carried: have "
             "it keep them in `state`"
         )
     for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         for other in () if name == "state" else held:
             if isinstance(other, torch.optim.Optimizer) and other.state is not optimizer.state:
-                raise CannotTravel(
+                raise NotSerializable(
                     f"{type(optimizer).__name__} has a {type(other).__name__} within ({name}) that keeps state of its "
                     "own, which is not carried: have both use one `state`"
                 )
@@ -139,22 +145,22 @@ def _is_counter(value: Any) -> bool:
 def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same values in host memory, read in one go for each type: each read waits for all that a GPU has to do."""
     read: dict[int, torch.Tensor] = {}
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    equal_values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for scalar in scalars:
-        alike[scalar.dtype, scalar.device].append(scalar)
-    for same in alike.values():
+        equal_values[scalar.dtype, scalar.device].append(scalar)
+    for same in equal_values.values():
         together = torch.stack([scalar.detach().reshape(()) for scalar in same]).cpu()
         read.update(zip(map(id, same), together.unbind(), strict=True))
     return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
-def restore(training: Trained, shape: ModelShape, came: Iterable[Scalars]) -> None:
+def restore(training: ScalarTraining, shape: ModelShape, received: Iterable[Scalars]) -> None:
     """Puts what came from several ranks in the place of what is here.
 
     Raises:
         ScalarsDiffer: a counter or a group that is needed did not come.
     """
-    sources = list(came)
+    sources = list(received)
     optimizer, scheduler = training.optimizer, training.scheduler
     attributes: dict[str, Any] = {}
     for source in reversed(sources):  # replica 0 counts, as for buffers; checkpoints of before have none
@@ -163,20 +169,20 @@ def restore(training: Trained, shape: ModelShape, came: Iterable[Scalars]) -> No
     _restore_counters(optimizer, tensor_slots(shape), sources)
     state = optimizer.holder.state
     for key, value in sources[0].get("common", {}).items():  # snapshots and checkpoints of before have none
-        state[key] = like(state.get(key), value)
+        state[key] = restore_like(state.get(key), value)
     training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
     origins = _restore_groups(optimizer, sources)
     if scheduler is not None:
         states = [source["scheduler"] for source in sources]
         if any(state is None for state in states):
-            raise ScalarsDiffer("a scheduler is here, and none was there")
+            raise ScalarMismatch("a scheduler is here, and none was there")
         fresh = scheduler.state_dict()
-        scheduler.load_state_dict(like(fresh, _by_groups(states, sources, origins)))
+        scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
 
 
 def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], sources: list[Scalars]) -> None:
     counters = {
-        name: values for source in reversed(sources) for values, having in source["counters"] for name in having
+        name: values for source in reversed(sources) for values, names_with in source["counters"] for name in names_with
     }
     absent = {name for source in sources for name in source["absent"]}
     updated = optimizer.updated()
@@ -186,12 +192,16 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
         if name in absent:
             optimizer.holder.state.pop(plain, None)
             continue
-        kept = optimizer.holder.state.get(plain, {})
-        mine = {slot for slot, value in kept.items() if slot not in tensors.get(name, ()) and value is not None}
+        state_of_parameter = optimizer.holder.state.get(plain, {})
+        mine = {
+            slot
+            for slot, value in state_of_parameter.items()
+            if slot not in tensors.get(name, ()) and value is not None
+        }
         if lacking := mine - set(counters.get(name, {})):
-            raise ScalarsDiffer(f"no {min(lacking)} of {name} came")
+            raise ScalarMismatch(f"no {min(lacking)} of {name} came")
         for slot, value in counters.get(name, {}).items():
-            optimizer.holder.state[plain][slot] = like(kept.get(slot), value)
+            optimizer.holder.state[plain][slot] = restore_like(state_of_parameter.get(slot), value)
 
 
 def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tuple[int, int]]:
@@ -207,11 +217,11 @@ def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tu
     for number, group in enumerate(optimizer.optimizer.param_groups):
         first = next((names[id(p)] for p in group["params"] if names[id(p)] in where), None)
         if first is None and (group["params"] or number >= len(sources[0]["groups"])):
-            raise ScalarsDiffer(f"parameter group {number} of this rank was in none of the groups that came")
+            raise ScalarMismatch(f"parameter group {number} of this rank was in none of the groups that came")
         source, origin = where[first] if first is not None else (0, number)
         origins.append((source, origin))
         values = sources[source]["groups"][origin]["values"]
-        group.update({k: like(group.get(k), v) for k, v in values.items()})
+        group.update({k: restore_like(group.get(k), v) for k, v in values.items()})
     holder = optimizer.holder
     if holder is not optimizer.optimizer:
         for outer, inner in zip(optimizer.optimizer.param_groups, holder.param_groups, strict=True):

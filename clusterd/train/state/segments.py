@@ -28,7 +28,7 @@ class Segment:
         finally:
             os.close(descriptor)
         self._registered = 0
-        self._touched = 0
+        self._populated = 0
 
     def view(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
         """`shape` elements from `offset` on, which need not be aligned."""
@@ -43,18 +43,18 @@ class Segment:
         """
         stop = self.size_bytes if most_bytes is None else min(most_bytes, self.size_bytes)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        for start in range(self._touched, stop, TOUCH_BYTES):
+        for start in range(self._populated, stop, TOUCH_BYTES):
             whole[start : min(start + TOUCH_BYTES, stop) : PAGE_BYTES].zero_()
-        self._touched = max(self._touched, stop)
+        self._populated = max(self._populated, stop)
 
-    def touch_rest(self) -> None:
+    def populate_for_writing(self) -> None:
         """The same for what is left, before it is written; faster, but with the GIL."""
-        for low in range(self._touched // PAGE_BYTES * PAGE_BYTES, self.size_bytes, TOUCH_BYTES):
+        for low in range(self._populated // PAGE_BYTES * PAGE_BYTES, self.size_bytes, TOUCH_BYTES):
             with contextlib.suppress(OSError):  # older kernels do it as it is written
                 self._map.madvise(_MADV_POPULATE_WRITE, low, min(TOUCH_BYTES, self.size_bytes - low))
-        self._touched = self.size_bytes
+        self._populated = self.size_bytes
 
-    def map_in(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def populate_for_reading(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Makes this process's page table ready for reading these (offset, length); older kernels do it as they read.
 
         Through a new mapping the first read of a byte costs three times the copy (measured, 4 KiB pages).
@@ -90,7 +90,7 @@ class Segment:
         self._map.close()
 
 
-def room_bytes(share: float) -> int:
+def memory_headroom_bytes(share: float) -> int:
     """How much may still come into this process's memory before it is `share` of its own peak so far."""
     with open("/proc/self/status") as file:
         status = dict(line.split(":", 1) for line in file)
@@ -98,7 +98,7 @@ def room_bytes(share: float) -> int:
     return max(0, int(share * peak_kb) - now_kb) << 10
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Returns to the system what was freed and the C library keeps, so that it can be somebody's segment."""
     with contextlib.suppress(AttributeError, OSError):  # glibc's alone
         ctypes.CDLL(None).malloc_trim(0)
