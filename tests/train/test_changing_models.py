@@ -77,9 +77,8 @@ def test_what_each_pass_counts_is_told_of_where_a_step_has_several(
     ranks: RankPool, tmp_path: Path, plan: str, said: int
 ) -> None:
     run = ranks.run(tmp_path, plan, model="cooling", steps=2).checked()
-    assert (
-        sum(rank.output.count("each forward pass changes temperature, and there are 2") for rank in run.ranks) == said
-    )
+    message = f"each forward pass changes temperature, and a step under {Plan.parse(plan)} has 2 forward passes"
+    assert sum(rank.output.count(message) for rank in run.ranks) == said
 
 
 def test_what_a_loss_keeps_in_buffers_is_told_of(ranks: RankPool, tmp_path: Path) -> None:

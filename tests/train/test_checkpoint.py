@@ -149,7 +149,7 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
     to_leave_one = {"final": str(tmp_path / "last")}
     run = ranks.run_each(tmp_path / "asked", "dp=1", [{"schedule": "drawn"}], more=lambda _: to_leave_one)[0]
     assert (run.ranks[0].exit_code, run.losses) == (1, []), "not after the last step"
-    assert "the job is to leave a checkpoint, and cannot: scheduler.shape is a function" in run.ranks[0].output
+    assert "the job must leave a checkpoint, and cannot: scheduler.shape is a function" in run.ranks[0].output
     assert "Traceback" not in run.ranks[0].output
 
 

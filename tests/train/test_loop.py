@@ -127,4 +127,4 @@ def test_ranks_compute_on_the_cores_that_they_are_given_from_the_next_step_on(mo
     mover.stop()
     for rank in mover.now.run.result()[0].ranks:
         said = [line for line in rank.output.splitlines() if "CPU threads" in line]
-        assert len(said) == 1 and said[0].startswith("clusterd: computes on 2 CPU threads from step ")
+        assert len(said) == 1 and said[0].startswith("clusterd: using 2 CPU threads from step ")

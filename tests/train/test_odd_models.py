@@ -94,7 +94,7 @@ def test_a_schedule_reaches_all_of_a_sharded_optimizer(
         ({"optimizer": "lbfgs"}, "LBFGS computes the loss several times in a step (its step() needs a closure)"),
         ({"schedule": "plateau"}, "ReduceLROnPlateau needs a metric at every step"),
         ({"loss": "of each sample"}, "; it must return the mean over the samples it is given, a scalar"),
-        ({"model": "still"}, "the model has no parameter that trains"),
+        ({"model": "still"}, "the model has no trainable parameter"),
     ],
 )
 @pytest.mark.parametrize("plan", [ALONE, "dp=2,zero=1"])

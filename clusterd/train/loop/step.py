@@ -1,4 +1,4 @@
-"""One training step under a plan: forward, backward, gradients complete, clip, update."""
+"""One training step under a plan: forward, backward, gradient reduction, clipping, update."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from plans.plan import Coordinates, Plan
 
 
 class Stepper:
-    """Steps of one rank.
+    """Executes the steps of one rank.
 
     Loss and gradient of a step are those of the mean over the global batch, whatever the shares: the mean over a
-    micro-batch of m samples counts m / global_batch.
+    micro-batch of m samples is weighted by m / global_batch.
 
     Attributes:
-        complete: between the end of the gradients and the end of the update: what is left of the step needs no peer.
-        updating: between the first change of a parameter and the last; a step that fails there leaves neither the old
-            state nor the new one.
+        complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
+        updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
+            old state nor the new one.
     """
 
     def __init__(
@@ -48,40 +48,35 @@ class Stepper:
             try:
                 inspect.signature(scheduler.step).bind()
             except TypeError:
-                raise Refused(
-                    f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
-                ) from None
+                raise Refused(f"schedulers that need a metric are not supported: {type(scheduler).__name__}") from None
         plan = parallel.plan
-        self._parallel, self._optimizer, self._scheduler, self._loss = (
-            parallel,
-            optimizer,
-            scheduler,
-            _checked_loss(loss),
-        )
+        self._parallel, self._optimizer, self._scheduler = parallel, optimizer, scheduler
+        self._loss = _checked_loss(loss)
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
-        self._batch_unchecked = plan.accumulation > 1  # whether batches can be cut, by the first one
+        self._batch_unchecked = plan.accumulation > 1  # the first batch tells if batches can be cut
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
         self._schedule_options: dict[str, bool] = {}
         self._schedule = self._build_schedule() if plan.pp > 1 else None
-        # Shards of one replica have the same loss; it is counted once.
+        # Shards of one replica have the same loss; one of them reports it.
         self._reports_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
 
     @property
     def wants_inputs(self) -> bool:
-        """Whether this stage reads samples at all; those in the middle of a pipeline do not."""
+        """True if this stage reads samples; stages in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
 
     def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
-        """One step on this replica's share of a global batch.
+        """Run one step on this replica's share of a global batch.
 
         Args:
-            agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
+            on_gradients: called when gradients are complete, before any parameter changes, with this rank's
+                contribution to
                 the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
         Raises:
             PlanRefused: micro-batches cannot be cut from such batches.
@@ -105,7 +100,7 @@ class Stepper:
         self.phases.lap("optimizer")
 
     def update(self) -> None:
-        """The end of a step: parameters follow their gradients."""
+        """Finish a step: update the parameters from their gradients."""
         self.updating = True
         self._optimizer.step()
         if self._scheduler is not None:
@@ -113,10 +108,10 @@ class Stepper:
         self.complete = self.updating = False
 
     def clear(self, *, gradients: bool) -> None:
-        """Gives up activations, and what torch keeps of the device's memory for another step.
+        """Free activations, and device memory that torch caches.
 
         Args:
-            gradients: those too; the step that they were for can be made again.
+            gradients: free them too; their step can then be repeated, but not finished.
         """
         if gradients:
             self._optimizer.zero_grad()
@@ -126,9 +121,9 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def rehearse(self, inputs: Any, targets: Any) -> None:
-        """A step that means nothing, for what torch makes at the first one: connections, buckets, shapes, kernels.
+        """Run a step whose result is discarded, so that torch creates connections, buckets and kernels in advance.
 
-        Every rank of the plan must take part. Parameters and optimizer state are worth nothing afterwards.
+        Every rank of the plan must take part. Parameters and optimizer state are garbage afterwards.
         """
         scheduler, self._scheduler = self._scheduler, None
         self.step(inputs, targets)
@@ -141,10 +136,10 @@ class Stepper:
         start = 0
         for index, size in enumerate(self._sizes):
             stop = start + size
-            # A batch in one piece is the script's own, whatever it has made it of.
-            part_inputs, part_targets = (
-                slice_batch(part, start, stop) if len(self._sizes) > 1 else part for part in (inputs, targets)
-            )
+            # A single micro-batch is passed on unsliced: it may be of a type that cannot be sliced.
+            part_inputs, part_targets = inputs, targets
+            if len(self._sizes) > 1:
+                part_inputs, part_targets = (slice_batch(part, start, stop) for part in (inputs, targets))
             with self._parallel.micro_batch_context(index):
                 loss = self._loss(self._parallel.runner(part_inputs), part_targets) * (size / self._global_batch)
                 self.phases.lap("forward")
@@ -180,16 +175,16 @@ class Stepper:
         isolate_first_pass(parallel.runner, parallel.device)
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
         if parallel.device.type == "cpu":
-            # A greeting that makes NCCL's communicators. torch before 2.10 sends 8 bytes for 4, at which gloo ends the
-            # process.
+            # The initial exchange creates NCCL communicators. torch before 2.10 sends 8 bytes for 4 in it, and gloo
+            # then aborts the process.
             stage._get_init_p2p_neighbors_ops = list
         self._pipeline_stage = stage
         schedule_class = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
-        # Outputs are not wanted; torch before 2.10 gives them all the same, and hands the word on to the model.
+        # Outputs are not needed; torch before 2.10 has no such option and would pass it on to the model.
         knows = "return_outputs" in inspect.signature(schedule_class.step).parameters
         self._schedule_options = {"return_outputs": False} if knows else {}
-        # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
-        # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
+        # All micro-batches of a replica have one size here (`plans.legality`), so one factor suffices. The schedule's
+        # own scaling divides by their count, which is wrong when replicas have unequal shares.
         factor = self._gradient_factor * self._sizes[0] / self._global_batch
         try:
             return schedule_class(
@@ -198,12 +193,12 @@ class Stepper:
                 loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
                 scale_grads=False,
             )
-        except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
-            raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
+        except ValueError as error:  # such as fewer micro-batches than stages, in some versions
+            raise PlanRefused(f"torch {torch.__version__} cannot run {plan}: {error}") from error
 
 
 def _checked_loss(loss: LossFunction) -> LossFunction:
-    """The loss as a tensor without dimensions; `Refused` is raised of what is no mean over the samples given."""
+    """Wrap the loss to return a tensor without dimensions; raises `Refused` for other results."""
 
     def computed(outputs: Any, targets: Any) -> torch.Tensor:
         value = loss(outputs, targets)
@@ -216,10 +211,10 @@ def _checked_loss(loss: LossFunction) -> LossFunction:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:
-    """Scales gradients so that their global 2-norm is at most `limit`.
+    """Scale gradients so that their global 2-norm is at most `limit`.
 
-    Every element counts once: the squares of what a rank holds are divided by the number of ranks that hold the
-    same, and summed over all ranks.
+    Every element counts once: the squares of a rank's gradients are divided by the number of ranks that hold the same
+    elements, and summed over all ranks.
 
     Returns:
         The norm before clipping, on `device`.
@@ -227,7 +222,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
     groups: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
-            # A norm in bfloat16 has three digits: others for a shard and for the whole.
+            # A norm in bfloat16 has three digits, and would differ between a shard and the whole.
             wide = torch.promote_types(gradient.dtype, torch.float32)
             groups.setdefault((_holders(parameter, plan), gradient.device, wide), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -244,7 +239,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch
 
 
 def _gradient_values(parameter: nn.Parameter) -> torch.Tensor:
-    """What of the gradient is on this rank and not zero by itself; a sparse one has each row once then."""
+    """Stored values of the local gradient; a sparse gradient is coalesced first."""
     gradient = local_gradient(parameter)
     if not gradient.is_sparse:
         return gradient
@@ -254,7 +249,7 @@ def _gradient_values(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _holders(parameter: nn.Parameter, plan: Plan) -> int:
-    """Ranks of the stage that hold the same part of this parameter."""
+    """Number of ranks of the stage that hold the same part of this parameter."""
     shards = 1
     for dim, placement in enumerate(getattr(parameter, "placements", ())):
         if not placement.is_replicate():
@@ -263,9 +258,9 @@ def _holders(parameter: nn.Parameter, plan: Plan) -> int:
 
 
 def send_contiguous(module: nn.Module) -> None:
-    """Has a stage give what the next one gets, and the gradient for the one before, in contiguous memory.
+    """Make a stage send contiguous activations and gradients.
 
-    A transposed activation cannot be sent ("input tensor has to be contiguous"), nor received.
+    Process groups neither send nor receive a transposed tensor ("input tensor has to be contiguous").
     """
     forward = module.forward
 

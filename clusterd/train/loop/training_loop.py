@@ -1,4 +1,4 @@
-"""The steps of one rank, and what can happen between two of them: a stop, a move, the loss of peers."""
+"""Training loop of one rank, and events between two steps: a stop, a migration, the loss of peers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ from plans.model_shape import ModelShape
 ORPHAN_WAIT_S = 600.0
 
 SYNCHRONOUS_STEPS = 5
-"""After a move; in them all wait for each other: where memory runs out it does so then, and nobody may be ahead."""
+"""First steps after a migration, in which all ranks wait for each other.
+
+If memory runs out, it does so in these steps, and then no rank may be ahead of the others.
+"""
 
 UPDATE_WAIT_S = 2.0
-"""For a device to end an update that waits for nobody."""
+"""Time for a device to finish an update that waits for no peer."""
 
 INCONSISTENT_STEP = -1
-"""The step of a rank whose parameters are of none."""
+"""Step reported by a rank whose parameters belong to no step."""
 
 OnStep = Callable[[int, float, float, "dict[str, Any]"], None]
-"""Called on every rank with a finished step: its number, the global loss, its seconds; now and then where they went."""
+"""Called on every rank with a finished step: its number, the global loss, its seconds; on timed steps, its phases."""
 
 
 class SteppedTraining(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that steps."""
+    """Part of `clusterd.train.rank_main.Training` that the loop uses."""
 
     job: Job
     context: Context
@@ -61,17 +64,17 @@ class SteppedTraining(Protocol):
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """This replica's share of each step that is left."""
+        """Batches of this replica's share, one per remaining step."""
 
 
 class TrainingLoop:
-    """Steps to the last one, or until all ranks agree to stop.
+    """Runs steps to the last one, or until all ranks agree to stop.
 
     Args:
-        arrived_by: the move that made this rank; the daemon is told when it trains.
+        migration_id: the migration that created this rank; the rank reports its first step under it.
     """
 
     def __init__(self, training: SteppedTraining, control: Control, on_step: OnStep, *, migration_id: str = "") -> None:
@@ -82,39 +85,39 @@ class TrainingLoop:
         self._snapshots = StateSnapshots(training, control, training.context.snapshot_every)
         self._pending: tuple[int, float, StepConsensus] | None = None
         self._loss = float("nan")
-        self._missing_checksum = 0.0  # as the last agreement had it that was looked into
+        self._missing_checksum = 0.0  # of the last consensus that was examined
         self._ended_at_s = time.time()
         self._disconnected = False
         self._disconnecting = threading.Lock()
-        self._target_reached = False  # when it is stopped: it is where it was to get
+        self._target_reached = False  # at a stop: the job has met its goal
         self._consensus: StepConsensus | None = None
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
         self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
-        self._update_done: Any = None  # event on the device: the last step is done there
-        self._last_whole_step = 0  # a step that was, when connections were torn up
-        self._cores = 0  # to compute on from the next step on; 0: as it is
+        self._update_done: Any = None  # device event: the last step's update is done
+        self._last_whole_step = 0  # step that was complete on the device at the disconnect
+        self._cores = 0  # CPU threads from the next step on; 0: no change
         needs_watch = training.device.type == "cuda" and dist.is_initialized()
         self._hang_detector = peers.HangDetector(COLLECTIVE_TIMEOUT_S if needs_watch else None, self._on_peers_lost)
         control.on("peers_lost", lambda message: self._on_peers_lost(str(message.get("reason", ""))))
         control.on("cores", self._on_cores)
 
     def run(self) -> Outcome:
-        """All steps.
+        """Run all steps.
 
         Returns:
-            How it ended; the last step is logged.
+            The outcome; the last step is logged.
         Raises:
-            CheckpointFailed: the job is to leave a checkpoint, and its state cannot be in one.
-            SystemExit: code 0: peers died, and what this rank held was handed over or is not needed.
+            CheckpointFailed: the job must leave a checkpoint, and its state cannot be saved in one.
+            SystemExit: code 0: peers died, and this rank's state was handed over or is not needed.
         """
         training = self._training
         if training.context.final:
-            # What cannot be in a checkpoint is better known now than after the last step.
+            # Fail before the first step, not after the last, if the state cannot be saved.
             try:
                 scalars.collect(training, training.shape, lazy_saved_separately=True)
             except NotSerializable as error:
-                raise exits.CheckpointFailed(f"the job is to leave a checkpoint, and cannot: {error}") from error
+                raise exits.CheckpointFailed(f"the job must leave a checkpoint, and cannot: {error}") from error
         try:
             stopped = self._steps()
         except Exception as error:
@@ -131,7 +134,7 @@ class TrainingLoop:
         return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=not stopped or self._target_reached)
 
     def leave_checkpoint(self) -> None:
-        """After the last step, on every rank, and after all else that is to be left of it.
+        """Write the final checkpoint, on every rank, after the last step and after everything else that the job leaves.
 
         Raises:
             CheckpointFailed: it could not be written.
@@ -140,7 +143,7 @@ class TrainingLoop:
             self._checkpointer.take_final(self._training.context.final)
 
     def _steps(self) -> str:
-        """Returns why it was stopped, if it was."""
+        """Run the steps; return the reason for a stop, or an empty string."""
         training, control = self._training, self._control
         job, coordinates = training.job, training.context.coordinates
         started = time.perf_counter()
@@ -163,7 +166,7 @@ class TrainingLoop:
             consensus = self._consensus
             assert consensus is not None
             self._snapshots.begin()
-            # A step is settled after the next one: nobody waits for a reduction.
+            # A step is settled after the next one, so that no rank waits for the reduction.
             signals = self._settle()
             self._hang_detector.end()
             now = time.perf_counter()
@@ -177,7 +180,7 @@ class TrainingLoop:
                     self._snapshots.publish_final()
                 return control.reason_for("stop")
             if "checkpoint" in signals:
-                # What the step under way was asked for too is asked again with the next one.
+                # A flag that this step carries too is carried again by the next one.
                 self._settle()
                 self._checkpointer.take()
                 started = time.perf_counter()
@@ -193,11 +196,11 @@ class TrainingLoop:
         return ""
 
     def _apply_cores(self) -> None:
-        """On the thread that computes: others have a number of their own."""
+        """Set the thread count on the thread that computes: each thread has its own."""
         torch.set_num_threads(self._cores)
         self._cores = 0
         count, step = torch.get_num_threads(), self._training.step + 1
-        print(f"clusterd: computes on {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
+        print(f"clusterd: using {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
 
     def _reach_consensus(self, contribution: torch.Tensor) -> None:
         self._consensus = StepConsensus(contribution, self._control.flags(), self._training.parallel.without_gradient())
@@ -207,12 +210,12 @@ class TrainingLoop:
         self._snapshots.copied()
 
     def _check_connected(self) -> None:
-        """Groups that were torn down on a GPU raise nothing: what was reduced may be anything."""
+        """Raise after a disconnect: on a GPU, aborted groups raise nothing and their results may be garbage."""
         if self._disconnected:
             raise ConnectionError("peers are gone")
 
     def _settle(self) -> set[str]:
-        """Logs the pending step; returns what all ranks were asked for in it."""
+        """Log the pending step; return the flags that all ranks agreed on in it."""
         if self._pending is None:
             return set()
         step, time_s, consensus = self._pending
@@ -226,7 +229,7 @@ class TrainingLoop:
         return signals
 
     def _details(self) -> dict[str, Any]:
-        """Phases and peak memory of the step that is settled, where they were taken."""
+        """Phases and peak memory of the settled step, if it was timed."""
         phases = self._training.stepper.phases.read()
         if not phases:
             return {}
@@ -238,19 +241,19 @@ class TrainingLoop:
             torch.cuda.synchronize(self._training.device)
             self._ended_at_s = time.time()
 
-    # --- when peers are gone ------------------------------------------------------------------------------------------
+    # --- loss of peers -----------------------------------------------------------------------------------------------
 
     def _is_orphaned(self, error: Exception) -> bool:
-        """Whether others are gone and not this rank is at fault, and what it holds is whole."""
+        """True if peers are lost, this rank is not at fault, and its state is consistent."""
         training = self._training
         if training.context.launcher != "clusterd" or not self._control.connected or training.stepper.updating:
             return False
         return self._disconnected or (peers.is_peer_loss(error) and exits.classify_error(error, where="") is None)
 
     def _ran_out_of_memory(self, error: Exception) -> bool:
-        """Whether a plan that the job was moved to does not fit: what it had before does, and can have it back.
+        """True if the plan of a migration does not fit; the previous plan did, and the job can return to it.
 
-        The first plan of an attempt has nothing to go back to, and ends it.
+        The first plan of an attempt has no predecessor, and its failure ends the attempt.
         """
         training = self._training
         if training.context.migration is None or not self._control.connected or training.stepper.updating:
@@ -258,10 +261,10 @@ class TrainingLoop:
         return isinstance(exits.classify_error(error, where=""), exits.DeviceOutOfMemory)
 
     def _wait_as_orphan(self, error: Exception, out_of_memory: bool) -> None:
-        """Keeps the state of the last full step until somebody takes it, or nobody wants it.
+        """Keep the state of the last full step until a migration takes it over or a stop arrives.
 
         Raises:
-            Exception: `error`, when nobody came.
+            Exception: `error`, if neither came in time.
         """
         training = self._training
         cause_text = "out of memory" if out_of_memory else "peers are gone"
@@ -270,12 +273,12 @@ class TrainingLoop:
         self._disconnect()
         is_whole = training.device.type != "cuda" or self._replicated or self._last_whole_step == training.step
         if self._pending is not None:
-            # Done, though its loss may never have been summed up; replicas waited for that within the step.
+            # Done, though its loss may never have been summed; replicas wait for the sum within the step.
             step, time_s, consensus = self._pending
             self._on_step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
-        # The step's activations hang on the frames of its traceback, and the ranks to come need their room.
+        # The traceback's frames hold the step's activations; the next ranks need that memory.
         cause: BaseException | None = error
-        while cause is not None:  # a pipeline stage wraps what happened in it
+        while cause is not None:  # a pipeline stage wraps the error
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__
         training.stepper.clear(gradients=not may_finish)
@@ -284,7 +287,7 @@ class TrainingLoop:
         deadline = time.monotonic() + ORPHAN_WAIT_S
         while (migration := self._migration.wait_for_migration(deadline - time.monotonic())) is not None:
             if may_finish and migration.step == training.step + 1:
-                # Another survivor got through the reduction and changed its parameters: so must this one.
+                # Another survivor completed the reduction and updated its parameters; this rank must follow.
                 self._snapshots.copied()
                 training.stepper.update()
                 training.step += 1
@@ -296,7 +299,7 @@ class TrainingLoop:
         print(f"clusterd: stopped after step {training.step}: {self._control.reason_for('stop')}", flush=True)
 
     def _gradients_complete(self) -> bool:
-        """Whether what is complete for the interpreter is so for the device too, before its streams are torn up."""
+        """True if gradients are complete on the device too, and not just queued."""
         device = self._training.device
         return device.type != "cuda" or (not self._disconnected and bool(torch.cuda.current_stream(device).query()))
 
@@ -304,16 +307,17 @@ class TrainingLoop:
         self._cores = max(int(message["each"]), 1)
 
     def _on_peers_lost(self, reason: str) -> None:
-        """Somebody knows before the connections do: a host that is gone closes none."""
+        """Handle a report that peers are gone, which may precede a connection error: a dead host closes none."""
         print(f"clusterd: peers are gone: {reason}", flush=True)
         self._disconnect()
 
     def _disconnect(self) -> None:
-        """Ends all connections, having noted which step the device has ended.
+        """Shut down all connections, after recording the step that the device has completed.
 
-        It may hold the next update already, queued behind a sum that never came and that this makes up.
+        The next update may already be queued on the device, behind a reduction that never completed; aborting it lets
+        the update run with garbage.
         """
-        with self._disconnecting:  # of two threads, the one that comes second would see what the first has made up
+        with self._disconnecting:  # a second thread would see the effect of the first one's abort
             step = self._training.step
             if not self._disconnected:
                 self._last_whole_step = step if self._is_update_done() else INCONSISTENT_STEP
@@ -321,13 +325,13 @@ class TrainingLoop:
         peers.shut_down_connections()
 
     def _is_update_done(self) -> bool:
-        """Whether the update of the last step is made on the device too, or is in a moment."""
+        """True if the last step's update is complete on the device, or completes within `UPDATE_WAIT_S`."""
         deadline = time.monotonic() + UPDATE_WAIT_S
         try:
             while self._update_done is not None and not self._update_done.query():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.01)
-        except RuntimeError:  # the device is gone itself
+        except RuntimeError:  # the device itself failed
             return False
         return True
