@@ -79,7 +79,7 @@ class Training:
             model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
         )
         if plan != Plan():
-            self.parallel.watch(self.shape)
+            self.parallel.guard_parameters(self.shape)
         if not any(p.requires_grad for _, p in self.parallel.parameters):
             raise Refused("the model has no trainable parameter (requires_grad is False for all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)

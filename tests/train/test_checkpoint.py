@@ -193,7 +193,7 @@ def test_what_comes_late_costs_a_move_and_not_the_training(moving: Callable[...,
     mover = moving(optimizer="late average")
     mover.start("dp=1")
     mover.train(6)
-    with pytest.raises(AssertionError, match="average came after the optimizer's first update"):
+    with pytest.raises(AssertionError, match="average was created after the optimizer's first update"):
         mover.move("dp=2")
     mover.train(3)
     mover.stop()

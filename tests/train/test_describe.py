@@ -179,7 +179,7 @@ def test_a_factory_that_looks_at_its_weights_is_described_all_the_same() -> None
         ({"blocks.*.attention": "colwise"}, "names 'blocks.*.attention', which is no module"),
         ({"1": "colwise"}, "cuts '1', a Conv1d; torch cuts Linear and Embedding"),
         ({"0.weight": "colwise"}, "cuts '0.weight', a parameter by itself; torch cuts Linear and Embedding"),
-        ({"0": "diagonal"}, "has style 'diagonal'; it can have colwise"),
+        ({"0": "diagonal"}, "has style 'diagonal'; it must be one of colwise"),
     ],
 )
 def test_a_tp_plan_that_does_not_fit_the_model_rules_out_tensor_parallelism_alone(

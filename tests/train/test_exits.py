@@ -50,7 +50,7 @@ def test_a_plan_that_cannot_run_ends_every_rank_with_96(
 
 def test_what_no_plan_can_have_ends_with_92(ranks: RankPool, tmp_path: Path) -> None:
     run = ranks.run(tmp_path, "dp=1", precision="fp8")
-    assert_ends(run, 92, "precision is 'fp8'; it can be fp32 or bf16")
+    assert_ends(run, 92, "precision is 'fp8'; it must be fp32 or bf16")
 
 
 def test_a_plan_of_another_size_ends_with_96(ranks: RankPool, tmp_path: Path) -> None:

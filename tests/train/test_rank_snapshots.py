@@ -136,8 +136,8 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     ("options", "why"),
     [
         ({"schedule": "drawn"}, "scheduler.shape is a function"),
-        ({"schedule": "by hand"}, "the scheduler, a ByHand, has no state_dict and load_state_dict"),
-        ({"optimizer": "rows and others"}, "InParts has a SomeRows within (_parts) that keeps state of its own"),
+        ({"schedule": "by hand"}, "the scheduler, a ByHand, has no state_dict or load_state_dict"),
+        ({"optimizer": "rows and others"}, "InParts contains a SomeRows (_parts) that keeps state of its own"),
     ],
 )
 def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
@@ -150,7 +150,7 @@ def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
     at_step(made, taken, 20)
     taken.publish_final()
     assert agent.published == []
-    assert capsys.readouterr().out.count(f"no snapshots: {why}") == 1
+    assert capsys.readouterr().out.count(f"no state snapshots: {why}") == 1
 
 
 ENDS_EARLY = """

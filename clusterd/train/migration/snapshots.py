@@ -1,11 +1,10 @@
-"""Snapshots in memory: every few steps a copy of this rank's share of the state, in the agent's hands.
+"""State snapshots: every few steps a copy of this rank's share of the state, in shared memory of the agent.
 
-The copy is taken beside the next step's forward and backward pass, and is complete before a parameter changes. Two
-segments take turns, so that one is whole at any moment.
+The copy runs beside the next step's forward and backward pass, and completes before a parameter changes. Two segments
+alternate, so that one is complete at any moment. Buffers, and parameters that a forward pass writes into, are cloned
+before that pass begins.
 
-Buffers are the exception, and parameters that a forward pass writes into: they are copied apart before it begins.
-
-A rank that is stopped so that its job can go on elsewhere leaves one more, of its last step.
+A rank that is stopped so that its job can go on elsewhere leaves one more state snapshot, of its last step.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from plans.snapshots import snapshot_of
 
 
 class SnapshottedTraining(ShardedTraining, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is kept."""
+    """Part of `clusterd.train.rank_main.Training` that a state snapshot needs."""
 
     context: Context
     device: torch.device
@@ -45,14 +44,14 @@ class SnapshottedTraining(ShardedTraining, Protocol):
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
 
 class StateSnapshots:
-    """Of one running rank.
+    """State snapshots of one running rank.
 
     Args:
-        every: steps from one to the next; 0: none are taken.
+        every: steps between two state snapshots; 0: none.
     """
 
     def __init__(self, training: SnapshottedTraining, control: Control, every: int) -> None:
@@ -64,14 +63,14 @@ class StateSnapshots:
         self._copied.set()
         self._thread: threading.Thread | None = None
         if every > 0 and training.context.control_socket:
-            # The layout is found out here, between steps, and not on the thread.
+            # The layout is computed here, between steps, and not on the thread.
             arguments = [self._outbox.size_bytes, 2]
-            # No daemon: a process that ends while a thread is within torch is ended by C++, with SIGABRT.
+            # Not a daemon thread: a process that exits while a thread is inside torch is aborted by C++ (SIGABRT).
             self._thread = threading.Thread(target=self._allocate_segments, args=arguments, name="clusterd-snapshots")
             self._thread.start()
 
     def begin(self) -> None:
-        """After a step: begins a snapshot if it is time for one, there is room, and the last one is done."""
+        """Start a state snapshot after a step, if one is due, a segment is free and the last one is done."""
         training = self._training
         if not self._every or training.step % self._every or training.step >= training.job.steps:
             return
@@ -81,11 +80,11 @@ class StateSnapshots:
         try:
             parts, meta = self._state()
         except NotSerializable as error:
-            print(f"clusterd: no snapshots: {error}", flush=True)
+            print(f"clusterd: no state snapshots: {error}", flush=True)
             self._every = 0
             return
         self._copied.clear()
-        done = None  # of what is queued after it, the next step, the copy need not wait
+        done = None  # the copy need not wait for the next step, queued after this event
         if training.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
@@ -103,11 +102,11 @@ class StateSnapshots:
         self._thread.start()
 
     def copied(self) -> None:
-        """Returns when nothing reads the state any more; before it changes."""
+        """Wait until no copy reads the state any more; call before the state changes."""
         self._copied.wait()
 
     def publish_final(self) -> None:
-        """After the last step: leaves its state in the agent's hands, whether or not any was taken before."""
+        """Publish the state of the last step, even if state snapshots are off."""
         training = self._training
         if not training.context.control_socket:
             return
@@ -123,16 +122,16 @@ class StateSnapshots:
         try:
             parts, meta = self._state()
         except NotSerializable as error:
-            print(f"clusterd: no snapshot of step {training.step}: {error}", flush=True)
+            print(f"clusterd: no state snapshot of step {training.step}: {error}", flush=True)
             return
         meta["sums"] = sums_to_bytes(copies_to_segment(self._segments[slot], parts).run())
-        # Whoever goes on from it may be on this very host: nobody waits for the copy on a second one.
+        # The next ranks may run on this very host: do not wait for the replica on a second one.
         self._ask_agent("publish", name=self._name(slot), meta=meta, wait=False)
 
     def _state(self) -> tuple[list[SegmentPart], dict[str, Any]]:
-        """Where this rank's share of the state lies now, and what goes with it."""
+        """Live tensors of this rank's share of the state, and the metadata that accompanies them."""
         training = self._training
-        rank_scalars = scalars.collect(training, training.shape)  # first: it says what there is no room for
+        rank_scalars = scalars.collect(training, training.shape)  # first: it refuses state that cannot be stored
         live = local_shards(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
@@ -160,7 +159,7 @@ class StateSnapshots:
         return snapshot_of(self._shared, self._training.context.rank)
 
     def _allocate_segments(self, size_bytes: int, count: int) -> None:
-        size = max(size_bytes, 8)  # a rank that has nothing to write says that too: the step is whole
+        size = max(size_bytes, 8)  # a rank with nothing to write publishes too, so that the step is complete
         for slot in range(count):
             answer = self._ask_agent("segment", name=self._name(slot), bytes=size)
             if answer is None:
@@ -172,11 +171,11 @@ class StateSnapshots:
             self._segments.append(segment)
 
     def _ask_agent(self, verb: str, **arguments: Any) -> dict[str, Any] | None:
-        """Training does not depend on it: without an agent, or without room, there is no snapshot."""
+        """Ask the agent; training goes on without a state snapshot if it is absent or refuses."""
         try:
             return self._control.ask(verb, **arguments)
         except (AgentRefused, AgentAbsent) as error:
-            print(f"clusterd: no snapshot of step {self._training.step}: {error}", flush=True)
+            print(f"clusterd: no state snapshot of step {self._training.step}: {error}", flush=True)
             return None
 
     def _name(self, slot: int) -> str:

@@ -1,8 +1,8 @@
-"""The old side of a move: get ready while training goes on, then hand over what others need, and wait for the word.
+"""Source side of a migration: prepare beside training, publish the state between two steps, wait for the outcome.
 
-Preparing runs in a thread beside the training loop. The handing over runs in the loop's own thread, between two steps
-that all ranks agreed on; until the new ranks train, an abort lets this one go on with the next step as if nothing had
-been.
+Preparation runs in a thread beside the training loop. Publishing runs in the loop's own thread, between two steps that
+all ranks agreed on. Until the target ranks train, an abort lets this rank go on with the next step as if nothing had
+happened.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from clusterd.train.state.segments import Segment, trim_heap
 
 POLL_S = 0.1
 POPULATED_AHEAD_BYTES = 256 << 20
-"""Of a CPU rank's segment, that are made ready while it trains; more would be memory beside that of a whole step."""
+"""Bytes of a CPU rank's segment that are populated while it trains; more would add to a step's peak memory."""
 POLITE_SWITCH_S = 0.0005
-"""How long the preparing thread may keep the interpreter from the training loop."""
+"""Longest time for which the preparing thread may keep the interpreter from the training loop."""
 
 
 class SourceTraining(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that leaves."""
+    """Part of `clusterd.train.rank_main.Training` that a source rank needs."""
 
     context: Context
     device: torch.device
@@ -53,34 +53,34 @@ class SourceTraining(Protocol):
 
 
 class MigrationSource:
-    """Moves of one running rank, one at a time."""
+    """Source side of the migrations of one running rank, one at a time."""
 
     def __init__(self, training: SourceTraining, control: Control) -> None:
         self._training, self._control = training, control
         self._changed = threading.Condition()
         self._migration: MigrationSpec | None = None
-        self._quiesce: str = ""  # id of the move that was asked to
+        self._quiesce: str = ""  # id of the migration that requested it
         self._aborted: set[str] = set()
-        self._ready = False  # the preparing thread is done, whether well or not
+        self._ready = False  # the preparing thread has ended, with or without success
         self._failed = ""
         self._segment: Segment | None = None
-        self._addresses: tuple[MemoryAddresses, int] = {}, 0  # while preparing, and the step that was done by then
+        self._addresses: tuple[MemoryAddresses, int] = {}, 0  # at preparation, and the last step done then
         self._prepared: PreparedCopy | None = None
         control.on("move", self._on_move)
         control.on("quiesce", self._on_quiesce)
         control.on("abort", self._on_abort)
 
     def hand_over(self, at_s: float) -> str:
-        """Between two steps, on every rank: hands over, and waits.
+        """Publish the state between two steps, on every rank, and wait for the outcome.
 
         Args:
             at_s: wall time of the end of the last step.
         Returns:
-            "abort": to go on with the next step; "stop": to end.
+            "abort": go on with the next step; "stop": end.
         """
         with self._changed:
             migration = self._migration
-            # All agreed, but this rank has heard of the abort already.
+            # All ranks agreed, but this one may have received the abort already.
             while migration is not None and not (self._quiesce == migration.id and self._ready):
                 self._changed.wait(POLL_S)
                 migration = self._migration
@@ -91,12 +91,12 @@ class MigrationSource:
         if not self._failed:
             try:
                 self._publish(migration, at_s)
-            except Exception as error:  # the daemon decides what becomes of the move; this rank is as it was
+            except Exception as error:  # the daemon decides about the migration; this rank is unchanged
                 self._fail(migration, "quiesce", error)
         return self._wait(migration)
 
     def wait_for_migration(self, timeout_s: float) -> MigrationSpec | None:
-        """Waits until there is a move to depart with; None if none came, or the rank is to stop."""
+        """Wait for a migration to hand over to; None if none came in time, or the rank must stop."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self._migration is None and not self._control.requested("stop") and time.monotonic() < deadline:
@@ -107,7 +107,7 @@ class MigrationSource:
         with self._changed:
             if self._migration is not migration:
                 return
-            # This thread's alone for as long as it copies: an abort must not unmap, or unpin, what is written to.
+            # Owned by this thread while it copies: an abort must not unmap or unpin the memory.
             segment, self._segment = self._segment, None
         try:
             self._fill_and_publish(migration, segment, at_s)
@@ -131,7 +131,7 @@ class MigrationSource:
         sums: list[int] = []
         if segment is not None:
             if outbox.size_bytes > POPULATED_AHEAD_BYTES and training.device.type == "cpu":
-                # The next step begins without gradients anyway; their room is the segment's now.
+                # The next step begins without gradients anyway; the segment needs their memory now.
                 training.optimizer.zero_grad()
                 trim_heap()
                 segment.populate_for_writing()
@@ -156,37 +156,37 @@ class MigrationSource:
         )
 
     def _wait(self, migration: MigrationSpec) -> str:
-        """For the abort of `migration`, or for the end."""
+        """Wait for the abort of `migration`, or for a stop."""
         while True:
             with self._changed:
                 if self._migration is not migration:
                     break
-                # Python's signal handlers cannot wake a condition; they raise the flag that is looked at here.
+                # Python's signal handlers cannot notify a condition; they raise the flag that is checked here.
                 self._changed.wait(POLL_S)
             if self._control.requested("stop"):
                 return "stop"
         self._control.report("resumed", id=migration.id, step=self._training.step)
         return "abort"
 
-    # --- what the agent says, on the control thread -------------------------------------------------------------------
+    # --- messages of the agent, on the control thread -----------------------------------------------------------------
 
     def _on_move(self, message: Message) -> None:
         migration_id = message["move"]["id"]
         with self._changed:
             if migration_id in self._aborted or (self._migration is not None and self._migration.id == migration_id):
-                return  # said again by an agent that was gone for a while
+                return  # repeated by an agent that reconnected
         try:
             migration = MigrationSpec.from_dict(message["move"])
         except (KeyError, TypeError, ValueError) as error:
-            self._control.report("failed", id=migration_id, phase="prepare", why=f"a move that cannot be read: {error}")
+            self._control.report("failed", id=migration_id, phase="prepare", why=f"cannot parse the migration: {error}")
             return
         if self._training.context.rank in migration.lost:
-            return  # what this rank holds is older than what others hold
+            return  # this rank's state is older than that of the others
         with self._changed:
             self._reset()
             self._migration = migration
             self._changed.notify_all()
-        # No daemon, for it may be within torch: see `snapshots`.
+        # Not a daemon thread, as it may be inside torch: see `snapshots`.
         threading.Thread(target=self._prepare, args=[migration], name="clusterd-prepare").start()
 
     def _on_quiesce(self, message: Message) -> None:
@@ -196,7 +196,7 @@ class MigrationSource:
             self._quiesce = message["move"]
             self._prepare_copy()
             self._changed.notify_all()
-        self._control.request("quiesce", f"move {message['move']}")
+        self._control.request("quiesce", f"migration {message['move']}")
 
     def _on_abort(self, message: Message) -> None:
         self._control.withdraw("quiesce")
@@ -207,10 +207,10 @@ class MigrationSource:
             self._changed.notify_all()
 
     def _prepare_copy(self) -> None:
-        """During the last step: what is to be copied, so that it need not be found out while nobody trains.
+        """Prepare the copies during the last step, outside of the downtime.
 
-        Only where an update has left the state where it was. What a step puts elsewhere would be kept alive here, a
-        second copy of the state, in a step that may have no room for it.
+        Only if an update has left the state at its addresses. Otherwise the prepared copies would keep a second copy of
+        the state alive, in a step that may have no memory for it.
         """
         before, step = self._addresses
         if self._migration is None or self._segment is None or self._training.step <= step:
@@ -219,8 +219,8 @@ class MigrationSource:
             live = local_shards(self._training, self._migration.shape)
             if memory_addresses(live) == before:
                 self._prepared = PreparedCopy(self._copies(self._migration, self._segment, live), before)
-        except Exception as error:  # it is found out once more, and told, between two steps
-            print(f"clusterd: move {self._migration.id}: not laid out ahead: {error}", flush=True)
+        except Exception as error:  # the error recurs and is reported between two steps
+            print(f"clusterd: migration {self._migration.id}: copies not prepared: {error}", flush=True)
 
     # --- beside the training loop -------------------------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class MigrationSource:
                     segment.pin()
                 else:
                     segment.touch(POPULATED_AHEAD_BYTES)
-        except Exception as error:  # any failure is the move's, never the training's
+        except Exception as error:  # any failure ends the migration, never the training
             self._fail(migration, "prepare", error)
             return
         finally:
@@ -276,7 +276,7 @@ class MigrationSource:
 
 
 def free_state(training: SourceTraining, live: LocalShards) -> None:
-    """Frees what was handed over, and gradients: this rank is only waited for by those who are to take its place."""
+    """Free the published state and gradients: this rank only waits for the target ranks to take over."""
     training.optimizer.zero_grad()
     training.parallel.drop_buckets()
     for shard in live.values():

@@ -1,8 +1,8 @@
-"""The new side of a move: everything is made while the old ranks train, then filled from what they hand over.
+"""Target side of a migration: build the rank while the source ranks train, then load the state they publish.
 
-A rank in standby has no values of its own. It builds the model without them, meets the other new ranks, rehearses one
-step so that nothing is left for the first real one, and then overwrites all there is: parameters, optimizer state,
-buffers, counters. Until it is told to resume it may be ended at any moment and nothing is lost.
+A standby rank has no values of its own. It builds the model without them, rendezvous with the other target ranks,
+rehearses one step so that the first real one finds everything warm, and then overwrites parameters, optimizer state,
+buffers and counters. Until it gets the resume message it may be killed at any moment without loss.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from plans.packing import Read
 POLL_S = 0.1
 
 MAPPED_AHEAD_BYTES = 256 << 20
-"""Of other ranks' segments, that a CPU rank maps before they are filled, or more, up to a share of a step's memory;
-what is beyond that is mapped source by source, and counts as this process's memory for as long as it is read."""
+"""Segment bytes that a CPU rank maps before they are filled, or more, up to a share of a step's memory.
+
+The rest is mapped source by source, and counts as this process's memory while it is read."""
 PEAK_SHARE = 1.25
 
 
 class MigrationFailed(exits.TrainError):
-    """This rank cannot take over; the old ones go on."""
+    """This rank cannot take over; the source ranks go on."""
 
 
 class TargetTraining(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that arrives."""
+    """Part of `clusterd.train.rank_main.Training` that a target rank needs."""
 
     context: Context
     device: torch.device
@@ -54,20 +55,20 @@ class TargetTraining(Protocol):
     step: int
 
     def rehearse(self) -> None:
-        """One step that means nothing."""
+        """Run a step whose result is discarded."""
 
     def read_ahead(self) -> None:
-        """Reads the samples of the next step."""
+        """Read the samples of the next step in advance."""
 
 
 Target = TypeVar("Target", bound=TargetTraining)
 
 
 class MigrationTarget:
-    """The move that a rank in standby is for.
+    """Target side of the migration that a standby rank was started for.
 
     Attributes:
-        move_id: of that move.
+        migration_id: id of that migration.
     """
 
     def __init__(self, context: Context, control: Control) -> None:
@@ -86,11 +87,11 @@ class MigrationTarget:
         control.on("stop", self._exit_unneeded)
 
     def take_over(self, make: Callable[[], Target]) -> Target:
-        """Makes the rank's training and returns it at the moment at which it may go on with the next step.
+        """Make the rank's training and return it once it may run the next step.
 
         Raises:
-            MoveFailed: after the daemon was told.
-            SystemExit: code 0 after SIGTERM: this rank is not needed after all.
+            MigrationFailed: after reporting the failure to the daemon.
+            SystemExit: code 0 after SIGTERM: this rank is not needed.
         """
         try:
             training = self._prepare_and_load(make)
@@ -102,9 +103,9 @@ class MigrationTarget:
             self._control.report(
                 "failed", id=self.migration_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
             )
-            raise MigrationFailed(f"move {self.migration_id} failed in phase {self._phase}: {why}") from error
-        self._control.on("stop", lambda _: None)  # from now on between two steps
-        # A daemon that says it once more did not hear that this rank trains.
+            raise MigrationFailed(f"migration {self.migration_id} failed in phase {self._phase}: {why}") from error
+        self._control.on("stop", lambda _: None)  # from now on the loop handles stops, between two steps
+        # A daemon that repeats the resume message missed the report that this rank trains.
         self._control.on("resume", lambda _: self._control.resend_report())
         return training
 
@@ -129,7 +130,7 @@ class MigrationTarget:
         self._phase = "verify"
         steps = {int(meta["step"]) for meta in metas}
         if len(steps) != 1:
-            raise ValueError(f"the old ranks ended different steps: {sorted(steps)}")
+            raise ValueError(f"the source ranks ended different steps: {sorted(steps)}")
         training.step = steps.pop()
         scalars.restore(training, migration.shape, [meta["scalars"] for meta in metas])
         host = migration.new.hosts[rank]
@@ -150,7 +151,7 @@ class MigrationTarget:
         return training
 
     def _fetch(self, migration: MigrationSpec) -> None:
-        """What this host lacks, asked for by its lowest rank."""
+        """Have the agent fetch the boxes that this host lacks; the lowest rank of the host asks."""
         rank = self._context.rank
         host = migration.new.hosts[rank]
         fetches = migration.packing.fetches(host)
@@ -176,13 +177,13 @@ class MigrationTarget:
     def _load(
         self, migration: MigrationSpec, live: LocalShards, reads: list[Read], threads: int
     ) -> tuple[list[Message], list[float]]:
-        """Reads every source as it comes; returns what came with each, by source, and when it began and ended."""
+        """Read every source as it arrives; return the metadata by source, and start and end times."""
         pending: dict[int, list[Read]] = {}
         for read in reads:
             pending.setdefault(read.source, []).append(read)
         if not pending:
             raise ValueError(
-                f"rank {self._context.rank} of {migration.new.plan} has nothing to read: it holds no state"
+                f"rank {self._context.rank} of {migration.new.plan} has nothing to read: it would hold no state"
             )
         metas: dict[int, Message] = {}
         began_s = 0.0
@@ -211,9 +212,9 @@ class MigrationTarget:
         return [metas[source] for source in sorted(metas)], [began_s, time.time()]
 
     def _map(self, migration: MigrationSpec, live: LocalShards, reads: list[Read], announcement: Message) -> None:
-        """Maps a segment that this rank will read from, while there is time, and lays out what it will copy from it.
+        """Map a segment that this rank will read, and prepare the copies from it, before the downtime.
 
-        Its own pages of it only.
+        Maps only this rank's own pages.
         """
         name, path = os.path.basename(announcement["path"]), str(announcement["path"])
         local = {migration.outbox_name(read.source) for read in reads if read.local}
@@ -228,7 +229,7 @@ class MigrationTarget:
         try:
             segment = Segment(path)
         except FileNotFoundError:
-            return  # dropped meanwhile: somebody says why
+            return  # dropped meanwhile; the reason arrives as a message
         segment.populate_for_reading((read.offset, read.bytes) for read in own_reads)
         if self._pins:
             segment.pin(min(read.offset for read in own_reads), max(read.offset + read.bytes for read in own_reads))
@@ -251,10 +252,10 @@ class MigrationTarget:
         message: Message,
         threads: int,
     ) -> None:
-        """The parts of one source.
+        """Read the parts of one source.
 
         Raises:
-            ValueError: a part is not what the old rank had.
+            ValueError: a checksum differs from that of the source rank.
         """
         source = int(message["source"])
         tensors = migration.moves.new.tensors
@@ -273,10 +274,12 @@ class MigrationTarget:
             low, high = read.within or (read.low, read.high)
             if sent[place[read.tensor, low, high]] != found:
                 name = tensors[read.tensor].name
-                raise ValueError(f"{name} {list(read.low)}:{list(read.high)} from rank {source} has another sum here")
+                raise ValueError(
+                    f"{name} {list(read.low)}:{list(read.high)} from rank {source} has a different checksum here"
+                )
 
     def _request_published(self, migration: MigrationSpec) -> None:
-        """For the segments that were announced before this rank listened."""
+        """Ask for the segments that were published before this rank listened."""
         for segment in self._control.ask("segments", move=migration.id)["segments"]:
             where = "inbox" if os.path.basename(segment["path"]) == migration.inbox_name else "outbox"
             self._messages.put({"event": "segment", "move": migration.id, "where": where, **segment})
@@ -295,7 +298,7 @@ class MigrationTarget:
         return message
 
     def _exit_unneeded(self, message: Message) -> None:
-        # The main thread may wait in a collective for ranks that are gone; nothing here is worth a tidy end.
+        # The main thread may wait in a collective for ranks that are gone; there is no state to save.
         print(f"clusterd: not needed: {message.get('reason', '')}", flush=True)
         sys.stderr.flush()
         os._exit(0)

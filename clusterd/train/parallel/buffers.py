@@ -1,4 +1,7 @@
-"""Buffers that several modules share, and forward passes that must leave no trace: not in any, and nowhere else."""
+"""Forward passes without side effects: recomputations and trial passes that restore buffers and counters.
+
+Random generators are restored too, and buffers that several modules share stay shared.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ import torch
 from torch import nn
 
 Buffers = list[tuple[nn.Module, str, Any]]
-"""Each with the module that has it, and its name there."""
+"""(owning module, name there, buffer) of each buffer."""
 
 
 @contextmanager
 def with_copied_buffers(module: nn.Module, values: Sequence[tuple[nn.Module, str, Any]] = ()) -> Iterator[None]:
-    """Within, the module computes with copies of its buffers, some with `values`: what it does to them is forgotten."""
+    """Let the module compute with copies of its buffers, some replaced by `values`; changes to them are discarded."""
     originals = _buffers(module)
     try:
         for owner, name, buffer in _copies([*originals, *values]):
@@ -31,17 +34,17 @@ def with_copied_buffers(module: nn.Module, values: Sequence[tuple[nn.Module, str
 class RecomputeContexts:
     """Contexts for the forward passes of a module under activation checkpointing, and for their recomputations.
 
-    These see the buffers as their pass saw them (a mask that is drawn, vectors of a power iteration), what modules
-    count, and the random numbers of Python and NumPy (torch sees to its own), and leave all of them as they are:
-    running statistics have seen the samples. Buffers that no pass has changed yet are not copied for it.
+    A recomputation sees buffers as the forward pass saw them (a random mask, vectors of a power iteration), plain
+    attributes of modules, and the random state of Python and NumPy (torch restores its own), and leaves all of them
+    unchanged: running statistics count the samples once. Buffers that no pass has changed yet are not copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._changing: set[tuple[int, str]] | None = None  # None: no pass has been seen
+        self._changing: set[tuple[int, str]] | None = None  # None: before the first pass
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of one pass; either may be entered several times, as for a gradient of a gradient."""
+        """Contexts of one forward pass and of its recomputation; each may be entered several times."""
         seen: Buffers = []
         started: list[ForwardState] = []
         return _Reentrant(lambda: self._record(seen, started)), _Reentrant(lambda: self._recompute(seen, started[0]))
@@ -67,7 +70,7 @@ class RecomputeContexts:
 
 
 class _Reentrant(AbstractContextManager[None]):
-    """A context manager made anew at each entry."""
+    """Context manager that creates a new inner one at each entry."""
 
     def __init__(self, factory: Callable[[], AbstractContextManager[None]]) -> None:
         self._factory = factory
@@ -86,16 +89,16 @@ def _buffers(module: nn.Module) -> Buffers:
 
 
 def _copies(buffers: Buffers) -> Buffers:
-    """With copies of their values; what several modules share they share again."""
+    """Same buffers with copied values; modules that share a buffer share its copy."""
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
     return [(owner, name, None if buffer is None else copies[id(buffer)]) for owner, name, buffer in buffers]
 
 
 def isolate_first_pass(module: nn.Module, device: torch.device) -> None:
-    """The next forward pass changes no buffer, counts nothing and draws no random number; all later ones are as ever.
+    """Make the next forward pass change no buffer or counter and draw no random number; later passes are normal.
 
-    For torch's pipelines, which send something through each stage to see its shapes before the first micro-batch, and
-    past the first stage that is memory as it comes.
+    For torch's pipelines, which send a tensor through each stage to learn its shapes before the first micro-batch;
+    after the first stage that tensor is uninitialised memory.
     """
     forward = module.forward
 
@@ -110,7 +113,7 @@ def isolate_first_pass(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def preserve_shared_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers that are one tensor in several modules are one again at the end, whatever moved them apart."""
+    """Make buffers that are one tensor in several modules one tensor again at the end."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -126,17 +129,17 @@ _PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
 
 
 class ForwardState:
-    """Of now: plain attributes of a module and of those within it, tensors among them, and states of generators."""
+    """Plain attributes, tensors included, of a module and its submodules, and states of random generators."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # A copy of a map takes less than to look at what is in it, and this is done in every pass.
+        # Copying a dict is cheaper than inspecting it, and this runs in every pass.
         self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
         self._python, self._numpy = random.getstate(), np.random.get_state()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Within, it is that moment once more; afterwards, whatever was done within, it is as it was before."""
+        """Restore this state within the context, and the current one afterwards."""
         now = ForwardState(self._module)
         self._apply()
         try:

@@ -13,14 +13,13 @@ from clusterd.train.process.exits import PlanRefused
 
 
 class ParameterMutationGuard:
-    """Sees real forward passes write into parameters, which fake ones may not have shown: no plan but one process can.
+    """Refuses real forward passes that write into parameters; fake ones may not have shown the write.
 
     Args:
-        units: modules, in each other or apart, that have their parameters, but not each other's, whole or as they are
-            kept from before their pass until after it.
-        allowed: names of the parameters that were seen before, with which the plan can be.
-        values: whether the first pass is watched by values too, and not by what torch notes of a tensor alone, which is
-            nothing where ``.data`` is written into.
+        units: modules whose own parameters (not those of other units) stay as they are from before their forward pass
+            until after it, whole or sharded.
+        allowed: names of parameters whose mutation is known and legal under the plan.
+        values: compare values in the first pass too, not only torch's version counters, which miss writes to ``.data``.
     """
 
     def __init__(self, root: nn.Module, units: Iterable[nn.Module], allowed: Iterable[str], *, values: bool) -> None:
@@ -29,7 +28,7 @@ class ParameterMutationGuard:
         for unit in separate:
             record = _ParameterRecord(list(_own_modules(unit, separate)), values=values)
             unit.register_forward_pre_hook(lambda *_, record=record: record.start())
-            # Before FSDP2's own, which puts shards in the place of what was whole.
+            # Before FSDP2's own hook, which replaces whole parameters by shards.
             unit.register_forward_hook(lambda *_, record=record: self._check(record.changed()), prepend=True)
 
     def _check(self, changed: list[nn.Parameter]) -> None:
@@ -37,25 +36,25 @@ class ParameterMutationGuard:
             names = (name for name, p in build.named_parameters(self._root) if p is parameter)
             if not (name := next(names, "")):
                 raise PlanRefused(
-                    "parameters were put away before the forward pass ended: where it computes gradients itself "
-                    "(torch.autograd.grad), FSDP2 has only parts of them left; zero=1 leaves them whole"
+                    "parameters were resharded before the forward pass ended: if it computes gradients itself "
+                    "(torch.autograd.grad), FSDP2 leaves only shards of them; zero=1 leaves them whole"
                 )
             if name not in self._allowed:
                 raise PlanRefused(
-                    f"the forward pass writes into {name}, and only one process, with one pass in a step, trains with "
-                    "that; make it a buffer, or write after the step"
+                    f"the forward pass writes into {name}, which only one process with one forward pass per step "
+                    "supports; make it a buffer, or write after the step"
                 )
 
 
 class _ParameterRecord:
-    """Parameters of some modules, as they are before a pass."""
+    """Parameters of some modules, and their versions and norms before a forward pass."""
 
     def __init__(self, modules: list[nn.Module], *, values: bool) -> None:
         self._held, self._values = [module._parameters for module in modules if module._parameters], values
         self._parameters: list[nn.Parameter] = []
 
     def start(self) -> None:
-        # In every pass: torch's own way to list them takes as long as a small layer.
+        # Runs in every pass: torch's own iteration over parameters takes as long as a small layer.
         self._parameters = [p for held in self._held for p in held.values() if p is not None]
         self._versions = [_version_of(p) for p in self._parameters]
         self._norms = _norms(self._parameters) if self._values else []
@@ -78,12 +77,12 @@ def _own_modules(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _version_of(parameter: nn.Parameter) -> tuple[int, int]:
-    # Of each parameter twice in every pass, so it is asked what it is in the way that takes least.
+    # Runs twice per parameter and pass, so the type check is the cheapest one.
     return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0
 
 
 def _norms(parameters: list[nn.Parameter]) -> list[float]:
-    """A number of each that differs, almost surely, when a value does."""
+    """Norm of each parameter; it almost surely changes when a value does."""
     with torch.no_grad():
         sizes = [_norm(local_tensor(p.detach())) for p in parameters]
     return torch.stack(sizes).tolist() if sizes else []

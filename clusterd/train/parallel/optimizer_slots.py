@@ -1,7 +1,7 @@
-"""What an optimizer keeps for each parameter: found by trying it on small stand-ins of the same model.
+"""Optimizer state of each parameter, found by a trial update on small stand-ins of the model's parameters.
 
-An optimizer tells of its state only by making it. The factory is given one small tensor per parameter, with as many
-dimensions and of the same dtype, and updates it; what appears beside it tells names, shapes and sizes for the real one.
+An optimizer creates its state only by an update. The factory gets one small tensor per parameter, with the same number
+of dimensions and dtype; names, shapes and sizes of the state it creates tell those for the real parameter.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
 from plans.model_shape import OddSlot, Slots
 
 _SIZES = (7, 5, 3, 2)
-"""Of the stand-ins' dimensions, all different, so that a slot's shape tells which of them it follows."""
+"""Sizes of the stand-ins' dimensions, all different: a slot's shape tells which dimensions it follows."""
 
 
 class ParameterSpec(NamedTuple):
-    """What an optimizer may see of a parameter, but its values."""
+    """Properties of a parameter that an optimizer may see, except its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    attributes: Mapping[str, Any]  # what the script wrote onto it
+    attributes: Mapping[str, Any]  # set by the script
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The fields of `plans.model_shape.ModelShape` that tell of the optimizer's state."""
+    """Fields of `plans.model_shape.ModelShape` that describe the optimizer state."""
 
     slots: tuple[Slots, ...]
     parameter_slots: tuple[int, ...]
@@ -46,10 +46,10 @@ class OptimizerState:
 def optimizer_state(
     factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> OptimizerState:
-    """Of an optimizer over the trainable ones of `parameters`.
+    """Describe the state of an optimizer over the trainable ones of `parameters`.
 
     Raises:
-        Exception: whatever the factory or its optimizer raises when tried.
+        Exception: any error of the factory or its optimizer in the trial.
     """
     indices = [i for i, outline in enumerate(parameters) if outline.trainable]
     optimizer, stand_ins = trial_update(factory, [parameters[i] for i in indices], scheduler)
@@ -70,7 +70,7 @@ def optimizer_state(
     odd: list[OddSlot] = []
     for index, state in states.items():
         own_shape = {n: v for n, v in state.items() if n in elementwise_slots and tuple(v.shape) == shapes[index]}
-        # The widest first: within a part, each slot then begins where its elements may begin.
+        # Widest dtype first, so that each slot is aligned within a part.
         slots = tuple(sorted(((n, v.element_size()) for n, v in own_shape.items()), key=lambda s: (-s[1], s[0])))
         if slots:
             kind_of_parameter[index] = kinds.setdefault(slots, len(kinds))
@@ -93,10 +93,10 @@ def optimizer_state(
 def trial_update(
     factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still.
+    """Run the first update of an optimizer over small stand-ins of `parameters`; gradients stay on them.
 
     Args:
-        scheduler: may have it keep more, as one that cycles momentum does.
+        scheduler: may add state, as one that cycles momentum does.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -115,29 +115,29 @@ def trial_update(
 
 
 def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The job's optimizer over `parameters`.
+    """Make the job's optimizer over `parameters`.
 
     Raises:
-        Refused: a step could not update it, or it has parameters of its own, whose gradients no plan adds up.
+        Refused: it needs a closure, or has parameters that are not the model's, whose gradients no plan would reduce.
     """
     optimizer = factory(list(parameters))
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:
         raise Refused(
-            f"{type(optimizer).__name__} computes the loss several times in a step (its step() needs a closure), which "
-            "is not carried"
+            f"{type(optimizer).__name__} computes the loss several times per step (its step() needs a closure), which "
+            "is not supported"
         ) from None
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise Refused(
-            "the optimizer has parameters that are not the model's: make what the loss learns a part of the model"
+            "the optimizer has parameters that are not the model's: make parameters of the loss a part of the model"
         )
     return optimizer
 
 
 def stand_in_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a stand-in."""
+    """Shape of the stand-in for a parameter of this shape."""
     return tuple(1 if n == 1 else _SIZES[d % len(_SIZES)] for d, n in enumerate(shape))
 
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism cuts of a model, and a model with what one rank would have of that."""
+"""Tensor-parallel cuts of a model, and a model reduced to the shards of one rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from clusterd.train.process.exits import Refused
 
 
 def tensor_parallel_cuts(model: nn.Module, tp_plan: Mapping[str, str]) -> tuple[dict[str, str], dict[str, int], str]:
-    """Styles, cut dimensions, and why there is no tensor parallelism, which rules out no other plan.
+    """Styles, cut dimensions, and the reason why tensor parallelism is impossible; it rules out no other plan.
 
-    Plans come with models, and have words for what torch does not carry (experts, packed weights).
+    Models come with tensor-parallel plans that use styles which torch does not support (experts, packed weights).
     """
     try:
         styles = styles_in(tp_plan, model)
@@ -24,7 +24,7 @@ def tensor_parallel_cuts(model: nn.Module, tp_plan: Mapping[str, str]) -> tuple[
 
 
 def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
-    """The cut dimension of every cut parameter: torch's own rules for Linear and Embedding."""
+    """Cut dimension of every cut parameter, by torch's rules for Linear and Embedding."""
     dims: dict[str, int] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
@@ -40,7 +40,7 @@ def _tp_dims(model: nn.Module, styles: dict[str, str]) -> dict[str, int]:
 
 
 def shard_model(model: nn.Module, styles: dict[str, str], degree: int) -> None:
-    """Puts shards of one rank in place of the whole tensors, and what torch does around them as shapes only."""
+    """Replace whole tensors by one rank's shards, and emulate the shapes of torch's communication around them."""
     for name, dim in _tp_dims(model, styles).items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""From what a rank holds and what a move says to what is copied where."""
+"""Copy plan of one migration: live tensors of a rank and the segment parts they are copied to or from."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from plans.packing import Part, Read
 COPY_THREADS_MAX = 8
 
 LocalShards = dict[tuple[str, str], LocalShard]
-"""What a rank holds, by global name and kind."""
+"""Shards that a rank holds, by global name and kind."""
 
 MemoryAddresses = dict[tuple[str, str], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedCopy:
-    """Copies that are good for as long as what they copy lies where it lay."""
+    """Copies that are valid while the tensors stay at the same memory addresses."""
 
     copies: CopyBatch
     memory_addresses: MemoryAddresses
 
 
 def memory_addresses(live: LocalShards) -> MemoryAddresses:
-    """Equal as long as the same boxes lie in the same memory."""
+    """Addresses of all local tensors; equal while the same boxes lie in the same memory."""
     return {
         key: (
             shard.box,
@@ -40,7 +40,7 @@ def memory_addresses(live: LocalShards) -> MemoryAddresses:
 
 
 def segment_part(part: Part | Read, tensor: Tensor, live: LocalShards, offset: int) -> SegmentPart:
-    """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
+    """Live tensors of a part of an outbox, or of a read, narrowed to its box."""
     shard = live[tensor.name, tensor.kind]
     within = getattr(part, "within", None)
     origin = [low for low, _ in shard.box]
@@ -57,7 +57,7 @@ def _extent(box: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def copy_threads(hosts: Sequence[str], rank: int) -> int:
-    """How many threads a rank copies with: its own cores, or its share of the host's."""
+    """Number of copy threads of a rank: its own cores, or its share of the host's."""
     cores = len(os.sched_getaffinity(0))
     if cores == os.cpu_count():
         cores //= hosts.count(hosts[rank])

@@ -1,11 +1,10 @@
-"""Copies between live tensors and segments, with a sum for each part.
+"""Copies between live tensors and segments, with a checksum of each part.
 
-The sum of a part is over its words, as wide as its rows allow (8, 4, 2 or 1 bytes), modulo 2**64. It is taken over the
-live tensor on either side, so equal sums tell that everything between them was sound: copies, segment and network.
+The checksum of a part is the sum of its words, as wide as its rows allow (8, 4, 2 or 1 bytes), modulo 2**64. Both sides
+compute it over the live tensor, so equal sums verify copies, segment and network.
 
-Copies are made many at a time, in one call that is outside of Python for as long as it lasts: one by one, a model's
-hundreds of small tensors take longer, and several threads take longer than one, as each waits for the others between
-two calls.
+Copies run in batches, in one call that releases the GIL: one by one, a model's hundreds of small tensors take longer,
+and several threads take longer than one, as they contend for the GIL between calls.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ import torch
 from clusterd.train.state.segments import Segment
 
 BATCH_BYTES = 1 << 20
-"""Summed while the cache still holds what was copied."""
+"""Batch size: checksums are computed while the cache still holds the copied data."""
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """One part of a segment and the live tensors it is of, slot by slot; None: there is no such slot.
+    """One part of a segment and its live tensors, slot by slot; None: the slot is missing.
 
     Attributes:
-        within: (shape of the part, where the live tensors begin in it), where the part is larger than they.
+        within: (shape of the part, offset of the live tensors in it), if the part is larger than they are.
     """
 
     offset: int
@@ -51,16 +50,16 @@ class _Copy(NamedTuple):
 
 
 class CopyBatch:
-    """What is to be copied between live tensors and a segment."""
+    """Copies between live tensors and a segment."""
 
     def __init__(self, parts: int, copies: Sequence[_Copy], zeroed: Sequence[torch.Tensor] = ()) -> None:
         self._count, self._copies, self._zeroed = parts, copies, zeroed
 
     def run(self, threads: int = 1, after: Any = None) -> list[int]:
-        """Copies; returns the sum of each piece.
+        """Run the copies and return the checksum of each part.
 
         Args:
-            after: an event on the device to begin after; None: all that is queued there.
+            after: device event to wait for; None: everything that is queued on the device.
         """
         for tensor in self._zeroed:
             tensor.zero_()
@@ -77,12 +76,12 @@ class CopyBatch:
             return self._totals([value for some in pool.map(_copy_and_sum, _batches(copies, share)) for value in some])
 
     def _totals(self, sums: Sequence[torch.Tensor]) -> list[int]:
-        """Over chunks modulo their words' width, over slots modulo 2**64."""
+        """Sum over chunks modulo the word width, and over slots modulo 2**64."""
         # Under offload some of a rank's tensors are in host memory and some on its device.
         groups: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
         for i, (copy, value) in enumerate(zip(self._copies, sums, strict=True)):
             groups[copy.width, value.device].append(i)
-        chunks: dict[tuple[int, int], int] = defaultdict(int)  # by piece and width
+        chunks: dict[tuple[int, int], int] = defaultdict(int)  # by part and width
         for (width, _), indices in groups.items():
             for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
                 chunks[self._copies[i].part, width] += value
@@ -93,7 +92,7 @@ class CopyBatch:
 
 
 def copies_to_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
-    """From live tensors into the segment; the sums are of the former. Missing slots are written as zeros."""
+    """Copies from live tensors into the segment, with checksums of the tensors; missing slots are written as zeros."""
     copies: list[_Copy] = []
     zeroed: list[torch.Tensor] = []
     for number, part in enumerate(parts):
@@ -114,7 +113,7 @@ def copies_to_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBat
 
 
 def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
-    """From the segment into live tensors; the sums are of what they are then, or of the larger parts."""
+    """Copies from the segment into live tensors, with checksums of the result or of the larger parts."""
     copies: list[_Copy] = []
     for number, part in enumerate(parts):
         offset = part.offset
@@ -153,9 +152,9 @@ def _copy_and_sum(copies: Sequence[_Copy]) -> list[torch.Tensor]:
 
 @contextmanager
 def _on_stream(device: torch.device, after: Any) -> Iterator[None]:
-    """On a side stream, waited for at the end, whatever happens: what is copied may be unpinned then.
+    """Run on a side stream and always wait for it at the end: copied memory may be unpinned afterwards.
 
-    Sums are read there too: on the main stream, that would be behind the next step.
+    Checksums are read there too: on the main stream they would queue behind the next step.
     """
     stream = _side_stream(device)
     if after is not None:
@@ -173,7 +172,10 @@ _side_streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
-    """One for all copies: torch has 32 in turn, so that a new one may be another's, and keeps memory for each apart."""
+    """The one stream for all copies of a device.
+
+    torch cycles through 32 streams, so a new one may already be in use, and caches memory for each separately.
+    """
     if device not in _side_streams:
         _side_streams[device] = torch.cuda.Stream(device)
     return _side_streams[device]
@@ -209,15 +211,15 @@ def _word_bytes(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _width(row_bytes: int) -> int:
-    """Of the words that a tensor with such rows is summed in."""
-    return next(width for width in _WORDS if row_bytes % width == 0)
+    """Width of the words that a tensor with such rows is summed in."""
+    return next(width for width in _WORD_DTYPES if row_bytes % width == 0)
 
 
 def _word_sum(copy: _Copy) -> torch.Tensor:
-    """The sum over the words of what is summed, as a scalar where that is; wraps around at their width."""
-    tensor, words = copy.summed, _WORDS[copy.width]
+    """Sum over the words of a tensor, as a scalar on its device; wraps around at the word width."""
+    tensor, dtype = copy.summed, _WORD_DTYPES[copy.width]
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     try:
-        return tensor.view(words).sum(dtype=words)
-    except RuntimeError:  # where it lies does not allow wider words; the sum must not depend on that
-        return tensor.clone(memory_format=torch.contiguous_format).view(words).sum(dtype=words)
+        return tensor.view(dtype).sum(dtype=dtype)
+    except RuntimeError:  # misaligned for wide words; the sum must not depend on alignment
+        return tensor.clone(memory_format=torch.contiguous_format).view(dtype).sum(dtype=dtype)

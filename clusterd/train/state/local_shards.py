@@ -1,7 +1,7 @@
-"""What this rank holds, read off its live objects: tensors under global names, and their boxes in the whole.
+"""Shards that this rank holds, read from its live objects: tensors under global names, and their boxes.
 
-`plans.layout` computes the same from the plan alone. Before a rank takes part in a move it compares the two here, so
-that a difference between what is computed and what torch did is an error and never a wrong weight.
+`plans.layout` computes the same from the plan alone. Before a migration a rank compares the two here, so that a
+difference between the computed layout and torch's sharding is an error and never a wrong weight.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Box = tuple[tuple[int, int], ...]
 
 
 class ShardMismatch(Exception):
-    """Live objects are not cut as their plan's layout says."""
+    """Live objects are not sharded as their plan's layout says."""
 
 
 class ShardedTraining(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that holds state."""
+    """Part of `clusterd.train.rank_main.Training` that holds state."""
 
     parallel: ParallelModel
     optimizer: RankOptimizer
@@ -38,10 +38,10 @@ class ShardedTraining(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """One tensor of the collection, as far as this rank has it.
+    """Local part of one tensor of the collection.
 
     Attributes:
-        tensors: of this box, one per slot in the order in which slots are moved; None where the optimizer keeps none
+        tensors: one per slot of this box, in the order in which slots migrate; None if the optimizer has not created it
             for this parameter yet.
         mirror: a copy of a parameter in host memory that must be kept equal (offload=optimizer).
     """
@@ -52,7 +52,7 @@ class LocalShard:
 
 
 def local_shards(training: ShardedTraining, shape: ModelShape) -> dict[tuple[str, str], LocalShard]:
-    """Everything that this rank holds, by (global name, kind); empty shards are left out."""
+    """All shards of this rank, by (global name, kind); empty ones are left out."""
     index = {p.name: i for i, p in enumerate(shape.parameters)}
     odd: dict[int, list[OddSlot]] = {}
     for odd_slot in shape.odd_slots:
@@ -70,12 +70,12 @@ def local_shards(training: ShardedTraining, shape: ModelShape) -> dict[tuple[str
         found[name, "parameter"] = LocalShard(box, (local,), mirror.detach() if mirror is not None else None)
         if name not in updated or name not in index:
             continue
-        slots_kept = state.get(plain[name], {})
+        slot_values = state.get(plain[name], {})
         if slots := shape.slots_of(index[name]):
-            found[name, "optimizer"] = LocalShard(box, tuple(_tensor(slots_kept.get(slot)) for slot, _ in slots))
+            found[name, "optimizer"] = LocalShard(box, tuple(_tensor(slot_values.get(slot)) for slot, _ in slots))
         for odd_slot in odd.get(index[name], ()):
             whole = tuple((0, n) for n in odd_slot.shape)
-            found[name, f"optimizer.{odd_slot.name}"] = LocalShard(whole, (_tensor(slots_kept.get(odd_slot.name)),))
+            found[name, f"optimizer.{odd_slot.name}"] = LocalShard(whole, (_tensor(slot_values.get(odd_slot.name)),))
     for name, buffer in training.parallel.module.named_buffers(remove_duplicate=False):
         if buffer.numel():
             found[build.global_name(name), "buffer"] = LocalShard(tuple((0, n) for n in buffer.shape), (buffer,))
@@ -83,10 +83,10 @@ def local_shards(training: ShardedTraining, shape: ModelShape) -> dict[tuple[str
 
 
 def box_of(tensor: Any) -> Box:
-    """Of the part of `tensor` that lies on this rank: all of it, unless it is a DTensor that is sharded.
+    """Box of the part of `tensor` that lies on this rank: the whole, unless it is a sharded DTensor.
 
-    Shards of several mesh dimensions nest: plain ones are cut first, strided ones (FSDP2 over tensor parallelism)
-    then cut what is left.
+    Shards of several mesh dimensions nest: plain ones are cut first, strided ones (FSDP2 over tensor parallelism) then
+    cut the remainder.
     """
     box = [(0, n) for n in tensor.shape]
     placements = getattr(tensor, "placements", None)
@@ -105,24 +105,24 @@ def box_of(tensor: Any) -> Box:
 def check_shards(
     training: ShardedTraining, shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[str, str], LocalShard]:
-    """What this rank holds, if it is what `layout` says.
+    """All shards of this rank, checked against `layout`.
 
     Args:
         shape: of the job's model, from which the layout was computed.
     Raises:
-        BoxesDiffer: naming the first tensor that is not cut as computed, or is missing on either side.
+        ShardMismatch: names the first tensor that is not cut as computed, or is missing on either side.
     """
     live = local_shards(training, shape)
     computed = layout.boxes_of(rank)
     where = f"rank {rank} of {training.parallel.plan}"
     for key, box in computed.items():
         if key not in live:
-            raise ShardMismatch(f"{where} should hold {_named(key, box)}, and has none of it")
+            raise ShardMismatch(f"{where} should hold {_named(key, box)}, but has none of it")
         if live[key].box != box:
-            raise ShardMismatch(f"{where} should hold {_named(key, box)}, and holds {_text(live[key].box)}")
+            raise ShardMismatch(f"{where} should hold {_named(key, box)}, but holds {_text(live[key].box)}")
     for key, shard in live.items():
         if key not in computed:
-            raise ShardMismatch(f"{where} holds {_named(key, shard.box)}, which its plan gives to other ranks")
+            raise ShardMismatch(f"{where} holds {_named(key, shard.box)}, which its plan assigns to other ranks")
     sizes = {(t.name, t.kind): t.element_bytes for t in layout.tensors}
     for key, shard in live.items():
         _check_tensors(where, key, shard, sizes[key], shape)

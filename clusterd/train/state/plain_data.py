@@ -1,4 +1,4 @@
-"""Values as numbers, text, lists and maps of them: what goes from one process to another without a pickle."""
+"""Conversion of values to numbers, text, lists and maps, which cross process boundaries without pickle."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 
 class NotSerializable(Exception):
-    """A value that is neither number nor text, nor made of such."""
+    """A value contains something other than numbers, text, lists and maps."""
 
 
 def plain_value(value: Any, where: str) -> Any:
-    """`value` as numbers, text, lists and maps of them.
+    """Convert `value` to numbers, text, lists and maps.
 
     Raises:
-        CannotTravel: it holds something else; `where` names it.
+        NotSerializable: it holds something else; `where` names it.
     """
     if isinstance(value, np.generic):
-        value = value.item()  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
+        value = value.item()  # NumPy scalars that subclass Python numbers would be pickled in checkpoints
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -37,7 +37,7 @@ def plain_value(value: Any, where: str) -> Any:
 
 
 def restore_like(fresh: Any, plain: Any) -> Any:
-    """What `plain_value` made, as the kind of thing that `fresh` is."""
+    """Convert the result of `plain_value` back to the type of `fresh`."""
     if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
         if isinstance(fresh, torch.Tensor):
             return fresh.fill_(plain["tensor"])
@@ -46,7 +46,7 @@ def restore_like(fresh: Any, plain: Any) -> Any:
         items = {k: restore_like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
         if not isinstance(fresh, dict) or type(fresh) is dict:
             return items
-        same = copy.copy(fresh)  # one that counts, or that knows what is missing
+        same = copy.copy(fresh)  # keep its type: a Counter, a defaultdict
         same.clear()
         same.update(items)
         return same

@@ -1,7 +1,7 @@
-"""State that is no tensor of the collection: step counters, values of parameter groups, the scheduler.
+"""Training state outside of the tensor collection: step counters, parameter-group values, the scheduler.
 
-It travels as plain values in the message that goes with a segment, never pickled. Parameters bear their global names,
-so that it does not matter how old and new ranks share parameters and groups.
+It travels as plain values in the message that accompanies a segment, never pickled. Parameters have global names, so
+source and target ranks may distribute parameters and groups differently.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Scalars = dict[str, Any]
 
 
 class ScalarMismatch(Exception):
-    """What came does not fit the optimizer or the scheduler that is here."""
+    """Received state does not fit the optimizer or the scheduler of this rank."""
 
 
 class ScalarTraining(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that has such state."""
+    """Part of `clusterd.train.rank_main.Training` that holds such state."""
 
     parallel: ParallelModel
     optimizer: RankOptimizer
@@ -39,16 +39,16 @@ class ScalarTraining(Protocol):
 
 
 def collect(training: ScalarTraining, shape: ModelShape, *, lazy_saved_separately: bool = False) -> Scalars:
-    """Of this rank.
+    """Collect the scalar state of this rank.
 
     Args:
-        late_apart: whether somebody else takes the tensors that the optimizer has begun to keep after its first update.
+        lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters
-        that have them]; absent: parameters that have no state yet; groups: names and values of each; common: what the
-        optimizer keeps for no parameter; frozen: parameters that train no more; scheduler: its ``state_dict``, or None.
+        attributes: changed attributes of modules and the optimizer, by name; counters: [values by slot, names of the
+        parameters that have them]; absent: parameters without state yet; groups: names and values of each; common:
+        optimizer state of no parameter; frozen: parameters no longer trainable; scheduler: its ``state_dict``, or None.
     Raises:
-        CannotTravel: naming the value.
+        NotSerializable: naming the value.
     """
     optimizer, scheduler = training.optimizer, training.scheduler
     _check_buffers(training.parallel.module, shape)
@@ -63,25 +63,19 @@ def collect(training: ScalarTraining, shape: ModelShape, *, lazy_saved_separatel
     if lazy and not lazy_saved_separately:
         name, slot = min(lazy)
         raise NotSerializable(
-            f"{name}: {slot} came after the optimizer's first update, and only checkpoints have room for it"
+            f"{name}: {slot} was created after the optimizer's first update; only checkpoints can store it"
         )
-    counters = [
-        v
-        for state_of_parameter in state.values()
-        if isinstance(state_of_parameter, Mapping)
-        for v in state_of_parameter.values()
-        if _is_counter(v)
-    ]
+    counters = [v for slots in state.values() if isinstance(slots, Mapping) for v in slots.values() if _is_counter(v)]
     read = dict(zip(map(id, counters), on_host(counters), strict=True))
     for name, _, plain in optimizer.local:
         if name not in updated:
             continue
-        state_of_parameter = state.get(plain, {})
-        if not state_of_parameter and tensors.get(name):
+        slots = state.get(plain, {})
+        if not slots and tensors.get(name):
             absent.append(name)
         values = {
             slot: plain_value(read.get(id(value), value), f"{name}: {slot}")
-            for slot, value in state_of_parameter.items()
+            for slot, value in slots.items()
             if slot not in tensors.get(name, ()) and value is not None and (name, slot) not in lazy
         }
         equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
@@ -104,37 +98,37 @@ def collect(training: ScalarTraining, shape: ModelShape, *, lazy_saved_separatel
 
 def _state_dict(scheduler: Any) -> Any:
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise NotSerializable(f"the scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict")
+        raise NotSerializable(f"the scheduler, a {type(scheduler).__name__}, has no state_dict or load_state_dict")
     return scheduler.state_dict()
 
 
 def _check_buffers(module: nn.Module, shape: ModelShape) -> None:
-    """Raises CannotTravel where one is not as the model was made with it: nothing here has room for that."""
+    """Raise NotSerializable if a buffer was added or reshaped after the model was made."""
     sizes = {buffer.name: buffer.shape for buffer in shape.buffers}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         name = build.global_name(path)
         if (made := sizes.get(name)) != tuple(buffer.shape):
             was = f"of shape {made}" if made is not None else "none"
             raise NotSerializable(
-                f"the buffer {name} is of shape {tuple(buffer.shape)}, and was {was} when the model was made, which is "
-                "not carried: register it with the shape that it will have"
+                f"the buffer {name} is of shape {tuple(buffer.shape)}, but was {was} when the model was made, which is "
+                "not supported: register it with its final shape"
             )
 
 
 def _check_hidden_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raises CannotTravel where state is not in `state`: in another optimizer within, or beside it."""
+    """Raise NotSerializable if the optimizer keeps state outside of `state`: in an attribute or an inner optimizer."""
     if attribute := attribute_with_tensors(optimizer):
         raise NotSerializable(
-            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {attribute}, which are not carried: have "
-            "it keep them in `state`"
+            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {attribute}, which is not "
+            "supported: keep them in `state`"
         )
     for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         for other in () if name == "state" else held:
             if isinstance(other, torch.optim.Optimizer) and other.state is not optimizer.state:
                 raise NotSerializable(
-                    f"{type(optimizer).__name__} has a {type(other).__name__} within ({name}) that keeps state of its "
-                    "own, which is not carried: have both use one `state`"
+                    f"{type(optimizer).__name__} contains a {type(other).__name__} ({name}) that keeps state of its "
+                    "own, which is not supported: let both use one `state`"
                 )
 
 
@@ -143,7 +137,7 @@ def _is_counter(value: Any) -> bool:
 
 
 def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same values in host memory, read in one go for each type: each read waits for all that a GPU has to do."""
+    """The same values in host memory, one transfer per dtype: each transfer waits for the whole GPU queue."""
     read: dict[int, torch.Tensor] = {}
     equal_values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for scalar in scalars:
@@ -155,27 +149,27 @@ def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def restore(training: ScalarTraining, shape: ModelShape, received: Iterable[Scalars]) -> None:
-    """Puts what came from several ranks in the place of what is here.
+    """Restore the scalar state that several ranks sent.
 
     Raises:
-        ScalarsDiffer: a counter or a group that is needed did not come.
+        ScalarMismatch: a counter or a group that is needed was not received.
     """
     sources = list(received)
     optimizer, scheduler = training.optimizer, training.scheduler
     attributes: dict[str, Any] = {}
-    for source in reversed(sources):  # replica 0 counts, as for buffers; checkpoints of before have none
+    for source in reversed(sources):  # replica 0 wins, as for buffers; old checkpoints have none
         attributes |= source.get("attributes", {})
     training.attributes.restore(attributes)
     _restore_counters(optimizer, tensor_slots(shape), sources)
     state = optimizer.holder.state
-    for key, value in sources[0].get("common", {}).items():  # snapshots and checkpoints of before have none
+    for key, value in sources[0].get("common", {}).items():  # old state snapshots and checkpoints have none
         state[key] = restore_like(state.get(key), value)
     training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
     origins = _restore_groups(optimizer, sources)
     if scheduler is not None:
         states = [source["scheduler"] for source in sources]
         if any(state is None for state in states):
-            raise ScalarMismatch("a scheduler is here, and none was there")
+            raise ScalarMismatch("this rank has a scheduler, but the source had none")
         fresh = scheduler.state_dict()
         scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
 
@@ -192,20 +186,16 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
         if name in absent:
             optimizer.holder.state.pop(plain, None)
             continue
-        state_of_parameter = optimizer.holder.state.get(plain, {})
-        mine = {
-            slot
-            for slot, value in state_of_parameter.items()
-            if slot not in tensors.get(name, ()) and value is not None
-        }
-        if lacking := mine - set(counters.get(name, {})):
-            raise ScalarMismatch(f"no {min(lacking)} of {name} came")
+        slots = optimizer.holder.state.get(plain, {})
+        mine = {slot for slot, value in slots.items() if slot not in tensors.get(name, ()) and value is not None}
+        if missing := mine - set(counters.get(name, {})):
+            raise ScalarMismatch(f"no {min(missing)} of {name} was received")
         for slot, value in counters.get(name, {}).items():
-            optimizer.holder.state[plain][slot] = restore_like(state_of_parameter.get(slot), value)
+            optimizer.holder.state[plain][slot] = restore_like(slots.get(slot), value)
 
 
 def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tuple[int, int]]:
-    """Sets the groups' values; returns for each group here which one, of which source, it was."""
+    """Set the values of the groups; return for each group here its (source, group) of origin."""
     names = {id(plain): name for name, _, plain in optimizer.local}
     where = {
         name: (s, g)
@@ -217,7 +207,7 @@ def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tu
     for number, group in enumerate(optimizer.optimizer.param_groups):
         first = next((names[id(p)] for p in group["params"] if names[id(p)] in where), None)
         if first is None and (group["params"] or number >= len(sources[0]["groups"])):
-            raise ScalarMismatch(f"parameter group {number} of this rank was in none of the groups that came")
+            raise ScalarMismatch(f"parameter group {number} of this rank is in none of the received groups")
         source, origin = where[first] if first is not None else (0, number)
         origins.append((source, origin))
         values = sources[source]["groups"][origin]["values"]
@@ -230,7 +220,7 @@ def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tu
 
 
 def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[int, int]]) -> Any:
-    """A scheduler's state with its lists of one value per group rearranged for the groups that are here."""
+    """A scheduler's state, with its per-group lists rearranged for the groups that are here."""
     here = len(origins)
     if all(len(s["groups"]) == here for s in sources) and [g for _, g in origins] == list(range(here)):
         return states[0]
@@ -245,7 +235,7 @@ def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[in
 
 
 def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:
-    """Names of the slots that move as tensors, by parameter."""
+    """Names of the slots that migrate as tensors, by parameter."""
     found = {p.name: {name for name, _ in shape.slots_of(i)} for i, p in enumerate(shape.parameters)}
     for odd in shape.odd_slots:
         found[shape.parameters[odd.parameter].name].add(odd.name)
