@@ -1,8 +1,8 @@
-"""Checkpoints in the format of `torch.distributed.checkpoint`, under global names, for any plan and for plain torch.
+"""Checkpoints in the format of `torch.distributed.checkpoint`, readable under any plan and by plain torch.
 
 Keys are those of torch's own ``get_state_dict``: ``model.NAME``, ``optim.state.NAME.SLOT``, ``optim.param_groups``;
 beside them ``step`` and ``clusterd.scalars.RANK``. The state is copied between two steps, each byte by one of the
-ranks that hold it, and written by a thread while training goes on, over a process group of its own.
+ranks that hold it, and written by a thread during training, over a process group of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plans.model_shape import ModelShape
 
 
 class StatefulTraining(ShardedTraining, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is written and read."""
+    """Part of `clusterd.train.rank_main.Training` that is written and read."""
 
     context: Context
     scheduler: Any
@@ -32,18 +32,16 @@ class StatefulTraining(ShardedTraining, Protocol):
 
 
 def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Staged:
-    """A copy of what this rank is to write; between two steps.
+    """Copy this rank's part of the checkpoint, between two steps.
 
     Args:
-        layout: of the present plan.
+        layout: of the current plan.
     Raises:
-        CannotTravel: optimizer or scheduler hold what only a pickle could, or what nobody knows how to cut.
+        NotSerializable: optimizer or scheduler hold values that need pickle, or state that no rule cuts.
     """
     rank = training.context.rank
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
-    rank_scalars = scalars.collect(
-        training, shape, lazy_saved_separately=True
-    )  # first: it says what there is no room for
+    rank_scalars = scalars.collect(training, shape, lazy_saved_separately=True)  # first: it refuses unsupported state
     live = local_shards(training, shape)
     mine = layout.shared_out().boxes_of(rank)
     sizes = {(t.name, t.kind): t.shape for t in layout.tensors}
@@ -57,8 +55,8 @@ def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Stag
     lazy = lazy_optimizer_state.lazy_tensors(training.optimizer, tensor_slots)
     for (name, slot), tensor in lazy.items():
         if (place := lazy_optimizer_state.box_in_whole(parameters[name], tensor.shape)) is None:
-            raise NotSerializable(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a part of the parameter")
-        if tensor.numel():  # holders of one part all have it; torch writes it once
+            raise NotSerializable(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a shard of the parameter")
+        if tensor.numel():  # all holders of the shard have it; torch writes it once
             at = ("optim", "state", name, slot)
             tensors.append(StagedTensor(at, *place, tensor.detach().to("cpu", copy=True).contiguous()))
     values: dict[Key, Any] = {("clusterd", "scalars", str(rank)): rank_scalars}
@@ -67,7 +65,7 @@ def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Stag
             at = ("optim", "state", name, slot)
             if slot in tensor_slots[name] or value is None or (name, slot) in lazy:
                 continue
-            if isinstance(value, torch.Tensor):  # holders of one parameter all have it; torch writes it once
+            if isinstance(value, torch.Tensor):  # all holders of the parameter have it; torch writes it once
                 whole = tuple((0, n) for n in value.shape)
                 tensors.append(StagedTensor(at, tuple(value.shape), whole, value.detach().to("cpu", copy=True)))
             else:
@@ -81,10 +79,10 @@ def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Stag
 
 
 def restore(training: StatefulTraining, shape: ModelShape, directory: str) -> None:
-    """Fills a rank whose optimizer has its state, with whatever values, from a checkpoint of any plan.
+    """Restore a rank, whose optimizer state is allocated, from a checkpoint of any plan.
 
     Raises:
-        Refused: there is none, or it is of another model.
+        Refused: there is no checkpoint, or it is of another model.
     """
     metadata = files.metadata(directory)
     known = metadata.state_dict_metadata
@@ -110,12 +108,12 @@ def restore(training: StatefulTraining, shape: ModelShape, directory: str) -> No
         there = known.get(key)
         if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != whole:
             has = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "nothing"
-            raise Refused(f"the checkpoint in {directory} has {has} for {key}, the model needs {whole}")
+            raise Refused(f"the checkpoint in {directory} has {has} for {key}, but the model needs {whole}")
     parameters = dict(training.parallel.parameters)
     lazy = lazy_optimizer_state.allocate_lazy_tensors(training.optimizer, scalars.tensor_slots(shape), metadata)
     for (name, slot), tensor in lazy.items():
         if (place := lazy_optimizer_state.box_in_whole(parameters[name], tensor.shape)) is None:
-            raise PlanRefused(f"the checkpoint in {directory} has a {slot} for {name} that the plan does not cut")
+            raise PlanRefused(f"the checkpoint in {directory} has a {slot} for {name} that the plan cannot cut")
         if tensor.numel():
             wanted[f"optim.state.{name}.{slot}"] = *place, tensor
     files.read(directory, wanted, {})
@@ -142,7 +140,7 @@ def _slots(shape: ModelShape) -> dict[str, list[str]]:
 
 
 def _groups(rank_scalars: scalars.Scalars, shape: ModelShape) -> list[dict[str, Any]]:
-    """Parameter groups of the whole model, with the values that they have on this rank."""
+    """Parameter groups of the whole model, with the values of this rank."""
     names = [[shape.parameters[i].name for i in group] for group in shape.parameter_groups]
     if len(names) != len(rank_scalars["groups"]):
         names = [group["names"] for group in rank_scalars["groups"]]

@@ -1,4 +1,4 @@
-"""What a job was trained for: the whole model, in one file that plain torch loads without clusterd."""
+"""Export of the trained model: the whole state dict in one file that plain torch loads without clusterd."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ RETRY_S = 30.0
 
 
 class ExportedTraining(ShardedTraining, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is saved."""
+    """Part of `clusterd.train.rank_main.Training` that the export needs."""
 
     context: Context
     step: int
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
 
 def check(path: str) -> None:
-    """Finds out before the first step whether a file can be written to `path`.
+    """Check before the first step that a file can be written to `path`.
 
     Raises:
-        Refused: there is no folder and none can be made, or it takes no files.
+        Refused: the folder cannot be created or written.
     """
     folder = Path(path).absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"save is {path!r}, and there is no folder {folder}: {error.strerror}") from None
+        raise Refused(f"save is {path!r}, but the folder {folder} cannot be created: {error.strerror}") from None
     if not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise Refused(f"save is {path!r}, which cannot be written")
+        raise Refused(f"save is {path!r}, which is not writable")
 
 
 def save(training: ExportedTraining, path: str) -> None:
-    """Rank 0 leaves the model's ``state_dict``, whole and on the CPU, in `path`; every rank must call it.
+    """Write the model's ``state_dict``, whole and on the CPU, to `path` on rank 0; every rank must call it.
 
     Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.
 
@@ -67,7 +67,7 @@ def save(training: ExportedTraining, path: str) -> None:
         if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
     }
     module = training.parallel.module
-    # Of every rank: the types of what it holds, what of it is not to be saved, and what has no elements to be held.
+    # Of every rank: dtypes of its tensors, names not to be saved, and tensors that no layout contains.
     descriptions: list[Any] = [
         ({key: tensor.dtype for key, tensor in held.items()}, _unsaved(module), _without_holder(module, shape))
     ]
@@ -101,11 +101,11 @@ def save(training: ExportedTraining, path: str) -> None:
         whole.update(dict.fromkeys(names, one))
     file = Path(path).absolute()
     _write(whole, file)
-    print(f"clusterd: the model after step {training.step} is in {file}", flush=True)
+    print(f"clusterd: saved the model after step {training.step} to {file}", flush=True)
 
 
 def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
-    """Whole or not at all; there is nothing else of the training by now, so a full disk is given time to be emptied."""
+    """Write the file completely or not at all; retry on a full disk, since no other copy of the model exists."""
     part_file = file.with_name(f"{file.name}.part")
     deadline = time.monotonic() + PATIENCE_S
     while True:
@@ -114,19 +114,21 @@ def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
             torch.save(whole, part_file)
             part_file.replace(file)
             return
-        except (OSError, RuntimeError) as error:  # torch's writer tells a full disk as the latter
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
             part_file.unlink(missing_ok=True)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise
             message = f"cannot write the model to {file}: {first_line(error)}"
-            print(f"clusterd: {message}; tried again for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
+            print(f"clusterd: {message}; retrying for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
             time.sleep(min(RETRY_S, left_s))
 
 
 def _without_holder(module: torch.nn.Module, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Tensors that no layout has and a state dict does: without elements, and buffers that the model was made without,
-    or with others."""
+    """Tensors of a state dict that no layout contains.
+
+    Tensors without elements, and buffers that were added or reshaped after the model was made.
+    """
     made = {buffer.name: buffer.shape for buffer in shape.buffers}
     found = {build.global_name(name): t for name, t in module.named_parameters() if not t.numel()}
     for path, buffer in module.named_buffers(remove_duplicate=False):

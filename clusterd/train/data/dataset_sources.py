@@ -1,6 +1,6 @@
-"""Where the bytes of data sets come from: a folder of this host, the host's cache, or, through the agent, another host.
+"""Sources of data-set bytes: a folder of this host, the host's cache, or another host through the agent.
 
-A source is two questions: what is at this path, and what is in this range of that file. All are for reading only.
+A source answers two read-only queries: the entry at a path, and a range of a file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from clusterd import protocol
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnreachable, File, Folder, Found, Source
 
 BLOCK_BYTES = 1 << 20
-"""What is fetched and kept at a time."""
+"""Unit of fetching and caching."""
 LOOKUP_TTL_S = 10.0
-"""What is told of a file or folder holds for so long: scripts open a file for each sample."""
+"""Validity of a lookup: scripts open a file per sample."""
 ANSWER_S = 300.0
-"""Longer than the agent tries: it knows why nobody answers."""
+"""Longer than the agent's own timeout: its error names the cause."""
 
 
 class CachedSource:
-    """Another source, behind blocks kept on this host's disk, which all its ranks and their workers share.
+    """Caches another source in blocks on this host's disk, shared by all ranks of the host and their workers.
 
-    A block is a file that appears whole; two readers that miss it at once both fetch it. A disk that is almost full
-    costs the cache, not the training.
+    A block file appears complete; two readers that miss it at once both fetch it. On an almost full disk blocks are not
+    cached, and training goes on.
     """
 
     def __init__(self, source: Source, directory: Path) -> None:
@@ -39,7 +39,7 @@ class CachedSource:
         self._lookups: dict[tuple[str, str], tuple[float, File | Folder]] = {}
 
     def look(self, dataset: str, path: str) -> Found:
-        """As the source has it, or had it a moment ago."""
+        """Entry at a path, at most `LOOKUP_TTL_S` old."""
         found = self._recent(dataset, path)
         if found is None and path:
             folder, _, name = path.rpartition("/")
@@ -56,7 +56,7 @@ class CachedSource:
         return found if time.monotonic() - at_s < LOOKUP_TTL_S else None
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
-        """From the blocks that cover the range."""
+        """Read a range from the blocks that cover it."""
         if offset + length > file.size:
             raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
@@ -78,7 +78,7 @@ class CachedSource:
         try:
             data = self._source.read(dataset, path, file, start, length)
         except DataUnavailable:
-            self._lookups.clear()  # there may be another file by now, for who opens it again
+            self._lookups.clear()  # the file may have changed; the next open must look again
             raise
         part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
@@ -97,10 +97,10 @@ class CachedSource:
 class AgentSource:
     """Data sets of other hosts, through the agent of this one.
 
-    The agent is asked over a connection of its own, one per process, so that data-loader workers need not share the
-    rank's. Verbs: ``data_hello`` {job, attempt, generation, rank, token}; ``data_look`` {dataset, path} ->
-    {file: FILE}, {folder: {name: FILE or nil}} or {}, FILE being [size, version]; ``data_read`` {dataset, path, file:
-    FILE, offset, length} -> {data}.
+    Each process has a connection of its own to the agent, so that data-loader workers need not share the rank's. Verbs:
+    ``data_hello`` {job, attempt, generation, rank, token}; ``data_look`` {dataset, path} -> {file: FILE}, {folder:
+    {name: FILE or nil}} or {}, FILE being [size, version]; ``data_read`` {dataset, path, file: FILE, offset, length} ->
+    {data}.
     """
 
     def __init__(self, control_socket: str, identity: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ class AgentSource:
         self._decoder = protocol.Decoder()
 
     def look(self, dataset: str, path: str) -> Found:
-        """As the agent finds it."""
+        """Entry at a path, from the agent."""
         found = self._ask("data_look", dataset=dataset, path=path)
         if "file" in found:
             return File(*found["file"])
@@ -121,9 +121,9 @@ class AgentSource:
         return None
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
-        """From whichever host has them."""
-        what = {"dataset": dataset, "path": path, "file": [file.size, file.version]}
-        data: bytes = self._ask("data_read", **what, offset=offset, length=length)["data"]
+        """Read a range from any host that has the file."""
+        file_reference = {"dataset": dataset, "path": path, "file": [file.size, file.version]}
+        data: bytes = self._ask("data_read", **file_reference, offset=offset, length=length)["data"]
         if len(data) != length:
             raise DataUnavailable(f"{path} of data set {dataset!r}: got {len(data)} bytes of {length}")
         return data
@@ -135,7 +135,7 @@ class AgentSource:
                     answer = self._exchange(verb, arguments)
                     break
                 except (OSError, protocol.ProtocolError) as error:
-                    self._disconnect()  # an agent that was started anew answers the second time
+                    self._disconnect()  # a restarted agent answers the second time
                     if not again:
                         raise DataUnreachable(f"the agent did not answer {verb!r}: {error}") from error
         if "error" in answer:
@@ -145,7 +145,7 @@ class AgentSource:
         return ok
 
     def _exchange(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self._connection is None or self._process != os.getpid():  # a fork has the parent's connection, not its own
+        if self._connection is None or self._process != os.getpid():  # after a fork the connection is the parent's
             self._connect()
         assert self._connection is not None
         self._request_id += 1
@@ -154,7 +154,7 @@ class AgentSource:
             for message in self._decoder.feed(data):
                 if message.get("id") == self._request_id:
                     return message
-        raise ConnectionError("it closed the connection")
+        raise ConnectionError("the agent closed the connection")
 
     def __del__(self) -> None:
         self._disconnect()

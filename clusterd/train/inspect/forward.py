@@ -68,11 +68,11 @@ class FakeForward:
             return ""
         model = self.model()
         shard_model(model, styles, degree)
-        shards = TpGradientTracer(model, styles)
-        error = self._error(model, shards)
+        tracer = TpGradientTracer(model, styles)
+        error = self._error(model, tracer)
         if error:
             return f"its forward pass does not work with {degree} shards ({error})"
-        return f"shards would not learn alike: {shards.problem}" if shards.problem else ""
+        return f"shards would not learn alike: {tracer.problem}" if tracer.problem else ""
 
     def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> Trace | None:
         """The counts of a forward pass; None where fake tensors cannot run the model."""
@@ -95,8 +95,8 @@ class FakeForward:
                 outputs = self._computing(model)(self._inputs)
                 trace.place = LOSS
                 # The graph holds what was saved until here; freed storage would be counted under another's address.
-                kept = self._computing(self._job.loss)(outputs, self._target)
-            del kept
+                loss = self._computing(self._job.loss)(outputs, self._target)
+            del loss
         except Exception:  # data-dependent code has no answer without values; the description does without counts
             return None
         return trace
@@ -111,17 +111,17 @@ class FakeForward:
             whole = self._operations(model)
         except Exception:  # the chain would not tell either
             return ""
-        stage, odd = build.Stage(model, paths), []
+        stage, unsupported = build.Stage(model, paths), []
         for path in paths:
             stage.get_submodule(path).register_forward_hook(
-                lambda _m, _i, out, path=path: odd.append(path) if not _is_sent(out) else None
+                lambda _m, _i, out, path=path: unsupported.append(path) if not _is_sent(out) else None
             )
         try:
             chain = self._operations(stage)
         except Exception as error:
             return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
-        if odd:
-            return f"stages send tensors, and tuples of some, and {odd[0]} returns something else"
+        if unsupported:
+            return f"stages send tensors, and tuples of some, and {unsupported[0]} returns something else"
         if whole.recomputes:
             return (
                 "the model recomputes by reentrant checkpoints, and torch's pipelines do not: give use_reentrant=False "
@@ -190,13 +190,13 @@ class FakeForward:
         done.end(outputs)
         return done
 
-    def _error(self, model: nn.Module, shards: TpGradientTracer | None = None) -> str:
+    def _error(self, model: nn.Module, tracer: TpGradientTracer | None = None) -> str:
         try:
-            with shards or nullcontext():
+            with tracer or nullcontext():
                 outputs = self._computing(model)(self._inputs)
-            if shards is not None:
-                with suppress(Exception), shards:  # one that looks at values has no answer here
-                    shards.end(self._computing(self._job.loss)(outputs, self._target))
+            if tracer is not None:
+                with suppress(Exception), tracer:  # one that looks at values has no answer here
+                    tracer.end(self._computing(self._job.loss)(outputs, self._target))
         except Exception as error:  # whatever a model raises, it does not compute this
             return first_line(error) or type(error).__name__
         return ""

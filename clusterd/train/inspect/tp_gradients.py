@@ -37,11 +37,11 @@ class TpGradientTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not
         self._alive: list[torch.Tensor] = []  # freed storage would be another's
         self._parts: set[int] = set()
         self._inside = 0
-        for path, word in styles.items():
-            if word != "replicate":
+        for path, style in styles.items():
+            if style != "replicate":
                 model.get_submodule(path).register_forward_pre_hook(self._enter)
                 # Before the script's own hooks, which compute with parts too.
-                model.get_submodule(path).register_forward_hook(self._leave(path, word), prepend=True)
+                model.get_submodule(path).register_forward_hook(self._leave(path, style), prepend=True)
 
     def end(self, loss: Any) -> None:
         """After all else; what the loss leaves out may be parts (maps of attention)."""
@@ -58,15 +58,15 @@ class TpGradientTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not
             if len(given) == 1 and storage_of(given[0]) in self._names:  # another view of it, or precision
                 self._keep(result, lambda made: self._names.setdefault(made, self._names[storage_of(given[0])]))
         elif "_like" not in name and not name.startswith("new_"):  # these take the shape alone
-            if torch.is_grad_enabled() and (learns := [t for t in whole if t.requires_grad]):
-                what = self._names.get(
-                    storage_of(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
+            if torch.is_grad_enabled() and (trainable := [t for t in whole if t.requires_grad]):
+                tensor_name = self._names.get(
+                    storage_of(trainable[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
                 )
-                self.problem = self.problem or f"{what} is whole and computed with parts of features"
+                self.problem = self.problem or f"{tensor_name} is whole and computed with parts of features"
             for storage in map(storage_of, written_tensors(function, arguments, options)):
                 if storage in self._names and storage not in self._parts:
-                    said = f"{self._names[storage]} is whole, and parts of features are written into it"
-                    self.problem = self.problem or said
+                    problem = f"{self._names[storage]} is whole, and parts of features are written into it"
+                    self.problem = self.problem or problem
             self._keep(result, self._parts.add)
         return result
 
@@ -78,12 +78,12 @@ class TpGradientTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not
     def _enter(self, *_: Any) -> None:
         self._inside += 1
 
-    def _leave(self, path: str, word: str) -> Callable[..., None]:
+    def _leave(self, path: str, style: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._inside -= 1
-            if word == SUMMED and not any(storage_of(t) in self._parts for t in _tensors(inputs)):
-                self.problem = self.problem or f"{path} is given whole features, and {word} would add them up"
-            elif word == SUMMED or word in COLWISE - GATHERING:
+            if style == SUMMED and not any(storage_of(t) in self._parts for t in _tensors(inputs)):
+                self.problem = self.problem or f"{path} is given whole features, and {style} would add them up"
+            elif style == SUMMED or style in COLWISE - GATHERING:
                 self._keep(outputs, self._parts.add)
 
         return hook

@@ -98,8 +98,8 @@ class Attributes:
             ):  # else computed from weights in every pass
                 self._warned.add((name, k))
                 print(
-                    f"clusterd: {name or 'the model'} has put a tensor into its attribute {k}, which is neither migrated "
-                    "nor saved in checkpoints: register it as a buffer, unless the model can recompute it",
+                    f"clusterd: {name or 'the model'} has put a tensor into its attribute {k}, which is neither "
+                    "migrated nor saved in checkpoints: register it as a buffer, unless the model can recompute it",
                     flush=True,
                 )
 
