@@ -44,7 +44,7 @@ def test_tensor_parallelism_is_tried_not_guessed() -> None:
     assert shape.tp_degrees == (2, 4)
     refused = dict(shape.tp_refused)
     assert "has 32 along dimension 1" in refused[3]
-    assert "forward pass does not work with 8 shards" in refused[8]
+    assert "forward pass fails with 8 shards" in refused[8]
     cut = {p.name: p.tp_dim for p in shape.parameters if p.name.startswith("blocks.0.")}
     assert cut["blocks.0.up.weight"] == 0
     assert cut["blocks.0.up.bias"] == 0
@@ -197,7 +197,7 @@ def test_a_tp_plan_that_does_not_fit_the_model_rules_out_tensor_parallelism_alon
 def test_a_weight_that_is_computed_is_not_cut(norm: Any) -> None:
     shape = describe(small(lambda: nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()), {"0": "colwise_rep"}))
     (why,) = check(Plan.parse("tp=2"), shape)
-    assert "0.weight is no parameter but computed from others" in why
+    assert "0.weight is not a parameter but computed from others" in why
     assert check(Plan.parse("dp=2,zero=2"), shape) == []
 
 
@@ -226,9 +226,12 @@ class Gated(nn.Module):
     ("what", "why"),
     [
         ("", ""),
-        ("norm", "shards would not learn alike: norm.weight is whole and computed with parts of features"),
-        ("gate", "shards would not learn alike: a tensor that needs a gradient (mul) is whole and computed with parts"),
-        ("end", "shards would not learn alike: the loss is computed of a part of features on each"),
+        ("norm", "gradients would differ between shards: norm.weight is replicated but computed with partial features"),
+        (
+            "gate",
+            "gradients would differ between shards: a tensor that needs a gradient (mul) is whole and computed with parts",
+        ),
+        ("end", "gradients would differ between shards: each computes the loss from a part of the features"),
     ],
 )
 def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: str, why: str) -> None:
@@ -247,9 +250,9 @@ def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: st
         (
             "",
             "replicated_with_grad_allreduce",
-            "norm is given whole features, and replicated_with_grad_allreduce would",
+            "norm gets whole features, whose gradients replicated_with_grad_allreduce would",
         ),
-        ("norm", "replicate", "norm.weight is whole and computed with parts of features"),
+        ("norm", "replicate", "norm.weight is replicated but computed with partial features"),
     ],
 )
 def test_a_norm_over_each_head_learns_from_all_shards_where_the_plan_says_so(what: str, style: str, why: str) -> None:
@@ -339,7 +342,7 @@ def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None
 def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
     """Stages apply layers: what is between them would be left out, without a word."""
     (why,) = check(Plan.parse("pp=2,accumulation=2"), described(model="scaled"))
-    assert "does more than to apply `layers` one after another (mul)" in why
+    assert "does more than apply `layers` one after another (mul)" in why
     assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
 
 

@@ -166,7 +166,7 @@ def test_shards_write_no_part_of_features_into_what_is_whole() -> None:
             return self.down(y)
 
     shape = describe(small(Measuring, {"up": "colwise", "down": "rowwise"}), tp_degrees=[2])
-    assert "mean is whole, and parts of features are written into it" in dict(shape.tp_refused)[2]
+    assert "mean is replicated, but partial features are written into it" in dict(shape.tp_refused)[2]
 
 
 def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(

@@ -1,7 +1,7 @@
-"""The shape of a job's model (`plans.model_shape`), found out with fake tensors: no memory, no values, no ranks.
+"""Description of a job's model (`plans.model_shape`), found with fake tensors: no memory, no values, no ranks.
 
-Activations are counted by what autograd saves in a forward pass of one sample; what tensor parallelism does to them,
-and which numbers of shards work at all, by a forward pass with shards of the tensors in place of the whole ones.
+Activations are the tensors that autograd saves in a forward pass of one sample. A forward pass with shards in place of
+whole tensors shows how tensor parallelism changes them, and which numbers of shards work at all.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ UNKNOWN_STATE_RATIO = 2.0
 def describe(
     job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True, pipeline: bool = True
 ) -> ModelShape:
-    """The model's shape.
+    """Describe the model's shape.
 
     Args:
         tp_degrees: numbers of shards to try.
-        trace: whether to count activations and operations too.
-        pipeline: whether to find out if the named layers are all that the model does.
+        trace: count activations and operations too.
+        pipeline: check that the named layers are the whole model.
     Raises:
         Refused: `layers` name what the model does not have, or the data set has no pairs.
     """
     if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
         raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
-    # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _unsaid():
+    # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off():
         return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
 
 
 @contextmanager
-def _unsaid() -> Iterator[None]:
-    """What fake tensors cannot run is an answer here; torch would write a page of where it went wrong for each."""
+def _fake_tensor_log_off() -> Iterator[None]:
+    """Silence torch's log of operations that fake tensors cannot run; a failure is a valid result here."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -68,9 +68,9 @@ def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace:
     styles, tp_dims, uncut = tensor_parallel_cuts(model, job.tp_plan or {})
     writes, following, counted = forward.trace_passes()
     if mutated := next((name for name in writes.names if name in tp_dims), ""):
-        styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {mutated}, and may want it whole"
+        styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {mutated}, and may need it whole"
     if writes.sparse in tp_dims:
-        styles, tp_dims, uncut = {}, {}, f"the gradient of {writes.sparse} is sparse, and torch does not cut such"
+        styles, tp_dims, uncut = {}, {}, f"the gradient of {writes.sparse} is sparse, which torch cannot cut"
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
         trained = [
@@ -151,7 +151,7 @@ def _optimizer_state(job: Job, parameters: Sequence[ParameterSpec]) -> Optimizer
         return optimizer_state(job.optimizer, parameters, job.scheduler)
     except Refused:
         raise
-    except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
+    except Exception:  # any error of the trial: the optimizer may train, but its state is unknown
         return None
 
 
@@ -192,9 +192,9 @@ def _tp_degrees(
     for degree in degrees if styles else ():
         why = ""
         if mutated:
-            why = f"{' and '.join(mutated)} are one parameter, and torch would cut it for one of them only"
+            why = f"{' and '.join(mutated)} are one parameter, which torch would cut for one of them only"
         elif computed:
-            why = f"{computed} is no parameter but computed from others (weight_norm?), and torch cuts parameters"
+            why = f"{computed} is not a parameter but computed from others (weight_norm?); torch cuts parameters only"
         elif uneven := [p for p in parameters if p.tp_dim >= 0 and p.shape[p.tp_dim] % degree]:
             why = f"{uneven[0].name} has {uneven[0].shape[uneven[0].tp_dim]} along dimension {uneven[0].tp_dim}"
         else:

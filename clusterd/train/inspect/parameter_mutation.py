@@ -1,8 +1,8 @@
-"""What a forward pass writes into the parameters themselves, which plans must not repeat, spread or forget.
+"""Writes of a forward pass into parameters, which plans must not repeat, distribute or lose.
 
-A norm that an embedding keeps (``max_norm``), weights that are clipped, targets that follow by a moving average: one
-process has them in its parameters at once. Replicas write what their own samples make of it, micro-batches and
-recomputation write more than once, and what FSDP2 gathers is thrown away with all that was written into it.
+A norm that an embedding keeps (``max_norm``), clipped weights, targets that follow by a moving average: with one
+process they are in its parameters at once. Replicas write values that depend on their own samples, micro-batches and
+recomputation write more than once, and FSDP2 discards writes into gathered parameters.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from clusterd.train.inspect.operations import storage_of
 from clusterd.train.parallel import build
 
 _SAME_AGAIN = frozenset({"clamp_", "clamp_min_", "clamp_max_", "embedding_renorm_", "fill_", "zero_"})
-"""What done twice, at different times of a step too, is as done once."""
+"""Idempotent operations, also at different times of a step."""
 
 _LOOK_UP = frozenset({"embedding_renorm_", "embedding", "_embedding_bag", "_embedding_bag_forward_only", "detach"})
-"""Of a renormed table: they see no row that was not asked for, and so not yet renormed."""
+"""Reads of a renormed table that see only rows already renormed."""
 
 
 class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Follows parameters, and what depends on samples or on random numbers, through forward passes within it.
+    """Tracks parameters, and values that depend on samples or random numbers, through forward passes.
 
     Attributes:
-        by_samples: global name of a parameter into which something was written that depends on them; empty: none.
-        anew: name of one in which a second pass would not find what it would write.
-        sparse: name of one that is looked up so that its gradient has only the rows that were.
-        by_frequency: name of one whose gradient is divided by how often each row was.
-        why_no_pipeline: one may not change before the backward pass; a reason.
-        complete: whether all passes came to their end.
+        sample_dependent: global name of a parameter that gets values depending on samples or random numbers; empty:
+            none.
+        not_idempotent: name of one into which a second pass would write other values.
+        sparse: name of one with sparse gradients (embedding lookups).
+        by_frequency: name of one whose gradient is divided by the frequency of each row.
+        pipeline_refusal: reason if one changes before another micro-batch's backward pass needs it.
+        complete: True if all passes ran to their end.
     """
 
     def __init__(self, model: nn.Module, *given: torch.Tensor) -> None:
-        """`given`: the samples."""
+        """Track the parameters of `model`; `given`: the samples."""
         super().__init__()
         self.sample_dependent = self.not_idempotent = self.sparse = self.by_frequency = self.pipeline_refusal = ""
         self.complete = False
@@ -46,11 +47,11 @@ class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch
         self._parameters = dict(build.named_parameters(model))
         self._before = {name: (p, storage_of(p), p._version) for name, p in self._parameters.items()}
         self._names = {storage_of(p): name for name, p in self._parameters.items()}
-        self._done: dict[str, set[str]] = {}  # by parameter, names of the operations that wrote into it
-        self._read: dict[str, set[str]] = {}  # and that it was given to
+        self._done: dict[str, set[str]] = {}  # by parameter: operations that wrote into it
+        self._read: dict[str, set[str]] = {}  # by parameter: operations that read it
         self._saved: set[str] = set()
         self._depending = {storage_of(tensor) for tensor in given}
-        self._alive: list[torch.Tensor] = list(given)  # freed storage would be another's
+        self._alive: list[torch.Tensor] = list(given)  # the address of a freed storage would be reused
         self._hooks: Any = None
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -93,14 +94,14 @@ class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch
         self._hooks.__exit__(*error)
         now = dict(build.named_parameters(self._model))
         for name, (parameter, storage, version) in self._before.items():
-            if now.get(name) is not parameter or storage_of(parameter) != storage:  # put in its place
+            if now.get(name) is not parameter or storage_of(parameter) != storage:  # replaced
                 self._done.setdefault(name, set()).add("set_")
                 if now.get(name) is not parameter or storage_of(parameter) in self._depending:
                     self.sample_dependent = self.sample_dependent or name
                 self._names[storage_of(parameter)] = name
             if name in self._saved and parameter._version != version and name in self._done:
                 self.pipeline_refusal = (
-                    f"the forward pass writes into {name}, which the backward pass of another micro-batch still needs"
+                    f"the forward pass writes into {name}, which another micro-batch's backward pass still needs"
                 )
         self.not_idempotent = self.not_idempotent or next(
             (name for name, done in self._done.items() if self._is_anew(name, done)), ""
@@ -122,7 +123,7 @@ class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch
 
 
 def _given(function: Any, arguments: Any, options: Any, name: str) -> Any:
-    """The argument that the operation calls so; None: it has none."""
+    """Value of the named argument of an operation; None: it has none."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == name:
             return arguments[place] if place < len(arguments) else options.get(name, argument.default_value)
@@ -130,6 +131,7 @@ def _given(function: Any, arguments: Any, options: Any, name: str) -> Any:
 
 
 def written_tensors(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tensor]:
+    """Tensors that an operation writes into."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = arguments[place] if place < len(arguments) else options.get(argument.name)

@@ -1,8 +1,8 @@
-"""What an optimizer makes and drops within one update on CUDA: found by counting what it makes for small stand-ins.
+"""Temporary memory of an optimizer update on CUDA, measured on small stand-ins.
 
-On CUDA torch's optimizers update all tensors at once ("foreach"), and what is made on the way is made for all of them;
-AdamW's denominators are one more copy of all parameters. At that moment parameters, gradients and state are there too.
-On CPUs they go tensor by tensor, and Adafactor, which is used where memory is short, does so on CUDA too unless told.
+On CUDA torch's optimizers update all tensors at once ("foreach"), and so do their temporaries: AdamW's denominators
+are one more copy of all parameters, beside parameters, gradients and state. On CPUs updates go tensor by tensor, and
+Adafactor, used where memory is short, does so on CUDA too by default.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ UNKNOWN_RATIO = 1.0
 def temporaries_ratio(
     factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> float:
-    """Most bytes that an update makes and drops, per byte of the trainable ones of `parameters`.
+    """Peak bytes of temporaries of an update, per byte of the trainable ones of `parameters`.
 
-    Too little for an optimizer that goes tensor by tensor on CUDA too, where one tensor is most of the model.
+    Too low for an optimizer that goes tensor by tensor on CUDA too, if one tensor is most of the model.
     """
     try:
         trained = [p for p in parameters if p.trainable]
@@ -44,9 +44,9 @@ def temporaries_ratio(
             optimizer.step()
     except Refused:
         raise
-    except Exception:  # whatever an optimizer does not like about being tried: it trains, and makes as much as most do
+    except Exception:  # any error of the trial: assume the ratio of most optimizers
         return UNKNOWN_RATIO
-    # Group after group, and the real ones' largest may be more, or less, of the whole than the stand-ins'.
+    # Groups are updated in turn; the largest real group may be another share of the whole than the stand-ins'.
     sizes = {
         id(p): math.prod(outline.shape) * outline.dtype.itemsize for p, outline in zip(plain, trained, strict=True)
     }
@@ -56,10 +56,10 @@ def temporaries_ratio(
 
 
 class _AllocationTracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Counts the memory of new tensors for as long as they live; of single elements nothing, for they stay small.
+    """Counts the memory of live new tensors; single elements are ignored.
 
     Attributes:
-        peak_bytes: the most at a time.
+        peak_bytes: the maximum.
     """
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Source side of a migration: prepare beside training, publish the state between two steps, wait for the outcome.
+"""Source side of a migration: prepare beside training, publish the state, wait for the outcome.
 
 Preparation runs in a thread beside the training loop. Publishing runs in the loop's own thread, between two steps that
 all ranks agreed on. Until the target ranks train, an abort lets this rank go on with the next step as if nothing had

@@ -1,7 +1,8 @@
-"""What a device and the links between ranks can do, measured once before a job's first step: priors of the fit.
+"""Measured rates of the device and of links between ranks, taken once before a job's first step.
 
-Each figure takes some hundredths of a second. Collectives are timed at two sizes: the difference gives the bandwidth,
-the rest the delay of a hop, as in the alpha-beta model of a ring.
+The performance model uses them as priors of its fit. Each measurement takes some hundredths of a second. Collectives
+are timed at two sizes: the difference gives the bandwidth, the rest the latency of a hop, as in the alpha-beta model of
+a ring.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ SMALL_BYTES, LARGE_BYTES = 1 << 12, 1 << 22
 
 
 def probe(device: torch.device, hosts: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
-    """Figures by the names of the performance model's coefficients, in their units; every rank must call it.
+    """Measure the performance model's coefficients, by their names and in their units; every rank must call it.
 
     Args:
-        hosts: that the ranks are on; with more than one, links between hosts are what is measured.
-        dtype: in which the job computes products.
+        hosts: of the ranks; with several, links between hosts are measured.
+        dtype: of the job's matrix products.
     """
     figures = {
         "compute_rate": _matmul_rate(device, dtype),
@@ -36,14 +37,14 @@ def probe(device: torch.device, hosts: int, dtype: torch.dtype = torch.float32) 
         figures[f"{link}_rate"] = rate
         figures[f"{link}_latency_s"] = delay_s
     if device.type == "cuda":
-        # What was measured with is no part of what the job needs.
+        # The probe's memory must not count as the job's.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return {name: value for name, value in figures.items() if value > 0}
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a matrix product."""
+    """FLOPs per second of a matrix product."""
     size = 4096 if device.type == "cuda" else 512
     a = torch.ones(size, size, device=device, dtype=dtype)
     return 2.0 * size**3 / _seconds(lambda: a @ a, device)
@@ -59,7 +60,7 @@ def _update_rate(device: torch.device) -> float:
 
 
 def _host_update_rates() -> dict[str, float]:
-    """The same on the host: by one thread, and, where this rank has more, by all that it has."""
+    """Update rates on the host: with one thread and, if this rank has more, with all."""
     count = torch.get_num_threads()
     found: dict[str, float] = {}
     try:
@@ -73,7 +74,7 @@ def _host_update_rates() -> dict[str, float]:
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes per second between device and host; of a CPU device, from memory to memory."""
+    """Bytes per second between device and host; for a CPU device, within memory."""
     count = LARGE_BYTES * (16 if device.type == "cuda" else 1)
     source = torch.ones(count, dtype=torch.uint8)
     if device.type == "cuda":
@@ -83,14 +84,14 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _ring_rate(device: torch.device) -> tuple[float, float]:
-    """Bytes per second of one rank's ring, 0 if noise hides them, and seconds of one of its hops."""
+    """Bytes per second of one rank's ring, 0 if hidden by noise, and seconds per hop."""
     ranks = dist.get_world_size()
-    # Between GPUs, 4 MiB take little longer than a launch does.
+    # Between GPUs, 4 MiB take little longer than a kernel launch.
     large_bytes = LARGE_BYTES * (16 if device.type == "cuda" else 1)
     times = {}
     for size in (SMALL_BYTES, large_bytes):
         data = torch.ones(size // 4, device=device)
-        # As often on every rank: who repeats by the clock repeats differently.
+        # A fixed count: repeating by the clock would differ between ranks.
         times[size] = _seconds(lambda: dist.all_reduce(data), device, repeats=8)  # noqa: B023 (called at once)
     share = 2.0 * (ranks - 1) / ranks
     extra_s = times[large_bytes] - times[SMALL_BYTES]
@@ -99,7 +100,7 @@ def _ring_rate(device: torch.device) -> tuple[float, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 0) -> float:
-    """The fastest of some: what a machine can do, not what it was doing beside."""
+    """Best time of several runs: the capability of the machine without interference."""
     work()
     best = float("inf")
     began = time.perf_counter()

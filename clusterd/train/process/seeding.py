@@ -1,4 +1,4 @@
-"""Seeds of the global random generators: for building the model, and for every step."""
+"""Seeding of the global random generators: for building the model, and for every step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from plans.sample_order import mix
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch, Python and, where it is used, NumPy."""
+    """Seed torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
 
 
 def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
-    """Seeds all for one step: what dropout draws depends on (seed, step, replica, stage) only.
+    """Seed all generators for one step: random numbers depend on (seed, step, replica, stage) only.
 
-    Shards of one replica draw alike, which keeps what they hold twice equal; a repeated step draws the same again.
+    Shards of one replica draw the same numbers, which keeps replicated tensors equal; a repeated step does too.
     """
     seed_everything(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
