@@ -229,7 +229,8 @@ class Gated(nn.Module):
         ("norm", "gradients would differ between shards: norm.weight is replicated but computed with partial features"),
         (
             "gate",
-            "gradients would differ between shards: a tensor that needs a gradient (mul) is whole and computed with parts",
+            "gradients would differ between shards: a tensor that needs a gradient (mul) is replicated but "
+            "computed with partial features",
         ),
         ("end", "gradients would differ between shards: each computes the loss from a part of the features"),
     ],

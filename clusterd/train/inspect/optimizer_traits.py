@@ -1,4 +1,4 @@
-"""Partitionability of an optimizer: trial updates of whole and cut matrices show what it may update separately."""
+"""Optimizer traits, found by trial updates of whole and cut matrices: what may be updated separately."""
 
 from __future__ import annotations
 

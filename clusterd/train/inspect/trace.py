@@ -82,9 +82,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._made: dict[
-            int, torch.Tensor
-        ] = {}  # by storage; kept alive, as the address of a freed storage would be reused
+        self._made: dict[int, torch.Tensor] = {}  # by storage; kept alive: a freed address would be reused
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))

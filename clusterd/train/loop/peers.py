@@ -53,7 +53,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def shut_down_connections() -> None:
-    """Shut down every TCP connection of this process, so that all who wait on them, here or remotely, get an error.
+    """Shut down every TCP connection of this process, so that local and remote waiters get an error.
 
     For a rank that stops talking to its peers. The connection to the agent is a Unix socket and stays.
     """
