@@ -61,7 +61,7 @@ def test_job_files(cluster: RunningCluster, text: str, said: str) -> None:
     """Refused before a daemon is asked, or by it; the file is named where it is at fault."""
     file = cluster.directory / "job.toml"
     file.write_text(text)
-    if said.startswith(("command is empty", "has 4 ranks", "is not carried")):
+    if said.startswith(("command is empty", "has 4 ranks", "is not supported")):
         cluster.start()
     assert said in refused(cluster, "submit", str(file), code=2)
 

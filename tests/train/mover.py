@@ -141,7 +141,7 @@ class Mover:
         self.all_say(new, "prepared", move["id"])
         self._move = MigrationSpec.from_dict(move)
         digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
-        assert digest == {self._move.moves.digest}
+        assert digest == {self._move.transfers.digest}
         if abort_after != "prepared":
             self._tell(old, {"event": "quiesce", "move": move["id"]})
             quiesced = self.all_say(old, "quiesced", move["id"])

@@ -29,14 +29,14 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "options", "says"),
     [
-        ("tp=2", {"tp_plan": False}, "tp=2 needs to know how to cut the model's tensors: give `tp_plan`"),
+        ("tp=2", {"tp_plan": False}, "tp=2 needs to know how to cut the model's tensors: pass `tp_plan`"),
         ("tp=3", {}, "tp=3 does not divide this model"),
-        ("pp=2,accumulation=2", {"layers": False}, "give `layers`"),
+        ("pp=2,accumulation=2", {"layers": False}, "pass `layers`"),
         ("pp=2", {}, "needs at least 2 micro-batches"),
         ("pp=2,accumulation=2", {"model": "stray"}, "scale is in none"),
         ("pp=2,accumulation=2", {"model": "tied"}, "are one parameter"),
         ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
-        ("dp=2,zero=3", {"model": "stray"}, "make scale one of shape (1,)"),
+        ("dp=2,zero=3", {"model": "stray"}, "give scale the shape (1,)"),
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
         ("dp=2", {"unseeded": True}, "different weights on different ranks"),

@@ -69,7 +69,7 @@ def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path
     assert all(rank.exit_code for rank in silent.ranks)
     told = ranks.run(tmp_path / "told", "dp=2,zero=2", model="sided", steps=STEPS, find_unused_parameters=True)
     assert [rank.exit_code for rank in told.ranks] == [96, 96]
-    assert "they may use different parameters (find_unused_parameters)" in told.ranks[0].output
+    assert "replicas may use different parameters (find_unused_parameters)" in told.ranks[0].output
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_batch_is_cut_between_its_samples_or_not_at_all(ranks: RankPool, tmp_p
 def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, plan: str) -> None:
     run = ranks.run(tmp_path, plan, model="hooked", steps=STEPS)
     assert {rank.exit_code for rank in run.ranks} == {96}
-    assert "the hook on embed.token.weight wants it whole" in run.ranks[0].output
+    assert "the hook on embed.token.weight needs it whole" in run.ranks[0].output
 
 
 @pytest.mark.parametrize("model", ["fainting", "settling", "drawing"])
@@ -242,7 +242,7 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
     """It failed in the first backward pass, with a traceback."""
     for rank in ranks.run(tmp_path, "pp=2,accumulation=2", model="reentrant", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
-        assert "the model recomputes by reentrant checkpoints" in rank.output
+        assert "the model uses reentrant checkpoints" in rank.output
 
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", slow("dp=2,pp=2,zero=2,accumulation=2")])

@@ -22,7 +22,7 @@ from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.plan import Plan
-from plans.snapshots import snapshot_of
+from plans.snapshots import state_snapshot_outbox
 
 DEADLINE_S = 30.0
 
@@ -92,8 +92,8 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
     seen.add_(16)
     forward.set()
     settle(taken)
-    shared = layout(made.shape, Plan()).shared_out()
-    part = next(p for p in snapshot_of(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
+    shared = layout(made.shape, Plan()).deduplicated()
+    part = next(p for p in state_snapshot_outbox(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
     assert Segment(str(tmp_path / "..g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
 
 
@@ -125,7 +125,7 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     """More ranks than tensors: a step whose parts never all come would be no snapshot."""
     agent = Agent(tmp_path)
     made = training()
-    monkeypatch.setattr(snapshots, "snapshot_of", lambda shared, _: snapshot_of(shared, 10**6))
+    monkeypatch.setattr(snapshots, "state_snapshot_outbox", lambda shared, _: state_snapshot_outbox(shared, 10**6))
     taken = ready(made, agent)
     at_step(made, taken, 10)
     settle(taken)

@@ -45,7 +45,9 @@ class Bounds:
 
     def why_not(self, plan: Plan) -> str | None:
         """Why the job cannot train under `plan`, as far as is known: it does all that a refused one does."""
-        return next((f"under {other}: {why}" for other, why in self.refused if other.ways <= plan.ways), None)
+        return next(
+            (f"under {other}: {why}" for other, why in self.refused if other.techniques <= plan.techniques), None
+        )
 
     def admits(self, plan: Plan, device_bytes: int) -> bool:
         """Whether nothing rules out a plan that is thought to need so much."""

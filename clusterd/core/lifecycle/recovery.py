@@ -17,7 +17,7 @@ from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
 from plans.layout import layout
 from plans.model_shape import ModelShape
-from plans.reshard import IncompleteLayout, plan_moves
+from plans.reshard import IncompleteLayout, plan_transfers
 
 NOTICE_S = 5.0
 """For ranks to notice by themselves that a peer is gone; then they are told."""
@@ -97,7 +97,7 @@ def way_on(job: Job, attempt: Attempt, view: View, lost: Sequence[int]) -> Move 
     shape = ModelShape.from_dict(job.shape or {})
     hosts = [attempt.ranks[rank].place.host for rank in sorted(attempt.ranks)]
     try:
-        plan_moves(
+        plan_transfers(
             layout(shape, attempt.plan).without(lost),
             layout(shape, move.plan),
             hosts,

@@ -43,7 +43,7 @@ def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Stag
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
     rank_scalars = scalars.collect(training, shape, lazy_saved_separately=True)  # first: it refuses unsupported state
     live = local_shards(training, shape)
-    mine = layout.shared_out().boxes_of(rank)
+    mine = layout.deduplicated().boxes_of(rank)
     sizes = {(t.name, t.kind): t.shape for t in layout.tensors}
     tensors = [
         StagedTensor(at, sizes[key], live[key].box, tensor.detach().to("cpu", copy=True).contiguous())

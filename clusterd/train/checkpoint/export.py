@@ -58,7 +58,7 @@ def save(training: ExportedTraining, path: str) -> None:
         OSError, RuntimeError: on rank 0, after `PATIENCE_S`: it cannot be written.
     """
     rank, shape = training.context.rank, training.shape
-    shared = layout(shape, training.context.plan).shared_out()
+    shared = layout(shape, training.context.plan).deduplicated()
     live = local_shards(training, shape)
     group = dist.new_group(backend="gloo") if dist.is_initialized() else None
     held: dict[tuple[str, str], torch.Tensor] = {

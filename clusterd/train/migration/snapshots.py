@@ -30,7 +30,7 @@ from clusterd.train.state.segments import Segment
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Outbox
-from plans.snapshots import snapshot_of
+from plans.snapshots import state_snapshot_outbox
 
 
 class SnapshottedTraining(ShardedTraining, Protocol):
@@ -152,11 +152,11 @@ class StateSnapshots:
 
     @cached_property
     def _shared(self) -> Layout:
-        return layout(self._training.shape, self._training.context.plan).shared_out()
+        return layout(self._training.shape, self._training.context.plan).deduplicated()
 
     @cached_property
     def _outbox(self) -> Outbox:
-        return snapshot_of(self._shared, self._training.context.rank)
+        return state_snapshot_outbox(self._shared, self._training.context.rank)
 
     def _allocate_segments(self, size_bytes: int, count: int) -> None:
         size = max(size_bytes, 8)  # a rank with nothing to write publishes too, so that the step is complete

@@ -150,7 +150,7 @@ class MigrationSource:
         self._control.report("quiesced", id=migration.id, step=training.step, at_s=at_s, copied=copied)
 
     def _copies(self, migration: MigrationSpec, segment: Segment, live: LocalShards) -> CopyBatch:
-        tensors, parts = migration.moves.old.tensors, migration.packing.outbox(self._training.context.rank).parts
+        tensors, parts = migration.transfers.old.tensors, migration.packing.outbox(self._training.context.rank).parts
         return copies_to_segment(
             segment, [segment_part(part, tensors[part.tensor], live, part.offset) for part in parts]
         )
@@ -229,7 +229,7 @@ class MigrationSource:
         before = sys.getswitchinterval()
         sys.setswitchinterval(POLITE_SWITCH_S)
         try:
-            digest = migration.moves.digest
+            digest = migration.transfers.digest
             outbox = migration.packing.outbox(rank)
             scalars.collect(self._training, migration.shape)
             addresses = (

@@ -11,8 +11,8 @@ from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Packing
 from plans.plan import Plan
-from plans.reshard import Moves, plan_moves
-from plans.snapshots import SnapshotPacking
+from plans.reshard import Transfers, plan_transfers
+from plans.snapshots import StateSnapshotPacking
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class MigrationSpec:
         return layout(self.shape, self.new.plan)
 
     @cached_property
-    def moves(self) -> Moves:
+    def transfers(self) -> Transfers:
         """Transfers from the source to the target layout.
 
         Raises:
             IncompleteLayout: parts of the state are lost with their ranks.
         """
-        return plan_moves(
-            self.old_layout.shared_out() if self.snapshot is not None else self.old_layout.without(self.lost),
+        return plan_transfers(
+            self.old_layout.deduplicated() if self.snapshot is not None else self.old_layout.without(self.lost),
             self.new_layout,
             self.snapshot.hosts if self.snapshot is not None else self.old.hosts,
             self.new.hosts,
@@ -110,7 +110,7 @@ class MigrationSpec:
     @cached_property
     def packing(self) -> Packing:
         """Positions of the transferred boxes in the segments."""
-        return Packing(self.moves) if self.snapshot is None else SnapshotPacking(self.moves)
+        return Packing(self.transfers) if self.snapshot is None else StateSnapshotPacking(self.transfers)
 
     def outbox_name(self, old_rank: int) -> str:
         """Name of the segment that a source rank fills."""

@@ -124,7 +124,7 @@ class MigrationTarget:
         self._fetch(migration)
         for segment in self._control.ask("segments", move=migration.id).get("rooms", ()):
             self._map(migration, live, reads, segment)
-        self._control.report("prepared", id=migration.id, digest=migration.moves.digest)
+        self._control.report("prepared", id=migration.id, digest=migration.transfers.digest)
         self._phase = "transfer"
         metas, copied = self._load(migration, live, reads, copy_threads(migration.new.hosts, rank))
         self._phase = "verify"
@@ -258,7 +258,7 @@ class MigrationTarget:
             ValueError: a checksum differs from that of the source rank.
         """
         source = int(message["source"])
-        tensors = migration.moves.new.tensors
+        tensors = migration.transfers.new.tensors
         path = str(message["path"])
         segment = self._mapped.get(path)
         if segment is not None and segment.is_at(path):
@@ -305,5 +305,5 @@ class MigrationTarget:
 
 
 def _copies(migration: MigrationSpec, live: LocalShards, segment: Segment, reads: list[Read]) -> CopyBatch:
-    tensors = migration.moves.new.tensors
+    tensors = migration.transfers.new.tensors
     return copies_from_segment(segment, [segment_part(read, tensors[read.tensor], live, read.offset) for read in reads])
