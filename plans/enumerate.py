@@ -1,10 +1,10 @@
-"""All plans that a model can run under on given numbers of devices."""
+"""Enumeration of all legal plans of a model on given numbers of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from plans.legality import check, check_cut
+from plans.legality import check, check_model
 from plans.model_shape import ModelShape
 from plans.plan import OFFLOADS, SCHEDULES, Plan, PlanError
 
@@ -18,16 +18,16 @@ def legal_plans(
     offloads: Iterable[str] = OFFLOADS,
     accumulations: Iterable[int] | None = None,
 ) -> list[Plan]:
-    """Legal plans on exactly so many devices (or on each of several numbers), in a fixed order, each once.
+    """Legal plans on exactly this many devices (or on each of several numbers), in a fixed order, each once.
 
-    Plans that differ in nothing that happens are listed once: schedules only under pipeline parallelism, accumulation
-    only where it cuts shares evenly. Shares are equal; unequal ones come with a placement on mixed devices.
+    Equivalent plans are listed once: schedules only under pipeline parallelism, accumulation only if it divides the
+    share. Shares are equal; unequal ones come from placement on mixed devices.
 
     Args:
-        shape: of the model; without it only plans that need to know nothing of it (no tp, no pp).
+        shape: of the model; without it only plans that do not depend on it (no tp, no pp).
         global_batch: default: the shape's.
-        offloads: what may be tried; host memory is a resource too.
-        accumulations: numbers of micro-batches to consider; default: all that divide the share.
+        offloads: allowed values; host memory is a resource too.
+        accumulations: allowed numbers of micro-batches; default: all that divide the share.
     Raises:
         PlanError: neither shape nor global batch is given.
     """
@@ -35,32 +35,35 @@ def legal_plans(
     if batch is None:
         raise PlanError("a global batch is needed to list plans")
     counts = [devices] if isinstance(devices, int) else sorted(set(devices))
-    wanted = None if accumulations is None else set(accumulations)
+    accumulation_filter = None if accumulations is None else set(accumulations)
     return [
         plan
         for count in counts
-        for plan in _candidates(count, batch, tuple(offloads), wanted, shape)
+        for plan in _candidates(count, batch, tuple(offloads), accumulation_filter, shape)
         if not check(plan, shape, global_batch=batch, kinds=[kind])
     ]
 
 
 def _candidates(
-    count: int, batch: int, offloads: tuple[str, ...], wanted: set[int] | None, shape: ModelShape | None
+    count: int, batch: int, offloads: tuple[str, ...], accumulation_filter: set[int] | None, shape: ModelShape | None
 ) -> Iterator[Plan]:
-    """Without those whose number of shards or stages the model refuses under any plan: most, on many devices."""
+    """Candidate plans, without numbers of shards or stages that the model refuses under any plan.
+
+    On many devices that excludes most of them.
+    """
     for pp in _divisors(count) if shape else [1]:
-        if shape and check_cut(Plan(pp=pp), shape):
+        if shape and check_model(Plan(pp=pp), shape):
             continue
         for tp in _divisors(count // pp) if shape else [1]:
             dp = count // pp // tp
-            if batch % dp or (shape and check_cut(Plan(tp=tp, pp=pp), shape)):
+            if batch % dp or (shape and check_model(Plan(tp=tp, pp=pp), shape)):
                 continue
             for zero in range(4):
                 for offload in OFFLOADS:
                     if offload not in offloads:
                         continue
                     for accumulation in _divisors(batch // dp):
-                        if wanted is not None and accumulation not in wanted:
+                        if accumulation_filter is not None and accumulation not in accumulation_filter:
                             continue
                         for checkpointing in (False, True):
                             for schedule in SCHEDULES if pp > 1 else SCHEDULES[:1]:

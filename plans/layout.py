@@ -1,13 +1,12 @@
-"""Who holds what: the boxes of every tensor of a job's state, by rank.
+"""Layout of a job's state: the box of every tensor that each rank holds.
 
-A layout follows from the model's shape and the plan alone, so everyone computes the same one and nothing but its digest
-is exchanged. A rank compares its row with its live objects before it takes part in a move (`local_shards`).
+A layout follows from the model's shape and the plan alone, so every process computes the same one and only its digest
+is exchanged. A rank compares its row with its live objects before a migration (`clusterd.train.state.local_shards`).
 
-A tensor is a parameter, the optimizer's state of one, or a buffer. All slots of the state that have the parameter's
-shape move as one, with their bytes per element added up; a slot of another shape (Adafactor's means of rows and
-columns) is a tensor of its own and goes where the state goes. Buffers are held by every rank that has their layer,
-and may differ between replicas: the first holder's count. What is one number for all ranks (step counters) is no
-tensor and travels with the message.
+A tensor is a parameter, the optimizer state of one, or a buffer. All state slots of the parameter's shape move
+together, with their bytes per element added; a slot of another shape (Adafactor's row and column means) is a tensor of
+its own that goes with the state. Buffers are held by every rank that has their layer, and may differ between replicas:
+the first holder wins. Values that are equal on all ranks (step counters) are not tensors and travel in the message.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class LayoutMismatch(ValueError):
-    """Two layouts that should be of one collection are not: a tensor is missing, or differs in shape or size."""
+    """Two layouts are not of one collection: a tensor is missing, or differs in shape or size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Layout:
 
     Attributes:
         tensors: the collection.
-        ranks: how many there are.
+        ranks: number of ranks.
         tensor, rank: (n,) index into `tensors`, and the rank that holds it.
         low, high: (n, d) the box, half-open; dimensions that a tensor does not have are [0, 1).
     """
@@ -64,7 +63,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """The same for everyone who computed the same layout."""
+        """Hash that is equal for equal layouts."""
         of = hashlib.sha256(repr(self.tensors).encode())
         for array in (self.tensor, self.rank, self.low, self.high):
             of.update(np.ascontiguousarray(array).tobytes())
@@ -78,7 +77,7 @@ class Layout:
         return volume * sizes[self.tensor]
 
     def boxes_of(self, rank: int) -> dict[tuple[str, str], tuple[tuple[int, int], ...]]:
-        """Of one rank: (name, kind) to its box, one (low, high) per dimension."""
+        """Boxes of one rank: (name, kind) to one (low, high) per dimension."""
         found = {}
         for row in np.flatnonzero(self.rank == rank):
             tensor = self.tensors[self.tensor[row]]
@@ -86,87 +85,87 @@ class Layout:
             found[tensor.name, tensor.kind] = tuple((int(self.low[row, d]), int(self.high[row, d])) for d in dims)
         return found
 
-    def shared_out(self) -> Layout:
-        """Each distinct box with one of its holders, so that holders have alike many bytes; buffers with the first.
+    def deduplicated(self) -> Layout:
+        """Each distinct box with one of its holders, balanced by bytes; buffers with the first holder.
 
-        For what is to be written once: every byte of the collection is there exactly once.
+        For state that is written once: every byte of the collection occurs exactly once.
         """
         columns = [self.rank, *self.high.T, *self.low.T, self.tensor]
         order = np.lexsort(columns)
         tensor, low, high = self.tensor[order], self.low[order], self.high[order]
-        begins = np.ones(len(order), dtype=bool)
-        begins[1:] = (
+        starts = np.ones(len(order), dtype=bool)
+        starts[1:] = (
             (tensor[1:] != tensor[:-1]) | (low[1:] != low[:-1]).any(axis=1) | (high[1:] != high[:-1]).any(axis=1)
         )
-        first = np.flatnonzero(begins)
+        first = np.flatnonzero(starts)
         size = self.row_bytes[order][first]
         last = np.append(first[1:], len(order))
-        has = np.zeros(self.ranks, dtype=np.int64)
+        assigned = np.zeros(self.ranks, dtype=np.int64)
         chosen = np.empty(len(first), dtype=np.int64)
         for box in np.argsort(-size, kind="stable"):
             holders = self.rank[order[first[box] : last[box]]]
             fixed = self.tensors[tensor[first[box]]].kind == "buffer"
-            taker = holders[0] if fixed else holders[np.argmin(has[holders])]
-            has[taker] += size[box]
-            chosen[box] = taker
+            holder = holders[0] if fixed else holders[np.argmin(assigned[holders])]
+            assigned[holder] += size[box]
+            chosen[box] = holder
         return Layout(self.tensors, self.ranks, tensor[first], chosen, low[first], high[first])
 
     def without(self, lost: Sequence[int]) -> Layout:
-        """The holdings that are left when these ranks are gone; their numbers stay as they are."""
+        """The remaining holdings after these ranks are lost; rank numbers stay."""
         keep = ~np.isin(self.rank, np.asarray(lost, dtype=np.int64))
         return Layout(self.tensors, self.ranks, self.tensor[keep], self.rank[keep], self.low[keep], self.high[keep])
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TensorRule:
     tensor: Tensor
     parameter: int  # index; -1: a buffer
     layer: int
     whole: bool  # no plan cuts it
 
 
-def _parts(shape: ModelShape) -> list[_Part]:
-    parts = [
-        _Part(Tensor(p.name, "parameter", p.shape, p.dtype_bytes), i, p.layer, False)
+def _tensor_rules(shape: ModelShape) -> list[_TensorRule]:
+    rules = [
+        _TensorRule(Tensor(p.name, "parameter", p.shape, p.dtype_bytes), i, p.layer, False)
         for i, p in enumerate(shape.parameters)
     ]
     for i, p in enumerate(shape.parameters):
         if slots := shape.slots_of(i):
-            parts.append(_Part(Tensor(p.name, "optimizer", p.shape, sum(b for _, b in slots)), i, p.layer, False))
+            rules.append(_TensorRule(Tensor(p.name, "optimizer", p.shape, sum(b for _, b in slots)), i, p.layer, False))
     for odd in shape.odd_slots:
         p = shape.parameters[odd.parameter]
         tensor = Tensor(p.name, f"optimizer.{odd.name}", odd.shape, odd.dtype_bytes)
-        parts.append(_Part(tensor, odd.parameter, p.layer, True))
-    parts += [_Part(Tensor(b.name, "buffer", b.shape, b.dtype_bytes), -1, b.layer, True) for b in shape.buffers]
-    return parts
+        rules.append(_TensorRule(tensor, odd.parameter, p.layer, True))
+    rules += [_TensorRule(Tensor(b.name, "buffer", b.shape, b.dtype_bytes), -1, b.layer, True) for b in shape.buffers]
+    return rules
 
 
 def layout(shape: ModelShape, plan: Plan) -> Layout:
-    """Who holds what under `plan`.
+    """Layout of the model's state under `plan`.
 
-    Tensor parallelism cuts `tp_dim`, ZeRO-2 and 3 cut what is left along the first dimension, each as `torch.chunk`
-    does; ZeRO-1 gives the whole state of a parameter to one replica (`zero1_owners`); stages hold their layers.
+    Tensor parallelism cuts `tp_dim`; ZeRO-2 and 3 cut the rest along the first dimension, each as `torch.chunk` does;
+    ZeRO-1 assigns the whole state of a parameter to one replica (`zero1_owners`); stages hold their layers.
     """
-    parts = _parts(shape)
-    dims = max((len(part.tensor.shape) for part in parts), default=1) or 1
+    rules = _tensor_rules(shape)
+    dims = max((len(rule.tensor.shape) for rule in rules), default=1) or 1
     stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else None
     owners = zero1_owners(shape, plan) if plan.zero == 1 else None
     shard, replica = (a.reshape(-1) for a in np.meshgrid(np.arange(plan.tp), np.arange(plan.dp)))
     rows: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for number, part in enumerate(parts):
-        stage = next(i for i, s in enumerate(stages) if part.layer in s) if stages is not None else 0
-        if part.whole:
-            low, high = _whole(part.tensor.shape, len(shard), dims)
+    for number, rule in enumerate(rules):
+        stage = next(i for i, s in enumerate(stages) if rule.layer in s) if stages is not None else 0
+        if rule.whole:
+            low, high = _whole(rule.tensor.shape, len(shard), dims)
         else:
-            low, high = _cut(shape.parameters[part.parameter], plan, shard, replica, dims)
+            low, high = _cut(shape.parameters[rule.parameter], plan, shard, replica, dims)
         held = (high > low).all(axis=1)
-        if part.tensor.kind.startswith("optimizer") and owners is not None:
-            held &= replica == owners[part.parameter]
+        if rule.tensor.kind.startswith("optimizer") and owners is not None:
+            held &= replica == owners[rule.parameter]
         ranks = (stage * plan.dp + replica) * plan.tp + shard
         count = int(held.sum())
         rows.append((np.full(count, number), ranks[held], low[held], high[held]))
     columns = [np.concatenate(column).astype(np.int64) for column in zip(*rows, strict=True)]
-    return Layout(tuple(part.tensor for part in parts), plan.ranks, *columns)
+    return Layout(tuple(rule.tensor for rule in rules), plan.ranks, *columns)
 
 
 def _whole(shape: tuple[int, ...], holders: int, dims: int) -> tuple[Ints, Ints]:
@@ -188,16 +187,16 @@ def _cut(parameter: ParameterShape, plan: Plan, shard: Ints, replica: Ints, dims
     return low, high
 
 
-def chunk(low: Ints, high: Ints, parts: int, part: Ints) -> tuple[Ints, Ints]:
-    """The `part`-th of `parts` chunks of [low, high), as `torch.chunk` cuts: equal but for the last, maybe empty."""
-    each = -(-(high - low) // parts)
-    return np.minimum(low + part * each, high), np.minimum(low + (part + 1) * each, high)
+def chunk(low: Ints, high: Ints, count: int, index: Ints) -> tuple[Ints, Ints]:
+    """Chunk `index` of `count` of [low, high), as in `torch.chunk`: equal but for the last, which may be empty."""
+    each = -(-(high - low) // count)
+    return np.minimum(low + index * each, high), np.minimum(low + (index + 1) * each, high)
 
 
 def zero1_owners(shape: ModelShape, plan: Plan) -> dict[int, int]:
-    """The replica that holds the optimizer's state of each trainable parameter (by index) under ZeRO-1.
+    """Replica that holds the optimizer state of each trainable parameter (by index) under ZeRO-1.
 
-    As torch's `ZeroRedundancyOptimizer` deals them out: by group, largest first, to the replica with least so far.
+    As in torch's `ZeroRedundancyOptimizer`: by group, largest first, to the replica with the fewest elements so far.
     """
     stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else [range(-1, len(shape.layers))]
     owners: dict[int, int] = {}

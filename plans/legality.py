@@ -1,13 +1,13 @@
-"""Which plans can be: rules of arithmetic, of the model, and of what torch can do. Each refusal is a sentence.
+"""Legality of plans: rules of arithmetic, of the model and of torch. Each refusal is a sentence.
 
-What torch cannot do between CPU ranks has no field in `Plan`, or goes another way in `apply_plan`
+What torch cannot do between CPU ranks has no field in `Plan`, or is implemented differently in `apply_plan`
 (`tests/plans/test_equivalence.py` tries each, and expects it to fail):
 
 - context parallelism: "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy";
 - FSDP1: "FSDP needs a non-CPU accelerator device"; FSDP2 is used everywhere;
-- `CPUOffloadPolicy()` as it comes: "Cannot access accelerator device when none is available"; on CPU it pins nothing;
+- `CPUOffloadPolicy()` by default: "Cannot access accelerator device when none is available"; on CPU it pins nothing;
 - DistributedDataParallel over tensor-parallel shards: "got mixed torch.Tensor and DTensor", and under the 1f1b
-  schedule: "rebuilt parameter indices size is not same as original model parameters size"; `GradientSum` stands in.
+  schedule: "rebuilt parameter indices size is not same as original model parameters size"; `GradientSum` replaces it.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from plans.stages import split_layers
 def check(
     plan: Plan, shape: ModelShape | None = None, *, global_batch: int | None = None, kinds: Iterable[str] = ()
 ) -> list[str]:
-    """Why `plan` cannot run; empty if it can.
+    """Reasons why `plan` cannot run; empty if it can.
 
     Args:
-        shape: of the model, where it is known; without it only what does not depend on the model is checked, and the
-            ranks check the rest.
-        global_batch: samples per step; default: the shape's, and unchecked without one.
+        shape: of the model, if known; without it only model-independent rules are checked, and the ranks check the
+            rest.
+        global_batch: samples per step; default: the shape's; not checked if neither is known.
         kinds: of the devices it would run on ("cuda", "cpu").
     """
     batch = shape.global_batch if global_batch is None and shape is not None else global_batch
     reasons = [*_batch(plan, batch), *_sharding(plan), *_devices(kinds)]
     if shape is not None:
-        reasons += [*_samples(batch, shape), *check_cut(plan, shape)]
+        reasons += [*_samples(batch, shape), *check_model(plan, shape)]
     return reasons
 
 
-def check_cut(plan: Plan, shape: ModelShape) -> list[str]:
-    """Why the model cannot be cut so, whatever its batch and the number of replicas; empty if it can."""
+def check_model(plan: Plan, shape: ModelShape) -> list[str]:
+    """Reasons why the model cannot be cut this way, whatever its batch and the number of replicas."""
     return [
         *_pipeline(plan, shape),
-        *_tensors(plan, shape),
+        *_tensor_parallelism(plan, shape),
         *_optimizer(plan, shape),
         *_parameters(plan, shape),
         *_loss(plan, shape),
-        *_written(plan, shape),
+        *_parameter_writes(plan, shape),
     ]
 
 
@@ -77,10 +77,10 @@ def _sharding(plan: Plan) -> Iterator[str]:
     if plan.zero and plan.dp == 1 and not lone_offload:
         yield f"zero={plan.zero} shards over replicas: it needs dp of at least 2"
     if plan.offload == "parameters" and plan.zero != 3:
-        yield f"offload=parameters is carried by FSDP2: it needs zero=3, not zero={plan.zero}"
+        yield f"offload=parameters is implemented by FSDP2: it needs zero=3, not zero={plan.zero}"
     if plan.offload == "optimizer" and plan.zero == 1:
         yield (
-            "offload=optimizer is not carried with zero=1, whose update sends whole parameters between replicas; "
+            "offload=optimizer is not supported with zero=1, whose update sends whole parameters between replicas; "
             "zero=2 keeps the same share of optimizer state in host memory"
         )
 
@@ -89,7 +89,7 @@ def _devices(kinds: Iterable[str]) -> Iterator[str]:
     if len(different := sorted(set(kinds))) > 1:
         yield (
             f"ranks of one job need devices of one kind, not {' and '.join(different)}: "
-            "torch's collectives do not mix them"
+            "torch's collectives cannot mix them"
         )
 
 
@@ -102,7 +102,7 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if plan.pp == 1:
         return
     if not shape.pipeline:
-        yield f"pp={plan.pp} needs to know the model's layers in order: give `layers` to clusterd.train.run"
+        yield f"pp={plan.pp} needs the model's layers in order: pass `layers` to clusterd.train.run"
         return
     if outside := [p.name for p in shape.parameters if p.layer < 0]:
         yield f"pp={plan.pp} needs every parameter in one of the layers; {outside[0]} is in none"
@@ -111,7 +111,7 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
         yield f"pp={plan.pp} needs every buffer in one of the layers; {outside[0]} is in none"
         return
     if shape.pipeline_refused:
-        yield f"pp={plan.pp} cannot be: {shape.pipeline_refused}"
+        yield f"pp={plan.pp} is impossible: {shape.pipeline_refused}"
         return
     weights = shape.layer_weights()
     try:
@@ -125,63 +125,63 @@ def _pipeline(plan: Plan, shape: ModelShape) -> Iterator[str]:
         if layers.isdisjoint(stage):
             yield f"stage {index} of pp={plan.pp} would have nothing to train"
     for names in shape.tied:
-        homes = {next(i for i, s in enumerate(stages) if _layer_of(name, shape) in s) for name in names}
-        if len(homes) > 1:
+        owners = {next(i for i, s in enumerate(stages) if _layer_of(name, shape) in s) for name in names}
+        if len(owners) > 1:
             yield f"pp={plan.pp} would put {' and '.join(names)}, which are one parameter, on different stages"
 
 
-def _tensors(plan: Plan, shape: ModelShape) -> Iterator[str]:
+def _tensor_parallelism(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if plan.tp > 1 and shape.hooked:
-        yield f"tp={plan.tp} cuts gradients too, and the hook on {shape.hooked} wants it whole"
+        yield f"tp={plan.tp} cuts gradients too, but the hook on {shape.hooked} needs it whole"
         return
     if plan.tp == 1 or plan.tp in shape.tp_degrees:
         return
     if not shape.tp_plan:
-        yield f"tp={plan.tp} needs to know how to cut the model's tensors: give `tp_plan` to clusterd.train.run"
+        yield f"tp={plan.tp} needs to know how to cut the model's tensors: pass `tp_plan` to clusterd.train.run"
         return
-    why = dict(shape.tp_refused).get(plan.tp, "the model was not tried with that many shards")
+    why = dict(shape.tp_refused).get(plan.tp, "the model was not tried with this number of shards")
     works = ", ".join(map(str, shape.tp_degrees)) or "none"
-    yield f"tp={plan.tp} does not divide this model: {why} (what works: {works})"
+    yield f"tp={plan.tp} does not divide this model: {why} (valid: {works})"
 
 
 def _optimizer(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if not shape.optimizer_by_tensor and (plan.tp > 1 or plan.pp > 1 or plan.zero):
         yield (
-            f"{plan} updates parts of the model apart, but what {shape.optimizer} makes of one tensor depends on the "
-            "others; dp leaves the model whole"
+            f"{plan} updates parts of the model separately, but {shape.optimizer}'s update of one tensor depends on "
+            "the others; dp leaves the model whole"
         )
     elif not shape.optimizer_elementwise and (plan.tp > 1 or plan.zero >= 2):
         yield (
-            f"{plan} cuts tensors, but {shape.optimizer} does not treat every element alike: its update of a part is "
-            "not the part of its update; dp, zero=1 and pp leave tensors whole"
+            f"{plan} cuts tensors, but {shape.optimizer} does not treat every element alike: its update of a shard is "
+            "not the shard of its update; dp, zero=1 and pp leave tensors whole"
         )
 
 
 def _loss(plan: Plan, shape: ModelShape) -> Iterator[str]:
     if shape.loss == "sum" and (plan.dp > 1 or plan.accumulation > 1):
-        yield f"{plan} cuts the batch, and the loss adds samples up: have it return their mean"
+        yield f"{plan} cuts the batch, but the loss sums over samples: return their mean"
     if shape.gradients_bent and (plan.dp > 1 or plan.accumulation > 1):
         yield (
-            f"{plan} cuts the batch, and the backward pass clips, or bends, gradients of the part that it has: have "
+            f"{plan} cuts the batch, but the backward pass clips, or otherwise distorts, gradients of each part: let "
             "clusterd.train.run clip them (clip_norm)"
         )
     if shape.by_frequency and (plan.dp > 1 or plan.accumulation > 1):
         yield (
-            f"{plan} cuts the batch, and the gradient of {shape.by_frequency} is divided by how often each row comes "
-            "up in it (scale_grad_by_freq)"
+            f"{plan} cuts the batch, but the gradient of {shape.by_frequency} is divided by the frequency of each row "
+            "in it (scale_grad_by_freq)"
         )
     if shape.loss_learns and (plan.pp > 1 or plan.tp > 1 or plan.zero >= 2):
         yield (
-            f"{plan} cuts the model, and the loss computes with its parameters: have the model compute that, and "
-            "return it with its output, or the optimizer (weight_decay)"
+            f"{plan} cuts the model, but the loss computes with its parameters: let the model compute that term and "
+            "return it with its output, or the optimizer apply it (weight_decay)"
         )
-    # Each replica's counts as much as it should where the mean over equal shares is taken, and nowhere else.
+    # Added gradients are weighted correctly only by a mean over equal shares.
     unequal = len(set(plan.shares)) > 1
     summed = plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1)
     if shape.gradients_added and (plan.accumulation > 1 or unequal or summed):
         yield (
-            f"{plan} weights parts of the batch by the loss, and the backward pass adds gradients of its own to it (an "
-            "auxiliary loss?): add that to the loss"
+            f"{plan} weights parts of the batch through the loss, but the backward pass adds gradients of its own (an "
+            "auxiliary loss?): add it to the loss"
         )
 
 
@@ -190,58 +190,56 @@ def _parameters(plan: Plan, shape: ModelShape) -> Iterator[str]:
     trainable = [p for p in shape.parameters if p.trainable]
     if plan.zero == 1 and (other := [p for p in trainable if p.dtype_bytes != trainable[0].dtype_bytes]):
         yield (
-            "zero=1 is carried by ZeroRedundancyOptimizer, which wants parameters of one dtype: "
+            "zero=1 is implemented by ZeroRedundancyOptimizer, which needs parameters of one dtype: "
             f"{trainable[0].name} has {trainable[0].dtype_bytes} bytes per element, {other[0].name} "
             f"{other[0].dtype_bytes}"
         )
     if plan.dp > 1 and plan.zero < 2 and (plan.tp > 1 or plan.pp > 1) and shape.sparse:
-        yield f"{plan} sums up gradients in buckets, and that of {shape.sparse} is sparse"
+        yield f"{plan} sums gradients in buckets, but that of {shape.sparse} is sparse"
 
 
-def _written(plan: Plan, shape: ModelShape) -> Iterator[str]:
-    """What a forward pass writes into parameters must be there for the update, and for the next pass, everywhere."""
+def _parameter_writes(plan: Plan, shape: ModelShape) -> Iterator[str]:
+    """Refuse plans under which a write of the forward pass into parameters is lost, repeated or differs."""
     trained = next((p.name for p in shape.parameters if p.trainable and p.name in shape.written), "")
     if plan.dp > 1 and shape.written_by_samples:
         yield (
-            f"dp={plan.dp} would have replicas drift apart: the forward pass writes into {shape.written_by_samples} "
-            "what its own samples make of it (as max_norm does)"
+            f"dp={plan.dp} would let replicas diverge: the forward pass writes values into {shape.written_by_samples} "
+            "that depend on its own samples (as max_norm does)"
         )
     elif plan.zero >= 2 and shape.written:
         yield (
-            f"zero={plan.zero} puts parameters together for a pass, and would lose what the forward pass writes into "
+            f"zero={plan.zero} gathers parameters for a pass, and would lose what the forward pass writes into "
             f"{shape.written[0]}"
         )
     elif (plan.zero or plan.offload == "optimizer") and trained:
-        what = f"zero={plan.zero}" if plan.zero else "offload=optimizer"
-        yield f"{what} updates copies of parameters, and would lose what the forward pass writes into {trained}"
-    if shape.written_anew and not shape.pipeline_refused and (repeats := _repeats(plan)):
-        yield (
-            f"{repeats} makes more than one forward pass of a step, each of which would write into {shape.written_anew}"
-        )
+        technique = f"zero={plan.zero}" if plan.zero else "offload=optimizer"
+        yield f"{technique} updates copies of parameters, and would lose what the forward pass writes into {trained}"
+    if shape.written_anew and not shape.pipeline_refused and (repeats := _repeated_passes(plan)):
+        yield (f"{repeats} runs several forward passes per step, each of which would write into {shape.written_anew}")
 
 
-def _repeats(plan: Plan) -> str:
+def _repeated_passes(plan: Plan) -> str:
     if plan.pp > 1:
         return f"pp={plan.pp}"
     return f"accumulation={plan.accumulation}" if plan.accumulation > 1 else "checkpointing" * plan.checkpointing
 
 
 def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
-    carried = f"zero={plan.zero} is carried by FSDP2, which"
+    fsdp2 = f"zero={plan.zero} is implemented by FSDP2, which"
     if scalar := next((p.name for p in shape.parameters if not p.shape), ""):
-        yield f"{carried} cuts no parameter without dimensions: make {scalar} one of shape (1,)"
+        yield f"{fsdp2} cannot cut a parameter without dimensions: give {scalar} the shape (1,)"
     if empty := next((p.name for p in shape.parameters if 0 in p.shape), ""):
-        yield f"{carried} cuts no parameter without elements: {empty} has none"
+        yield f"{fsdp2} cannot cut a parameter without elements: {empty} has none"
     if shape.noncontiguous:
-        yield f"{carried} takes contiguous parameters only: {shape.noncontiguous} is not"
+        yield f"{fsdp2} needs contiguous parameters: {shape.noncontiguous} is not"
     if shape.sparse:
-        yield f"{carried} takes no sparse gradients, as that of {shape.sparse} is"
+        yield f"{fsdp2} does not support sparse gradients, as that of {shape.sparse} is"
     if shape.hooked:
-        yield f"{carried} has parts of gradients, and the hook on {shape.hooked} wants it whole"
+        yield f"{fsdp2} shards gradients, but the hook on {shape.hooked} needs it whole"
     if shape.repeated_block and plan.zero == 3 and plan.checkpointing:
-        yield f"{carried} cannot gather {shape.repeated_block} again for recomputing: it is in the model more than once"
+        yield f"{fsdp2} cannot gather {shape.repeated_block} again for recomputation: it is in the model more than once"
     if shape.find_unused_parameters:
-        yield f"{carried} adds up what replicas have, and they may use different parameters (find_unused_parameters)"
+        yield f"{fsdp2} sums gradients blindly, but replicas may use different parameters (find_unused_parameters)"
     first: dict[int, ParameterShape] = {}
     for parameter in shape.parameters:
         if not parameter.trainable:
@@ -250,14 +248,14 @@ def _fully_sharded(plan: Plan, shape: ModelShape) -> Iterator[str]:
         beside = first.setdefault(parameter.layer if in_block else -1, parameter)
         if beside.dtype_bytes != parameter.dtype_bytes:
             yield (
-                f"{carried} wants one dtype in each block: {beside.name} has {beside.dtype_bytes} bytes per element, "
+                f"{fsdp2} needs one dtype in each block: {beside.name} has {beside.dtype_bytes} bytes per element, "
                 f"{parameter.name} {parameter.dtype_bytes}"
             )
             return
 
 
 def _layer_of(name: str, shape: ModelShape) -> int:
-    """Index of the layer in which a name lies, of a tied parameter's second name too."""
+    """Index of the layer that contains a name, also for the second name of a tied parameter."""
     return max(
         (i for i, layer in enumerate(shape.layers) if name == layer.name or name.startswith(layer.name + ".")),
         default=-1,

@@ -1,22 +1,22 @@
-"""Memory of a rank under a plan: an estimate good enough to leave out what cannot fit.
+"""Memory estimate of a rank under a plan, good enough to exclude plans that cannot fit.
 
-With P the bytes of parameters that one shard of the stage has (whole ones, and 1/tp of cut ones), T those of the
-trainable among them, B the largest block's, m the samples of the largest micro-batch:
+With P the parameter bytes of one shard of the stage (replicated ones, and 1/tp of cut ones), T those of the trainable
+among them, B the largest block's, m the samples of the largest micro-batch:
 
 =================  ==================================================================================
 parameters         P; ZeRO-2 and 3: P/dp; offload=parameters: 0
-gathered           whole parameters that sharding makes for a while. ZeRO-2: P (from forward to backward pass);
-                   ZeRO-3: 2B (the block in use, and the next one on its way)
+gathered           whole parameters that sharding materialises temporarily. ZeRO-2: P (from forward to backward
+                   pass); ZeRO-3: 2B (the block in use, and the prefetched one)
 gradients          T; ZeRO-2 and 3: T/dp + 2B, but T/dp + T in a pipeline, where they are reduced once at the end;
                    and T again for buckets under dp with tp or pp (`clusterd.train.parallel.gradient_sync`)
 optimizer          ratio * T; ZeRO-1, 2, 3: ratio * T/dp; none on the device when offloaded
-temporaries        of an update, on CUDA alone, where torch updates all tensors at once: another ratio * T, or T/dp;
-                   none when offloaded. Gathered parameters and activations are gone by then: the larger counts
-activations        per micro-batch in flight m * (whole + cut/tp), or with checkpointing m * the blocks' inputs; once
-                   more the largest block's, when recomputing; the loss function's on the last stage. Beside them
-                   copies of parameters in another precision (autocast), where activations are, for any m.
+temporaries        of an update, on CUDA only, where torch updates all tensors at once: another ratio * T, or T/dp;
+                   none when offloaded. Gathered parameters and activations are freed by then: the larger counts
+activations        per micro-batch in flight m * (whole + cut/tp), or with checkpointing m * the blocks' inputs; plus
+                   the largest block's once, when recomputing; plus the loss function's on the last stage. Where
+                   activations are, also copies of parameters in another precision (autocast), for any m.
                    In flight: all under gpipe, min(accumulation, pp - stage) under 1f1b, 1 without pipeline
-buffers            what the pipeline receives: m * boundary bytes, forward and backward, for every micro-batch
+buffers            received by the pipeline: m * boundary bytes, forward and backward, for every micro-batch
 overhead           of the process: CUDA context and NCCL, or the interpreter with torch
 host               offloaded: parameters, gradients and optimizer state. Pinned on CUDA
 =================  ==================================================================================
@@ -33,12 +33,12 @@ from plans.plan import Plan
 from plans.stages import split_layers
 
 OVERHEAD_BYTES = {"cuda": 900 << 20, "cpu": 300 << 20}
-"""Of a rank that holds nothing yet: measured 220 MB resident after importing torch on CPU; CUDA by rule of thumb."""
+"""Of an empty rank: measured 220 MB resident after importing torch on CPU; CUDA by rule of thumb."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes of one rank, by what they are for."""
+    """Bytes of one rank, by purpose."""
 
     parameters_bytes: int
     gathered_bytes: int
@@ -53,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def device_bytes(self) -> int:
-        """What must fit the device."""
+        """Bytes that must fit the device."""
         return (
             self.parameters_bytes
             + self.gradients_bytes
@@ -67,7 +67,7 @@ class MemoryEstimate:
 def estimate(
     plan: Plan, shape: ModelShape, *, global_batch: int | None = None, kind: str = "cuda", stage: int | None = None
 ) -> MemoryEstimate:
-    """Memory of a rank of `stage`, or of the stage that needs most on its device.
+    """Estimate the memory of a rank of `stage`, or of the stage that needs most on its device.
 
     Raises:
         PlanError, ValueError: the plan is not legal for the model (`plans.legality.check`).
@@ -76,15 +76,16 @@ def estimate(
     stages = split_layers(shape.layer_weights(), plan.pp) if plan.pp > 1 else [range(-1, len(shape.layers))]
     chosen = range(plan.pp) if stage is None else [stage]
     return max(
-        (_of_stage(plan, shape, batch, kind, index, stages[index]) for index in chosen), key=lambda e: e.device_bytes
+        (_estimate_stage(plan, shape, batch, kind, index, stages[index]) for index in chosen),
+        key=lambda e: e.device_bytes,
     )
 
 
-def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, layers: range) -> MemoryEstimate:
-    mine = [p for p in shape.parameters if p.layer in layers]
-    whole = _bytes(mine, plan)
-    trainable = _bytes([p for p in mine if p.trainable], plan)
-    block = max((_bytes([p for p in mine if p.layer == index], plan) for index in layers), default=0)
+def _estimate_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, layers: range) -> MemoryEstimate:
+    own = [p for p in shape.parameters if p.layer in layers]
+    whole = _bytes(own, plan)
+    trainable = _bytes([p for p in own if p.trainable], plan)
+    block = max((_bytes([p for p in own if p.layer == index], plan) for index in layers), default=0)
     shard = -(-trainable // plan.dp) if plan.zero >= 2 else trainable
 
     parameters = whole
@@ -92,8 +93,8 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
     gradients = trainable
     if plan.zero >= 2:
         parameters = -(-whole // plan.dp)
-        # FSDP2 keeps what lies outside the blocks whole until the backward pass, which begins with it.
-        outside = _bytes([p for p in mine if p.layer < 0 or not shape.layers[p.layer].block], plan)
+        # FSDP2 keeps parameters outside of blocks gathered until the backward pass, which begins with them.
+        outside = _bytes([p for p in own if p.layer < 0 or not shape.layers[p.layer].block], plan)
         gathered = min(outside + 2 * block, whole) if plan.zero == 3 else whole
         gradients = shard + (trainable if plan.pp > 1 else min(2 * block, trainable))
     elif plan.dp > 1 and plan.tp * plan.pp > 1:
@@ -101,7 +102,7 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
 
     updated = shard
     if plan.zero == 1:
-        largest = max((p.local_bytes(plan.tp) for p in mine if p.trainable), default=0)
+        largest = max((p.local_bytes(plan.tp) for p in own if p.trainable), default=0)
         updated = max(-(-trainable // plan.dp), largest)
     state = int(shape.optimizer_state_ratio * updated)
     temporaries = int(shape.optimizer_temporaries_ratio * updated) if kind == "cuda" else 0
@@ -109,7 +110,7 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
     host = 0
     if plan.offload != "none":
         parts = plan.dp if plan.zero >= 2 else 1
-        each = [-(-p.local_bytes(plan.tp) // parts) for p in mine if p.trainable]
+        each = [-(-p.local_bytes(plan.tp) // parts) for p in own if p.trainable]
         # Parameters and gradients; torch pins memory in powers of two.
         host = state + 2 * sum(1 << (n - 1).bit_length() if kind == "cuda" and n else n for n in each)
         state, temporaries = 0, 0
@@ -119,16 +120,16 @@ def _of_stage(plan: Plan, shape: ModelShape, batch: int, kind: str, stage: int, 
 
     share = max(plan.batch_shares(batch))
     samples = -(-share // plan.accumulation)
-    flight = 1
+    in_flight = 1
     if plan.pp > 1:
-        flight = plan.accumulation if plan.schedule == "gpipe" else min(plan.accumulation, plan.pp - stage)
+        in_flight = plan.accumulation if plan.schedule == "gpipe" else min(plan.accumulation, plan.pp - stage)
     return MemoryEstimate(
         parameters_bytes=parameters,
         gathered_bytes=gathered,
         gradients_bytes=gradients,
         optimizer_bytes=state,
-        activations_bytes=samples * _activations(plan, shape, stage, layers, flight)
-        + _casts(plan, shape, mine, layers, flight),
+        activations_bytes=samples * _activations(plan, shape, stage, layers, in_flight)
+        + _casts(plan, shape, own, layers, in_flight),
         buffers_bytes=samples * _boundaries(plan, shape, stage, layers),
         overhead_bytes=OVERHEAD_BYTES[kind],
         host_bytes=host,
@@ -141,42 +142,42 @@ def _bytes(parameters: list[ParameterShape], plan: Plan) -> int:
     return sum(p.local_bytes(plan.tp) for p in parameters)
 
 
-def _activations(plan: Plan, shape: ModelShape, stage: int, layers: range, flight: int) -> int:
-    """Per sample, over all micro-batches in flight."""
-    kept, recomputed = 0, 0
+def _activations(plan: Plan, shape: ModelShape, stage: int, layers: range, in_flight: int) -> int:
+    """Activation bytes per sample, over all micro-batches in flight."""
+    saved, recomputed = 0, 0
     for index in layers:
         if index < 0:
             continue
         layer = shape.layers[index]
         full = layer.activation_bytes + -(-layer.activation_tp_bytes // plan.tp)
         if plan.checkpointing and layer.block:
-            kept += shape.layers[index - 1].output_bytes if index else 0
+            saved += shape.layers[index - 1].output_bytes if index else 0
             recomputed = max(recomputed, full)
         else:
-            kept += full
-    # The last stage works its loss off before it begins the next micro-batch, except under gpipe.
+            saved += full
+    # The last stage frees its loss before the next micro-batch begins, except under gpipe.
     loss = shape.loss_bytes if stage == plan.pp - 1 else 0
-    return flight * (kept + loss) + recomputed
+    return in_flight * (saved + loss) + recomputed
 
 
-def _casts(plan: Plan, shape: ModelShape, mine: list[ParameterShape], layers: range, flight: int) -> int:
+def _casts(plan: Plan, shape: ModelShape, own: list[ParameterShape], layers: range, in_flight: int) -> int:
     """Copies of parameters in another precision, over all micro-batches in flight."""
-    kept, recomputed = 0, 0
+    saved, recomputed = 0, 0
     for index in layers:
         if index < 0 or not (layer := shape.layers[index]).cast_bytes:
             continue
-        parameters = [p for p in mine if p.layer == index or (p.layer < 0 and not layer.name)]
+        parameters = [p for p in own if p.layer == index or (p.layer < 0 and not layer.name)]
         whole = sum(p.size_bytes for p in parameters)
         cast = layer.cast_bytes * _bytes(parameters, plan) // max(whole, 1)
         if plan.checkpointing and layer.block:
             recomputed = max(recomputed, cast)
         else:
-            kept += cast
-    return flight * kept + recomputed
+            saved += cast
+    return in_flight * saved + recomputed
 
 
 def _boundaries(plan: Plan, shape: ModelShape, stage: int, layers: range) -> int:
-    """Per sample: activations received from the stage before, gradients from the one after."""
+    """Bytes per sample: activations received from the previous stage, gradients from the next one."""
     if plan.pp == 1:
         return 0
     received = shape.layers[layers.start - 1].output_bytes if stage else 0

@@ -1,8 +1,8 @@
-"""Where each moved box lies on its way: the segments of a move, byte by byte, the same for everyone who computes them.
+"""Byte positions of transferred boxes in the segments of a migration; all processes compute the same.
 
-A rank that leaves puts every box that somebody reads from it into one segment, its outbox, each box once.
-Boxes that the same hosts lack lie together, so that what a host has to fetch is a few long ranges; what it fetched
-lies in one segment there, its inbox. Ranks read from the outboxes of their own host and from its inbox.
+A source rank puts every box that a target reads from it into one segment, its outbox, each box once. Boxes that the
+same hosts fetch are adjacent, so that a host fetches few long ranges; fetched ranges form one segment on the target
+host, its inbox. Ranks read from the outboxes of their own host and from its inbox.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from plans.reshard import Moves
+from plans.reshard import Transfers
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # low, high, in as many dimensions as the tensor has
 Range = tuple[int, int]  # offset, length
@@ -32,65 +32,65 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """What one old rank gives."""
+    """Segment of one source rank."""
 
     rank: int
     size_bytes: int
     parts: tuple[Part, ...]
-    ranges: dict[str, tuple[Range, ...]]  # by host that fetches them
+    ranges: dict[str, tuple[Range, ...]]  # by fetching host
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What one host fetches from one outbox, and where it puts it."""
+    """Ranges that one host fetches from one outbox, and their position in its inbox."""
 
     source: int
     source_host: str
     ranges: tuple[Range, ...]
-    offset: int  # in the inbox; the ranges lie there one after another
+    offset: int  # in the inbox, where the ranges are consecutive
 
     @property
     def bytes(self) -> int:
-        """Over all ranges."""
+        """Total length of the ranges."""
         return sum(length for _, length in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One box that a new rank reads."""
+    """One box that a target rank reads."""
 
     tensor: int
     low: tuple[int, ...]
     high: tuple[int, ...]
-    source: int  # old rank it is from
-    local: bool  # in the source's outbox on this host; else in this host's inbox
+    source: int  # source rank
+    local: bool  # in the source's outbox on this host; else in the host's inbox
     offset: int
-    bytes: int  # of the part in which it lies
-    within: Box | None = None  # the box of that part, where it is larger
+    bytes: int  # of the containing part
+    within: Box | None = None  # box of that part, if larger
 
 
 @dataclass(eq=False)
 class Packing:
-    """Segments of one move."""
+    """Segments of one migration."""
 
-    moves: Moves
+    transfers: Transfers
     _outboxes: dict[int, Outbox] = field(default_factory=dict)
 
     def outbox(self, rank: int) -> Outbox:
-        """Of an old rank; empty when nobody reads from it."""
+        """Outbox of a source rank; empty if no rank reads from it."""
         if rank not in self._outboxes:
             self._outboxes[rank] = self._outbox(rank)
         return self._outboxes[rank]
 
     def fetches(self, host: str) -> list[Fetch]:
-        """What a host brings over the network, by source; the inbox is as long as all of them together."""
+        """Fetches of a host over the network, by source; together they fill its inbox."""
         found: list[Fetch] = []
         offset = 0
         for source in sorted(self._senders.get(host, ())):
             ranges = self.outbox(source).ranges[host]
-            # Every fetch begins where any kind of element may begin.
+            # Every fetch is aligned for any dtype.
             offset = -(-offset // 8) * 8
-            found.append(Fetch(source, self.moves.old_hosts[source], ranges, offset))
+            found.append(Fetch(source, self.transfers.old_hosts[source], ranges, offset))
             offset += found[-1].bytes
         return found
 
@@ -100,44 +100,44 @@ class Packing:
         return fetches[-1].offset + fetches[-1].bytes if fetches else 0
 
     def reads(self, rank: int) -> list[Read]:
-        """Of a new rank, source by source."""
-        moves = self.moves
-        host = moves.new_hosts[rank]
+        """Reads of a target rank, source by source."""
+        transfers = self.transfers
+        host = transfers.new_hosts[rank]
         fetches = {fetch.source: fetch for fetch in self.fetches(host)}
         found: list[Read] = []
-        for row in np.flatnonzero(moves.target == rank):
-            source = int(moves.source[row])
+        for row in np.flatnonzero(transfers.target == rank):
+            source = int(transfers.source[row])
             low, high = self._box(row)
-            part = self._parts(source)[int(moves.tensor[row]), low, high]
-            local = moves.old_hosts[source] == host
-            offset = part.offset if local else _placed(fetches[source], part.offset)
+            part = self._parts(source)[int(transfers.tensor[row]), low, high]
+            local = transfers.old_hosts[source] == host
+            offset = part.offset if local else _inbox_offset(fetches[source], part.offset)
             found.append(Read(part.tensor, low, high, source, local, offset, part.bytes))
         return sorted(found, key=lambda read: (not read.local, read.source, read.offset))
 
     @cached_property
     def _senders(self) -> dict[str, set[int]]:
         senders: dict[str, set[int]] = defaultdict(set)
-        for row in np.flatnonzero(self.moves.crosses_network):
-            senders[self.moves.new_hosts[self.moves.target[row]]].add(int(self.moves.source[row]))
+        for row in np.flatnonzero(self.transfers.crosses_network):
+            senders[self.transfers.new_hosts[self.transfers.target[row]]].add(int(self.transfers.source[row]))
         return senders
 
     def _outbox(self, rank: int) -> Outbox:
-        moves = self.moves
-        lacking: dict[tuple[int, Box], set[str]] = defaultdict(set)
+        transfers = self.transfers
+        fetching_hosts: dict[tuple[int, Box], set[str]] = defaultdict(set)
         sizes: dict[tuple[int, Box], int] = {}
-        for row in np.flatnonzero(moves.source == rank):
-            key = (int(moves.tensor[row]), self._box(row))
-            sizes[key] = int(moves.bytes[row])
-            host = moves.new_hosts[moves.target[row]]
-            if host != moves.old_hosts[rank]:
-                lacking[key].add(host)
-        # Within a group the widest elements come first, so that each box begins aligned without gaps.
-        order = sorted(sizes, key=lambda key: (sorted(lacking[key]), -self._alignment(key[0]), key))
+        for row in np.flatnonzero(transfers.source == rank):
+            key = (int(transfers.tensor[row]), self._box(row))
+            sizes[key] = int(transfers.bytes[row])
+            host = transfers.new_hosts[transfers.target[row]]
+            if host != transfers.old_hosts[rank]:
+                fetching_hosts[key].add(host)
+        # Within a group the widest elements come first, so that each box is aligned without gaps.
+        order = sorted(sizes, key=lambda key: (sorted(fetching_hosts[key]), -self._alignment(key[0]), key))
         parts: list[Part] = []
         ranges: dict[str, list[Range]] = defaultdict(list)
         offset, group = 0, None
         for key in order:
-            hosts = sorted(lacking[key])
+            hosts = sorted(fetching_hosts[key])
             if hosts != group:
                 offset, group = -(-offset // 8) * 8, hosts
             tensor, (low, high) = key
@@ -159,12 +159,12 @@ class Packing:
         return {}
 
     def _box(self, row: np.int64) -> Box:
-        dims = len(self.moves.new.tensors[self.moves.tensor[row]].shape)
-        low, high = self.moves.low[row, :dims].tolist(), self.moves.high[row, :dims].tolist()
+        dims = len(self.transfers.new.tensors[self.transfers.tensor[row]].shape)
+        low, high = self.transfers.low[row, :dims].tolist(), self.transfers.high[row, :dims].tolist()
         return tuple(low), tuple(high)
 
     def _alignment(self, tensor: int) -> int:
-        size = self.moves.new.tensors[tensor].element_bytes
+        size = self.transfers.new.tensors[tensor].element_bytes
         return min(size & -size, 8)
 
 
@@ -175,8 +175,8 @@ def _extend(ranges: list[Range], offset: int, length: int) -> None:
         ranges.append((offset, length))
 
 
-def _placed(fetch: Fetch, offset: int) -> int:
-    """Where a byte of the outbox lies in the inbox."""
+def _inbox_offset(fetch: Fetch, offset: int) -> int:
+    """Position in the inbox of a byte of the outbox."""
     before = fetch.offset
     for start, length in fetch.ranges:
         if start <= offset < start + length:

@@ -1,8 +1,8 @@
-"""A plan: how one training job is spread over ranks.
+"""Parallel plan of one training job over its ranks.
 
-Ranks of a plan are numbered with tensor parallelism innermost and pipeline stages outermost:
-``rank = (stage * dp + replica) * tp + shard``. Neighbours in tensor parallelism talk most, so they get
-neighbouring ranks, which placement keeps on one host.
+Ranks are numbered with tensor parallelism innermost and pipeline stages outermost:
+``rank = (stage * dp + replica) * tp + shard``. Tensor-parallel neighbours communicate most, so they get neighbouring
+ranks, which placement keeps on one host.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ SCHEDULES = ("1f1b", "gpipe")
 
 
 class PlanError(ValueError):
-    """A plan that cannot be: the message names the field, and what would be legal."""
+    """An invalid plan; the message names the field and the legal values."""
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in its plan."""
+    """Position of a rank in its plan."""
 
     stage: int  # of the pipeline, 0 <= stage < pp
     replica: int  # of the data, 0 <= replica < dp
@@ -30,15 +30,15 @@ class Coordinates(NamedTuple):
 class Plan:
     """Degrees of parallelism and memory-saving techniques of one job.
 
-    The global batch is the job's, never the plan's: each replica takes its share of it in `accumulation`
-    micro-batches per step. Under pipeline parallelism these are the micro-batches in the pipe.
+    The global batch is the job's, not the plan's: each replica takes its share of it in `accumulation` micro-batches
+    per step. Under pipeline parallelism these are the micro-batches in the pipe.
     """
 
     dp: int = 1  # data-parallel replicas
     tp: int = 1  # tensor-parallel shards of each layer
     pp: int = 1  # pipeline stages
     zero: int = 0  # ZeRO stage over the replicas: 0 none, 1 optimizer, 2 + gradients, 3 + parameters
-    offload: str = "none"  # what lives in host memory: "none", "optimizer", "parameters" (both)
+    offload: str = "none"  # to host memory: "none", "optimizer", "parameters" (both)
     accumulation: int = 1  # micro-batches per step and replica
     checkpointing: bool = False  # recompute activations in the backward pass
     schedule: str = "1f1b"  # of the pipeline
@@ -66,12 +66,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Processes, and devices, of the plan."""
+        """Number of processes, and of devices."""
         return self.dp * self.tp * self.pp
 
     @property
-    def ways(self) -> frozenset[str]:
-        """What it does that one process with one pass a step does not: fields that differ from their defaults."""
+    def techniques(self) -> frozenset[str]:
+        """Techniques beyond one process with one pass per step: names of non-default fields."""
         return frozenset(n for n in _DEFAULTS if getattr(self, n) != _DEFAULTS[n]) - {"schedule", "shares"}
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -83,14 +83,14 @@ class Plan:
         return Coordinates(stage, replica, shard)
 
     def rank_of(self, stage: int, replica: int, shard: int) -> int:
-        """The rank at these coordinates."""
+        """Rank at these coordinates."""
         return (stage * self.dp + replica) * self.tp + shard
 
     def batch_shares(self, global_batch: int) -> tuple[int, ...]:
         """Samples of each global batch that each replica takes.
 
         Raises:
-            PlanError: the batch cannot be cut so.
+            PlanError: the batch cannot be cut this way.
         """
         if self.shares:
             if sum(self.shares) != global_batch:
@@ -102,7 +102,7 @@ class Plan:
         return (share,) * self.dp
 
     def __str__(self) -> str:
-        """The short form that `parse` reads: ``dp=2,tp=2,zero=3,checkpointing``."""
+        """Short form that `parse` reads: ``dp=2,tp=2,zero=3,checkpointing``."""
         parts = [f"{n}={getattr(self, n)}" for n in ("dp", "tp", "pp", "zero") if getattr(self, n) != _DEFAULTS[n]]
         if self.offload != "none":
             parts.append(f"offload={self.offload}")
@@ -117,7 +117,7 @@ class Plan:
         return ",".join(parts) or "dp=1"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the wire: only what differs from one process."""
+        """Plain values for the wire: non-default fields only."""
         return {
             f.name: list(v) if isinstance(v := getattr(self, f.name), tuple) else v
             for f in fields(self)
@@ -126,7 +126,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Plan:
-        """The plan of `to_dict`, or of a ``plan = { ... }`` table in a job file.
+        """Parse the result of `to_dict`, or a ``plan = { ... }`` table of a job file.
 
         Raises:
             PlanError: an unknown field or a value out of range.
@@ -143,38 +143,38 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that `str` wrote.
+        """Parse the result of `str`.
 
         Raises:
-            PlanError: text that is no plan.
+            PlanError: the text is not a plan.
         """
         values: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, given, value = part.partition("=")
             if not given:
                 if name != "checkpointing":
-                    raise PlanError(f"{part!r} is no part of a plan; write it as in dp=2,tp=2,zero=3,checkpointing")
+                    raise PlanError(f"{part!r} is not a field of a plan; write it as in dp=2,tp=2,zero=3,checkpointing")
                 values[name] = True
             elif name in ("offload", "schedule"):
                 values[name] = value
             elif name == "shares":
                 values[name] = tuple(_whole(name, v) for v in value.split(":"))
             elif name == "checkpointing":
-                words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-                values[name] = words.get(value.lower(), value)
+                flags = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+                values[name] = flags.get(value.lower(), value)
             else:
                 values[name] = _whole(name, value)
         return cls.from_dict(values)
 
 
 def even_shares(samples: int, parts: int) -> tuple[int, ...]:
-    """Whole parts of a batch that differ by at most one, larger ones first."""
+    """Shares of a batch that differ by at most one, larger ones first."""
     least, more = divmod(samples, parts)
     return (least + 1,) * more + (least,) * (parts - more)
 
 
 def replicas(devices: int, batch: int) -> Plan:
-    """Plain data parallelism, the batch cut as evenly as it can be."""
+    """Plain data parallelism with the batch cut as evenly as possible."""
     uneven = batch > devices and batch % devices
     return Plan(dp=devices, shares=even_shares(batch, devices) if uneven else ())
 

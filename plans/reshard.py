@@ -1,9 +1,9 @@
-"""From one layout to another: which bytes go where. Pure, vectorised, the same for everyone who computes it.
+"""Transfers that turn one layout into another. Pure and vectorised; all processes compute the same.
 
-Every byte of the new layout comes from exactly one holder in the old one: on the same device if there is one, else on
-the same host, else over the network, which each byte crosses once per host that lacks it (the lower bound), however
-many ranks of that host need it. Replicas share the sending. After Tenplex's minimum-movement plans; unlike its code,
-sources are spread over replicas and same-host bytes do not cross a socket.
+Every byte of the new layout comes from exactly one holder in the old one: on the same device if possible, else on the
+same host, else over the network, which each byte crosses once per host that lacks it (the lower bound), however many
+ranks of that host need it. Replicas share the sending. After Tenplex's minimum-movement plans; unlike its code, sources
+are spread over replicas and same-host bytes do not cross a socket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plans.layout import Ints, Layout, LayoutMismatch
 
 
 class IncompleteLayout(ValueError):
-    """Some byte that is needed has no holder: its ranks are lost, and no replica was left."""
+    """Some needed byte has no holder: its ranks are lost, and no replica is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +29,26 @@ class Transfer:
     tensor: int
     low: tuple[int, ...]
     high: tuple[int, ...]
-    source: int  # old rank
-    target: int  # new rank
+    source: int  # source rank
+    target: int  # target rank
     source_host: str
     target_host: str
 
     @property
     def crosses_network(self) -> bool:
-        """It leaves its host."""
+        """True if source and target are on different hosts."""
         return self.source_host != self.target_host
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class Transfers:
     """All transfers between two layouts, as columns; rows are sorted by (target, tensor, box).
 
     Attributes:
-        tensor, source, target: (n,) index of the tensor, old rank, new rank.
+        tensor, source, target: (n,) index of the tensor, source rank, target rank.
         low, high: (n, d) the box in global coordinates.
         bytes: (n,) its size.
-        old_hosts, new_hosts: host of each old and new rank.
+        old_hosts, new_hosts: host of each source and target rank.
     """
 
     old: Layout
@@ -81,7 +81,7 @@ class Moves:
 
     @cached_property
     def crosses_network(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """(n,) whether the source is on another host than the target."""
+        """(n,) True if the source is on another host than the target."""
         hosts = {name: i for i, name in enumerate(dict.fromkeys((*self.old_hosts, *self.new_hosts)))}
         old = np.array([hosts[h] for h in self.old_hosts])
         new = np.array([hosts[h] for h in self.new_hosts])
@@ -89,7 +89,7 @@ class Moves:
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that cross the network: once per target host, whoever shares them there."""
+        """Bytes that cross the network: once per target host, however many ranks read them there."""
         rows = np.flatnonzero(self.crosses_network)
         if not len(rows):
             return 0
@@ -106,55 +106,59 @@ class Moves:
 
     @cached_property
     def digest(self) -> str:
-        """The same for everyone who computed the same moves."""
+        """Hash that is equal for equal transfers."""
         of = hashlib.sha256(f"{self.old.digest} {self.new.digest} {self.old_hosts} {self.new_hosts}".encode())
         for array in (self.tensor, self.source, self.target, self.low, self.high):
             of.update(np.ascontiguousarray(array).tobytes())
         return of.hexdigest()
 
 
-def plan_moves(
+def plan_transfers(
     old: Layout,
     new: Layout,
     old_hosts: Sequence[str],
     new_hosts: Sequence[str],
     old_devices: Sequence[str] = (),
     new_devices: Sequence[str] = (),
-) -> Moves:
-    """Moves that turn `old` into `new`: every byte of `new` exactly once. Cost grows with the number of moves.
+) -> Transfers:
+    """Transfers that turn `old` into `new`: every byte of `new` exactly once.
+
+    Cost grows with the number of transfers.
 
     Args:
         old, new: layouts of one collection.
-        old_hosts, new_hosts: host of each rank; `old_devices`, `new_devices`: device of each, where known.
+        old_hosts, new_hosts: host of each rank; `old_devices`, `new_devices`: device of each, if known.
     Raises:
         LayoutMismatch: the layouts are of different collections.
         IncompleteLayout: some byte of `new` has no holder in `old`.
     """
-    _same_collection(old, new)
+    _check_same_collection(old, new)
     old_boxes, new_boxes = _Boxes.of(old), _Boxes.of(new)
     a, b = _overlaps(old_boxes, new_boxes)
     low = np.maximum(old_boxes.low[a], new_boxes.low[b])
     high = np.minimum(old_boxes.high[a], new_boxes.high[b])
     element = np.array([t.element_bytes for t in new.tensors], dtype=np.int64)
     size = np.prod(high - low, axis=1) * element[new_boxes.tensor[b]]
-    _complete(new, new_boxes, b, size, element)
+    _check_complete(new, new_boxes, b, size, element)
 
-    # One row per (piece, new rank that needs it).
-    piece, target = _expand(new_boxes.first[b], new_boxes.count[b], new_boxes.rank)
+    # One row per (overlap, target rank that needs it).
+    overlap, target = _expand(new_boxes.first[b], new_boxes.count[b], new_boxes.rank)
     ids = {name: i for i, name in enumerate(dict.fromkeys((*old_hosts, *new_hosts)))}
     old_host = np.array([ids[h] for h in old_hosts], dtype=np.int64)
     new_host = np.array([ids[h] for h in new_hosts], dtype=np.int64)
-    one_counts = np.array([t.kind == "buffer" for t in old.tensors], dtype=bool)
-    source = _sources(piece, target, a, size, old_boxes, one_counts, old_host, new_host, old_devices, new_devices)
-    columns = [new_boxes.tensor[b][piece], source, target, low[piece], high[piece], size[piece]]
+    first_holder_wins = np.array([t.kind == "buffer" for t in old.tensors], dtype=bool)
+    source = _sources(
+        overlap, target, a, size, old_boxes, first_holder_wins, old_host, new_host, old_devices, new_devices
+    )
+    columns = [new_boxes.tensor[b][overlap], source, target, low[overlap], high[overlap], size[overlap]]
     order = np.lexsort((*(columns[3][:, d] for d in reversed(range(low.shape[1]))), columns[0], target))
     tensor, source, target, low, high, size = (column[order] for column in columns)
-    return Moves(old, new, tensor, source, target, low, high, size, tuple(old_hosts), tuple(new_hosts))
+    return Transfers(old, new, tensor, source, target, low, high, size, tuple(old_hosts), tuple(new_hosts))
 
 
 @dataclass(frozen=True, eq=False)
 class _Boxes:
-    """Distinct boxes of a layout, sorted so that those that differ along the first dimension alone are neighbours."""
+    """Distinct boxes of a layout, sorted so that boxes that differ only along the first dimension are neighbours."""
 
     tensor: Ints
     low: Ints
@@ -162,7 +166,7 @@ class _Boxes:
     column: Ints  # equal for boxes of one tensor that agree in all dimensions but the first
     first: Ints  # of each box, into `rank`
     count: Ints
-    rank: Ints  # holders, box by box
+    rank: Ints  # of the holders, box by box
 
     @classmethod
     def of(cls, layout: Layout) -> _Boxes:
@@ -207,7 +211,7 @@ def _overlaps(old: _Boxes, new: _Boxes) -> tuple[Ints, Ints]:
         box = column_first[column]
         touches &= (old.low[box, d] < new.high[b, d]) & (old.high[box, d] > new.low[b, d])
     b, column = b[touches], column[touches]
-    # Sorting keys that keep columns apart: within one, boxes ascend along the first dimension.
+    # Sort keys that separate columns; within a column, boxes ascend along the first dimension.
     span = int(max(old.high[:, 0].max(), new.high[:, 0].max())) + 1
     lows, highs = old.column * span + old.low[:, 0], old.column * span + old.high[:, 0]
     begin = np.searchsorted(highs, column * span + new.low[b, 0], side="right")
@@ -224,52 +228,52 @@ def _expand(first: Ints, count: Ints, values: Ints) -> tuple[Ints, Ints]:
 
 
 def _sources(
-    piece: Ints,
+    overlap: Ints,
     target: Ints,
     box: Ints,
     size: Ints,
     old: _Boxes,
-    one_counts: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    first_holder_wins: np.ndarray[tuple[int], np.dtype[np.bool_]],
     old_host: Ints,
     new_host: Ints,
     old_devices: Sequence[str],
     new_devices: Sequence[str],
 ) -> Ints:
-    """The old rank that each (piece, target) is read from.
+    """Source rank of each (overlap, target).
 
     Args:
-        one_counts: (tensors,) whether holders may differ and the first one counts, wherever it is.
+        first_holder_wins: (tensors,) True if holders may differ and the first one counts, wherever it is.
     """
-    row, holder = _expand(old.first[box[piece]], old.count[box[piece]], old.rank)
-    near = (old_host[holder] == new_host[target[row]]).astype(np.int64)
+    row, holder = _expand(old.first[box[overlap]], old.count[box[overlap]], old.rank)
+    proximity = (old_host[holder] == new_host[target[row]]).astype(np.int64)
     if old_devices and new_devices:
         ids = {name: i for i, name in enumerate(dict.fromkeys((*old_devices, *new_devices)))}
         old_device = np.array([ids[d] for d in old_devices])
         new_device = np.array([ids[d] for d in new_devices])
-        near += near * (old_device[holder] == new_device[target[row]])
-    near[one_counts[old.tensor[box[piece[row]]]]] = 1
-    best = np.zeros(len(piece), dtype=np.int64)
-    np.maximum.at(best, row, near)
-    # The first holder among the nearest; where all are far, replicas take turns below.
-    chosen = np.full(len(piece), np.iinfo(np.int64).max)
-    candidate = near == best[row]
+        proximity += proximity * (old_device[holder] == new_device[target[row]])
+    proximity[first_holder_wins[old.tensor[box[overlap[row]]]]] = 1
+    best = np.zeros(len(overlap), dtype=np.int64)
+    np.maximum.at(best, row, proximity)
+    # The first holder among the nearest; if all are remote, replicas share the load below.
+    chosen = np.full(len(overlap), np.iinfo(np.int64).max)
+    candidate = proximity == best[row]
     np.minimum.at(chosen, row[candidate], holder[candidate])
-    far = np.flatnonzero(best == 0)
-    if len(far):
-        chosen[far] = _shared(piece[far], new_host[target[far]], box, size, old)
+    remote = np.flatnonzero(best == 0)
+    if len(remote):
+        chosen[remote] = _balanced_senders(overlap[remote], new_host[target[remote]], box, size, old)
     return chosen
 
 
-def _shared(piece: Ints, host: Ints, box: Ints, size: Ints, old: _Boxes) -> Ints:
-    """Senders of pieces that no holder is near to: each set of replicas cuts its bytes into equal consecutive parts.
+def _balanced_senders(overlap: Ints, host: Ints, box: Ints, size: Ints, old: _Boxes) -> Ints:
+    """Senders of overlaps without a local holder: each set of replicas splits its bytes into equal consecutive parts.
 
-    Ranks of one host that need the same piece get it from the same sender, so that it crosses the network once.
+    Ranks of one host that need the same overlap get it from the same sender, so that it crosses the network once.
     """
-    _, first, back = np.unique(np.column_stack([piece, host]), axis=0, return_index=True, return_inverse=True)
+    _, first, back = np.unique(np.column_stack([overlap, host]), axis=0, return_index=True, return_inverse=True)
     back = back.reshape(-1)
-    boxes = box[piece[first]]
+    boxes = box[overlap[first]]
     replicas = _replica_sets(old)[boxes]
-    bytes_each = size[piece[first]]
+    bytes_each = size[overlap[first]]
     order = np.lexsort((first, replicas))
     sets, starts = np.unique(replicas[order], return_index=True)
     running = np.cumsum(bytes_each[order])
@@ -278,22 +282,22 @@ def _shared(piece: Ints, host: Ints, box: Ints, size: Ints, old: _Boxes) -> Ints
     group = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
     middle = running - bytes_each[order] / 2 - before[group]
     count = old.count[boxes[order]]
-    turn = np.minimum((middle * count / np.maximum(totals[group], 1)).astype(np.int64), count - 1)
+    share_index = np.minimum((middle * count / np.maximum(totals[group], 1)).astype(np.int64), count - 1)
     sender = np.zeros(len(order), dtype=np.int64)
-    sender[order] = old.rank[old.first[boxes[order]] + turn]
+    sender[order] = old.rank[old.first[boxes[order]] + share_index]
     assert len(sets) == len(starts)
     return sender[back]
 
 
 def _replica_sets(old: _Boxes) -> Ints:
-    """(boxes,) a number that is equal for boxes with the same holders."""
-    # Holders are sorted, so a set is its first, last and sum of scrambled numbers: collisions only cost balance.
+    """(boxes,) number that is equal for boxes with the same holders."""
+    # A sum of hashed ranks identifies a set of holders; collisions only cost balance.
     scrambled = (old.rank * 0x9E3779B1 + 0x7F4A7C15) & 0xFFFFFFFF
     sums = np.add.reduceat(scrambled, old.first) if len(old.first) else scrambled
     return np.asarray(sums * 1024 + old.count)
 
 
-def _same_collection(old: Layout, new: Layout) -> None:
+def _check_same_collection(old: Layout, new: Layout) -> None:
     if old.tensors == new.tensors:
         return
     there = {(t.name, t.kind): t for t in old.tensors}
@@ -309,7 +313,7 @@ def _same_collection(old: Layout, new: Layout) -> None:
     raise LayoutMismatch("the layouts list their tensors differently")
 
 
-def _complete(new: Layout, boxes: _Boxes, b: Ints, size: Ints, element: Ints) -> None:
+def _check_complete(new: Layout, boxes: _Boxes, b: Ints, size: Ints, element: Ints) -> None:
     wanted = np.prod(boxes.high - boxes.low, axis=1) * element[boxes.tensor]
     found = np.zeros(len(wanted), dtype=np.int64)
     np.add.at(found, b, size)
@@ -317,7 +321,7 @@ def _complete(new: Layout, boxes: _Boxes, b: Ints, size: Ints, element: Ints) ->
     if len(missing):
         tensor = new.tensors[boxes.tensor[missing[0]]]
         raise IncompleteLayout(
-            f"{len(missing)} boxes are not held by any rank that is left, the first of {tensor.name} ({tensor.kind})"
+            f"{len(missing)} boxes are not held by any remaining rank, the first of {tensor.name} ({tensor.kind})"
         )
-    # More than wanted means that old boxes overlap without being equal: that would be no partition.
+    # More than wanted means that old boxes overlap without being equal, so they are not a partition.
     assert (found == wanted).all(), "old boxes overlap"

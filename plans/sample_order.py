@@ -1,8 +1,8 @@
-"""Which samples a step takes: a function of the seed alone, never of the plan.
+"""Sample order: a function of the seed alone, never of the plan.
 
-The order of an epoch is a permutation that can be asked for any position without building it (a Feistel network
-over the index bits, walked until it lands inside the data set), so a resumed or migrated job needs no more state
-than its step number, a billion samples cost nothing, and every version of every library gives the same order.
+The order of an epoch is a permutation that can be evaluated at any position without building it (a Feistel network over
+the index bits, iterated until the index is inside the data set). So a resumed or migrated job needs no more state than
+its step number, a billion samples cost nothing, and every version of every library gives the same order.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def step_indices(samples: int, global_batch: int, seed: int, step: int) -> Indic
 
 
 def replica_indices(samples: int, shares: tuple[int, ...], seed: int, step: int, replica: int) -> Indices:
-    """The contiguous part of that batch that `replica` takes under `shares`."""
+    """Contiguous share of that batch that `replica` takes."""
     start = sum(shares[:replica])
     return step_indices(samples, sum(shares), seed, step)[start : start + shares[replica]]
 
 
 def permuted(length: int, seed: int, epoch: int, positions: Indices) -> Indices:
-    """Entries at `positions` of the permutation of ``range(length)`` that belongs to (`seed`, `epoch`)."""
+    """Entries at `positions` of the permutation of ``range(length)`` for (`seed`, `epoch`)."""
     half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
     keys = [mix(mix(seed & _U64) ^ mix((epoch << 8 | r) + 1)) for r in range(_ROUNDS)]
     values = _feistel(positions.astype(np.uint64), half_bits, keys)
-    # Walking the cycle of a permutation of a larger range until it re-enters ours gives a permutation of ours.
+    # Cycle walking: iterating a permutation of a larger range until it re-enters ours gives a permutation of ours.
     while (outside := values >= length).any():
         values[outside] = _feistel(values[outside], half_bits, keys)
     return values.astype(np.int64)
@@ -71,14 +71,14 @@ def _feistel(values: NDArray[np.uint64], half_bits: int, keys: list[int]) -> NDA
 
 
 def _mix(x: Any) -> Any:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014); arrays wrap around silently, as meant."""
+    """Finaliser of splitmix64 (Steele, Lea, Flood 2014); arrays wrap around silently, as intended."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)
 
 
 def mix(x: int) -> int:
-    """`x`, below 2**64, to a number that looks unrelated; equal numbers stay equal, different ones different."""
+    """Hash of `x` below 2**64; a bijection."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _U64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _U64
     return x ^ x >> 31

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: the same answer for whoever asks (ranks, memory estimate, layouts)."""
+"""Cuts of a pipeline into stages, the same for ranks, memory estimate and layouts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 
 
 def split_layers(weights: Sequence[int], stages: int) -> list[range]:
-    """Layers of each stage: consecutive, and the heaviest stage as light as can be.
+    """Layers of each stage: consecutive ranges that minimise the heaviest stage.
 
-    Every stage gets a layer with weight; among equal cuts the one with the earliest boundaries is taken.
+    Every stage gets a layer with weight; among equal cuts the one with the earliest boundaries wins.
 
     Args:
         weights: parameter bytes of each layer.
@@ -19,7 +19,7 @@ def split_layers(weights: Sequence[int], stages: int) -> list[range]:
     return list(_split(tuple(weights), stages))
 
 
-@lru_cache(maxsize=1024)  # the plans of a model are cut in a few ways, and each is asked for thousands of times
+@lru_cache(maxsize=1024)  # a model has few distinct cuts, each requested thousands of times
 def _split(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
     count = len(weights)
     if sum(w > 0 for w in weights) < stages:
@@ -29,7 +29,7 @@ def _split(weights: tuple[int, ...], stages: int) -> tuple[range, ...]:
     before = [0]
     for weight in weights:
         before.append(before[-1] + weight)
-    # best[n] is the least heaviest stage over layers [n:] in the stages considered so far, and where its first ends.
+    # best[n]: minimal heaviest stage over layers [n:] with the stages so far, and the end of its first stage.
     best: list[tuple[int, int] | None] = [
         (before[count] - before[n], count) if before[count] > before[n] else None for n in range(count + 1)
     ]

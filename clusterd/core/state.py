@@ -74,7 +74,9 @@ class Bounds:
 
     def why_not(self, plan: Plan) -> str | None:
         """Reason why the job cannot train under `plan`: it uses every technique of a rejected plan; else None."""
-        return next((f"under {other}: {why}" for other, why in self.rejected if other.ways <= plan.ways), None)
+        return next(
+            (f"under {other}: {why}" for other, why in self.rejected if other.techniques <= plan.techniques), None
+        )
 
     def admits(self, plan: Plan, device_bytes: int) -> bool:
         """True unless something is known to rule out a plan of this estimated memory per device."""

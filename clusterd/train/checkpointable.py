@@ -1,4 +1,4 @@
-"""For scripts with a training loop of their own (``kind = "checkpointable"``): hear when to save, tell how far it is.
+"""Requests and progress of scripts with their own training loop (``kind = "checkpointable"``).
 
     from clusterd.train.checkpointable import Requests
 
@@ -12,9 +12,9 @@
         if requests.stop:
             break
 
-SIGTERM, which comes where nobody listens on the agent's socket, means the same as a request to stop. A script that does
-not use this at all saves when it gets SIGTERM, and ends. Under several ranks each hears for itself: let one decide, or
-agree by a reduction. Needs neither torch nor clusterd's loop; outside clusterd nothing is ever requested.
+SIGTERM counts as a request to stop. A script that does not use this module saves when it gets SIGTERM, and exits. With
+several ranks each receives requests by itself: let one rank decide, or agree by an all-reduce. The module needs neither
+torch nor clusterd's loop; outside clusterd nothing is ever requested.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ import time
 from types import TracebackType
 
 from clusterd.train.process import context as contexts
-from clusterd.train.process.control import Control, Message, sigterm_asks_to_stop
+from clusterd.train.process.control import Control, Message, stop_on_sigterm
 from clusterd.train.process.steps_log import StepsLog
 
 
 class Requests:
-    """What the cluster wants of this process, and what it is told."""
+    """The cluster's requests to this process, and the process's reports to the cluster."""
 
     def __init__(self) -> None:
-        """Begin to listen."""
+        """Connect to the agent and start to receive requests."""
         self._context = contexts.read()
         self._control = Control(self._context)
         self._control.on("checkpoint", self._on_checkpoint)
         self._control.start()
-        self._sigterm = sigterm_asks_to_stop(self._control)
+        self._sigterm = stop_on_sigterm(self._control)
         self._sigterm.__enter__()
-        self._control.tell({"event": "ready"})
+        self._control.send_status({"event": "ready"})
         self._log: StepsLog | None = None
         self._path: str | None = None
         self._last_s = time.perf_counter()
 
     @property
     def save(self) -> bool:
-        """Somebody wants the state on disk now (``clusterd checkpoint``)."""
+        """The state is wanted on disk now (``clusterd checkpoint``)."""
         return self._control.requested("checkpoint")
 
     @property
     def stop(self) -> bool:
-        """The job is to be started again elsewhere, or ended: save and leave, with exit code 0."""
+        """The job is to restart elsewhere or to end: save and exit with code 0."""
         return self._control.requested("stop")
 
     @property
     def path(self) -> str | None:
-        """Where the request wants the checkpoint, if it says; the script may have a place of its own."""
+        """Path that the request names for the checkpoint, if any; the script may use its own."""
         return self._path
 
     def saved(self, step: int, path: str) -> None:
-        """The state after `step` is whole in `path`."""
+        """Report that the state after `step` is complete in `path`."""
         self._control.withdraw("checkpoint")
         asked, self._path = self._path, None
-        self._control.say(
+        self._control.report(
             "checkpointed", path=path, asked=asked or path, step=step, bytes=0, blocked_s=0.0, write_s=0.0
         )
 
     def progress(self, step: int, loss: float, samples: int = 0, steps: int = 0) -> None:
-        """A step is done; rank 0 writes it down for ``clusterd ls``."""
+        """Report a finished step; rank 0 records it for ``clusterd ls``."""
         now_s = time.perf_counter()
         took_s, self._last_s = now_s - self._last_s, now_s
         if self._context.rank != 0 or self._context.steps_file is None:
@@ -78,7 +78,7 @@ class Requests:
         self._log.step(step, loss, took_s)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop receiving requests."""
         self._sigterm.__exit__(None, None, None)
         self._control.close()
         if self._log is not None:

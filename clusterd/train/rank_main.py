@@ -1,4 +1,4 @@
-"""The training loop of one rank, from the rank file to the last step."""
+"""Main function of one rank: from the rank file to the last step."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import loader
 from clusterd.train.inspect import describe, loss_mean
 from clusterd.train.loop.step import Stepper
-from clusterd.train.loop.training_loop import Loop, StepSeen
-from clusterd.train.migration.target import Arriving
+from clusterd.train.loop.training_loop import OnStep, TrainingLoop
+from clusterd.train.migration.target import MigrationTarget
 from clusterd.train.parallel import build, precision
-from clusterd.train.parallel.apply_plan import Parallel
-from clusterd.train.parallel.mesh import device_of, process_groups, same_everywhere
-from clusterd.train.parallel.meta_build import build_blank
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.mesh import device_of, process_groups, same_on_all_ranks
+from clusterd.train.parallel.meta_build import build_uninitialized
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import context as contexts
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
-from clusterd.train.process.control import Control, sigterm_asks_to_stop
+from clusterd.train.process.control import Control, stop_on_sigterm
 from clusterd.train.process.exits import PlanRefused, Refused, TrainError
 from clusterd.train.process.job import Job, Outcome
 from clusterd.train.process.probe import probe
-from clusterd.train.process.run_in_fork import apart
+from clusterd.train.process.run_in_fork import run_in_fork
 from clusterd.train.process.steps_log import StepsLog
 from clusterd.train.state.attributes import Attributes
 from plans import legality
@@ -39,17 +39,17 @@ from plans.plan import Plan
 
 
 class Training:
-    """A job under a plan on this rank, between steps: what a migration takes apart and puts together.
+    """A job under a plan on this rank, between steps: the object that a migration takes apart and rebuilds.
 
     Attributes:
-        parallel: the module and how it is spread; its parameters bear global names.
+        parallel: the module and its parallelization; parameters have global names.
         optimizer: the optimizer over this rank's shards.
-        attributes: what the modules and the optimizer count.
-        step: number of the last step done; with the seed, all there is of the data position and the RNG.
+        attributes: plain attributes that the modules and the optimizer change.
+        step: number of the last step done; with the seed it determines the data position and the RNG.
 
     Args:
-        blank: without values; they come from elsewhere.
-        shape: of the whole model, where it is known.
+        uninitialized: build without values; they come from other ranks or a checkpoint.
+        shape: of the whole model, if known.
     """
 
     def __init__(
@@ -59,29 +59,29 @@ class Training:
         device: torch.device,
         mesh: Any,
         *,
-        blank: bool = False,
+        uninitialized: bool = False,
         shape: ModelShape | None = None,
     ) -> None:
         plan = context.plan
         self.job, self.context, self.device, self.step = job, context, device, 0
-        self._ahead: Iterator[tuple[Any, Any]] | None = None
+        self._prefetched: Iterator[tuple[Any, Any]] | None = None
         self._shape = shape
-        model = build_blank(job.model, job.seed) if blank else build.build(job.model, job.seed)
-        if not blank and not same_everywhere(build.fingerprint(model), device):
+        model = build_uninitialized(job.model, job.seed) if uninitialized else build.build_model(job.model, job.seed)
+        if not uninitialized and not same_on_all_ranks(build.fingerprint(model), device):
             raise PlanRefused(
                 "model() made different weights on different ranks; it must draw them from torch's generator only"
             )
         if plan.pp > 1:
             model = build.Stage(model, build.stage_paths(model, job.layers, plan.pp)[context.coordinates.stage])
-        model.forward = precision.under(job.precision, device.type, model.forward)
-        modules = dict(model.named_modules())  # some plans wrap them, under other names
-        self.parallel = Parallel(
+        model.forward = precision.with_precision(job.precision, device.type, model.forward)
+        modules = dict(model.named_modules())  # before some plans wrap them under other names
+        self.parallel = ParallelModel(
             model, plan, device, mesh=mesh, tp_plan=job.tp_plan, find_unused_parameters=job.find_unused_parameters
         )
         if plan != Plan():
-            self.parallel.watch(self.shape)
+            self.parallel.guard_parameters(self.shape)
         if not any(p.requires_grad for _, p in self.parallel.parameters):
-            raise Refused("the model has no parameter that trains (requires_grad is False of all)")
+            raise Refused("the model has no trainable parameter (requires_grad is False for all)")
         self.optimizer = RankOptimizer(self.parallel, job.optimizer)
         self.scheduler = job.scheduler(self.optimizer.optimizer) if job.scheduler is not None else None
         self.attributes = Attributes(modules, self.optimizer.holder, job.loss)
@@ -89,17 +89,17 @@ class Training:
             self.parallel,
             self.optimizer,
             self.scheduler,
-            precision.under(job.precision, device.type, job.loss),
+            precision.with_precision(job.precision, device.type, job.loss),
             coordinates=context.coordinates,
             global_batch=job.global_batch,
             clip_norm=job.clip_norm,
         )
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """This replica's share of each step that is left."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
-            return ahead
+        """Batches of this replica's share, one per remaining step."""
+        if self._prefetched is not None:
+            prefetched, self._prefetched = self._prefetched, None
+            return prefetched
         if not self.stepper.wants_inputs:
             return itertools.repeat((None, None), self.job.steps - self.step)
         return loader.batches(
@@ -117,59 +117,60 @@ class Training:
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
         if self._shape is None:
-            self._shape = apart(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
+            self._shape = run_in_fork(lambda: describe.describe(self.job, tp_degrees=[], trace=False, pipeline=False))
         return self._shape
 
     def read_ahead(self) -> None:
-        """Reads the samples of the next step, so that it need not wait for them."""
-        left = iter(self.batches())
-        self._ahead = itertools.chain([first], left) if (first := next(left, None)) is not None else left
+        """Read the samples of the next step in advance."""
+        remaining = iter(self.batches())
+        first = next(remaining, None)
+        self._prefetched = itertools.chain([first], remaining) if first is not None else remaining
 
     def rehearse(self) -> None:
-        """A step on copies of the first sample; see `Stepper.rehearse`."""
+        """Run a step on copies of the first sample; see `Stepper.rehearse`."""
         share = self.context.plan.batch_shares(self.job.global_batch)[self.context.coordinates.replica]
         batch: tuple[Any, Any] = (None, None)
         if self.stepper.wants_inputs:
-            inputs, targets = loader.pair(self.job.collate_fn([self.job.data[0]] * share))
-            batch = loader.moved(inputs, self.device), loader.moved(targets, self.device)
+            inputs, targets = loader.as_pair(self.job.collate_fn([self.job.data[0]] * share))
+            batch = loader.to_device(inputs, self.device), loader.to_device(targets, self.device)
         self.stepper.rehearse(*batch)
 
 
-AtEnd = Callable[[Training], None]
-"""Called on every rank after its last step, while the ranks still hold together."""
+OnEnd = Callable[[Training], None]
+"""Called on every rank after its last step, while the process groups still exist."""
 
 
-def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
-    """Trains `job` as the surroundings say, to its last step or until it is stopped.
+def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
+    """Train `job` as the environment says, to its last step or until a stop.
 
-    Under clusterd a stop ends the process (exit code 0); elsewhere it returns.
+    Under clusterd a stop ends the process (exit code 0); elsewhere the function returns.
 
     Raises:
-        SystemExit: 93 to 98 where this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
+        SystemExit: 93 to 98 if this rank cannot train (see `clusterd.train.process.exits`), 0 after a stop.
     """
     control = None
     try:
         precision.check(job.precision)
         context = contexts.read()
         if os.environ.get("CLUSTERD_DESCRIBE") and context.directory is not None:
-            write_description(job, context.directory)  # asked before the first launch, to choose a plan by
+            write_description(job, context.directory)  # requested before the first launch, to choose a plan
             raise SystemExit(0)
-        refuse_again(context)
+        refuse_second_run(context)
         control = Control(context)
         control.start()
-        with sigterm_asks_to_stop(control):
-            outcome = train(job, context, control, _log(job, context), at_end)
+        with stop_on_sigterm(control):
+            outcome = train(job, context, control, _log(job, context), on_end)
     except Exception as error:
-        refusal = exits.of(error, where=str(context) if control is not None else "starting")
+        refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
             reason = refusal.reason if refusal is not None else "exit"
             message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
-            control.tell_failure(reason, message)
+            control.report_failure(reason, message)
         if refusal is None:
             raise
-        exits.leave(refusal)
+        exits.exit_with(refusal)
     finally:
         if control is not None:
             control.close()
@@ -178,102 +179,103 @@ def run(job: Job, at_end: AtEnd | None = None) -> Outcome:
     return outcome
 
 
-def refuse_again(context: Context) -> None:
-    """A job has one training: what is known of it, and where it stands, is known of that one.
+def refuse_second_run(context: Context) -> None:
+    """Refuse a second training in this process: measurements and progress of a job belong to one training.
 
     Raises:
-        TrainError: this process has had it.
+        TrainError: this process has trained already.
     """
     if context.launcher != "clusterd":
         return
-    had = (context.directory, context.attempt, context.generation, context.rank)
-    if had in _had:
+    identity = (context.directory, context.attempt, context.generation, context.rank)
+    if identity in _trained_here:
         raise TrainError(
             "clusterd.train.run was called a second time: a job trains once; make the second a job --after it"
         )
-    _had.add(had)
+    _trained_here.add(identity)
 
 
-_had: set[tuple[Path | None, Any, int, int]] = set()
+_trained_here: set[tuple[Path | None, Any, int, int]] = set()
 
 
-def train(job: Job, context: Context, control: Control, seen: StepSeen, at_end: AtEnd | None = None) -> Outcome:
-    """The loop of one rank, from process groups made to process groups destroyed."""
-    arriving = Arriving(context, control) if context.standby and context.move is not None else None
-    shape = ModelShape.from_dict(context.move["shape"]) if context.move is not None else None
-    shape = refuse_illegal(job, context, shape)
+def train(job: Job, context: Context, control: Control, on_step: OnStep, on_end: OnEnd | None = None) -> Outcome:
+    """Train on one rank, from creating process groups to destroying them."""
+    target = MigrationTarget(context, control) if context.standby and context.migration is not None else None
+    shape = ModelShape.from_dict(context.migration["shape"]) if context.migration is not None else None
+    shape = check_plan(job, context, shape)
     if context.rank == 0 and job.save is not None:
-        export.check(job.save)  # also of a rank in standby: its move fails, and not the job after the switch
+        export.check(job.save)  # also in standby: then the migration fails, not the job after the switch
     if context.final:
         dcp_files.check(context.final)
     device = device_of(context)
     with process_groups(context, device) as mesh:
-        if arriving is not None:
-            training = arriving.arrive(lambda: Training(job, context, device, mesh, blank=True, shape=shape))
+        if target is not None:
+            training = target.take_over(lambda: Training(job, context, device, mesh, uninitialized=True, shape=shape))
         else:
-            training = Training(job, context, device, mesh, blank=bool(context.restore), shape=shape)
+            training = Training(job, context, device, mesh, uninitialized=bool(context.restore), shape=shape)
             if context.restore:
                 training.optimizer.make_state()
                 dcp.restore(training, training.shape, context.restore)
-        control.tell({"event": "ready"})
-        if context.probe and arriving is None:
+        control.send_status({"event": "ready"})
+        if context.probe and target is None:
             figures = probe(device, context.hosts, precision.dtype_of(job.precision))
             if context.rank == 0:
-                control.say("probe", figures=figures)
-        loop = Loop(training, control, seen, arrived_by=arriving.move_id if arriving is not None else "")
-        outcome = loop.run()
+                control.report("probe", figures=figures)
+        migration_id = target.migration_id if target is not None else ""
+        training_loop = TrainingLoop(training, control, on_step, migration_id=migration_id)
+        outcome = training_loop.run()
         if outcome.done:
             try:
                 if job.save is not None:
                     export.save(training, job.save)
-            finally:  # neither is lost with the other
-                loop.leave_checkpoint()
-        if at_end is not None:
-            at_end(training)
+            finally:  # a failed export must not prevent the checkpoint
+                training_loop.leave_checkpoint()
+        if on_end is not None:
+            on_end(training)
         return outcome
 
 
-def refuse_illegal(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
-    """Every rank checks the plan for itself, before it meets the others: none is left waiting for one that refused.
+def check_plan(job: Job, context: Context, shape: ModelShape | None = None) -> ModelShape | None:
+    """Check the plan on every rank before rendezvous, so that no rank waits for one that refused.
 
     Args:
-        shape: of the model, if it is known already.
+        shape: of the model, if already known.
     Returns:
-        The shape, if it is known now.
+        The shape, if known now.
     Raises:
         PlanRefused: with all the reasons.
     """
     plan = context.plan
-    # A job of ours may move, for which the shape is needed; later there may be threads and a GPU, which do not fork.
+    # A job under clusterd may migrate, which needs the shape. Describing forks, which later threads and a GPU forbid.
     if shape is None and (plan != Plan() or context.launcher == "clusterd"):
         degrees = [plan.tp] if plan.tp > 1 else []
-        shape = apart(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
+        shape = run_in_fork(lambda: describe.describe(job, tp_degrees=degrees, trace=False, pipeline=plan.pp > 1))
     if reasons := legality.check(plan, shape, global_batch=job.global_batch):
         raise PlanRefused(f"the plan {plan} cannot run: {'; '.join(reasons)}")
     if context.rank == 0 and shape is not None:
-        _tell_what_differs(plan, shape)
+        _warn_of_differences(plan, shape)
     return shape
 
 
-def _tell_what_differs(plan: Plan, shape: ModelShape) -> None:
-    """Where a legal plan does not train as one process does."""
+def _warn_of_differences(plan: Plan, shape: ModelShape) -> None:
+    """Log where a legal plan does not train exactly as one process does."""
     if shape.counted and plan.accumulation > 1:
         print(
-            f"clusterd: each forward pass changes {shape.counted}, and there are {plan.accumulation} of them in a step "
-            f"under {plan}: where losses depend on it, they are others than in one process",
+            f"clusterd: each forward pass changes {shape.counted}, and a step under {plan} has {plan.accumulation} "
+            "forward passes: losses that depend on it differ from those of one process",
             flush=True,
         )
     if shape.loss == loss_mean.OTHER and (plan.dp > 1 or plan.accumulation > 1):
         print(
-            "clusterd: the loss of a batch is not the mean over its samples (does it divide by what counts in them, or "
-            f"compare them?): losses and gradients are others under {plan} than in one process",
+            "clusterd: the loss of a batch is not the mean over its samples (does it divide by a count in them, or "
+            f"compare them?): losses and gradients under {plan} differ from those of one process",
             flush=True,
         )
 
 
 def write_description(job: Job, directory: Path) -> None:
-    """Leaves the model's shape for the daemon, in ``model.json`` of the attempt's directory."""
-    # Under which software its steps take so long: what is measured under one does not hold under another.
+    """Write the model's shape for the daemon, to ``model.json`` of the attempt's directory."""
+    # Step times measured under one torch and Python version do not hold under another.
     environment = f"torch {torch.__version__}, python {sys.version_info.major}.{sys.version_info.minor}"
     text = json.dumps({**describe.describe(job).to_dict(), "environment": environment})
     part = directory / "model.json.part"
@@ -281,16 +283,16 @@ def write_description(job: Job, directory: Path) -> None:
     part.replace(directory / "model.json")
 
 
-def _log(job: Job, context: Context) -> StepSeen:
+def _log(job: Job, context: Context) -> OnStep:
     if context.rank != 0:
         return lambda *_: None
     log: StepsLog | None = None
 
-    def seen(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
+    def on_step(step: int, loss: float, time_s: float, details: dict[str, Any]) -> None:
         nonlocal log
-        if log is None:  # which step is the first is known when it is done
+        if log is None:  # the first step's number is known when it is done
             plan, path = str(context.plan), context.steps_file
             log = StepsLog(path, first_step=step, steps=job.steps, plan=plan, samples=job.global_batch)
         log.step(step, loss, time_s, details)
 
-    return seen
+    return on_step

@@ -15,7 +15,7 @@ from plans.layout import layout
 from plans.model_shape import LayerShape, ModelShape, ParameterShape
 from plans.packing import Packing
 from plans.plan import Plan
-from plans.reshard import Moves, plan_moves
+from plans.reshard import Transfers, plan_transfers
 
 ROUNDS = 3
 CHUNK_BYTES = 4 << 20
@@ -95,10 +95,10 @@ def _together(work: Sequence[tuple[Callable[[Any], Callable[[], None]], Any]]) -
     return statistics.median(max(end for _, end in r) - min(began for began, _ in r) for r in map(list, rounds))
 
 
-def moves_of(shape: dict[str, Any], move: dict[str, Any], old_devices: Sequence[str]) -> Moves:
+def moves_of(shape: dict[str, Any], move: dict[str, Any], old_devices: Sequence[str]) -> Transfers:
     """What the planner makes of a move that was made."""
     model = ModelShape.from_dict(shape)
-    return plan_moves(
+    return plan_transfers(
         layout(model, Plan.parse(move["from"])),
         layout(model, Plan.parse(move["to"])),
         [host_of(d) for d in old_devices],
@@ -108,7 +108,7 @@ def moves_of(shape: dict[str, Any], move: dict[str, Any], old_devices: Sequence[
     )
 
 
-def streams_of(moves: Moves) -> list[int]:
+def streams_of(moves: Transfers) -> list[int]:
     """Bytes of each connection between hosts."""
     packing = Packing(moves)
     return [fetch.bytes for host in dict.fromkeys(moves.new_hosts) for fetch in packing.fetches(host)]
@@ -158,7 +158,7 @@ def plan_70b_s() -> float:
         global_batch=1024, samples=10**6, optimizer_state_ratio=4.0, pipeline=True,
     )  # fmt: skip
     started_s = time.perf_counter()
-    plan_moves(
+    plan_transfers(
         layout(shape, Plan(dp=64, tp=8, zero=3)),
         layout(shape, Plan(dp=48, tp=8, zero=3)),
         [f"h{r // 8}" for r in range(512)],

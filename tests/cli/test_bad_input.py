@@ -61,7 +61,7 @@ def test_job_files(cluster: RunningCluster, text: str, said: str) -> None:
     """Refused before a daemon is asked, or by it; the file is named where it is at fault."""
     file = cluster.directory / "job.toml"
     file.write_text(text)
-    if said.startswith(("command is empty", "has 4 ranks", "is not carried")):
+    if said.startswith(("command is empty", "has 4 ranks", "is not supported")):
         cluster.start()
     assert said in refused(cluster, "submit", str(file), code=2)
 
@@ -272,7 +272,7 @@ def test_why_a_rank_failed_is_told_in_its_words(local_cluster: RunningCluster, t
     (tmp_path / "taken").touch()
     job = local_cluster.submit(f'{text}checkpoints = {{ directory = "{tmp_path}/taken/here" }}\n', "nowhere")
     row = local_cluster.wait_for(job, lambda row: row["state"] == "failed")
-    assert f"checkpoints are to go to {tmp_path}/taken/here/nowhere-{job}, which cannot be made" in row["reason"]
+    assert f"cannot create {tmp_path}/taken/here/nowhere-{job} for checkpoints" in row["reason"]
 
 
 def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:

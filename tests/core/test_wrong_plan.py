@@ -57,7 +57,7 @@ def test_the_next_attempt_leaves_out_what_the_refused_plan_did_until_none_is_lef
     refused: list[Plan] = []
     while lab.state(job) == "running":
         plan = lab.attempt(job).plan
-        assert not any(other.ways <= plan.ways for other in refused)
+        assert not any(other.techniques <= plan.techniques for other in refused)
         refused.append(plan)
         decided = refuses(lab, job)
         if lab.state(job) == "starting":

@@ -26,7 +26,7 @@ def with_parameter(shape: tuple[int, ...], dtype_bytes: int) -> ModelShape:
         ("pp=4,accumulation=2", "needs at least 4 micro-batches"),
         ("pp=7,accumulation=8,schedule=gpipe", "needs 7 layers with parameters; the model has 6"),
         ("tp=3", "blocks.0.attn.proj.weight has 64"),
-        ("tp=8", "not tried with that many shards .what works: 2, 4."),
+        ("tp=8", "not tried with this number of shards .valid: 2, 4."),
         ("zero=2", "needs dp of at least 2"),
         ("dp=2,zero=2,offload=parameters", "it needs zero=3"),
         ("dp=2,zero=1,offload=optimizer", "zero=2 keeps the same share"),
@@ -55,13 +55,13 @@ def test_what_can_run_is_not_refused(plan: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "shape", "says"),
     [
-        ("pp=2,accumulation=2", gpt(pipeline=False), "give `layers` to clusterd.train.run"),
-        ("tp=2", gpt(tp_plan=False, tp_degrees=()), "give `tp_plan` to clusterd.train.run"),
+        ("pp=2,accumulation=2", gpt(pipeline=False), "pass `layers` to clusterd.train.run"),
+        ("tp=2", gpt(tp_plan=False, tp_degrees=()), "pass `tp_plan` to clusterd.train.run"),
         ("pp=2,accumulation=2", gpt(tied=(("embed.token.weight", "head.out.weight"),)), "are one parameter"),
         ("tp=2", gpt(optimizer="Muon", optimizer_elementwise=False), "Muon does not treat every element alike"),
         ("dp=2,zero=3", gpt(optimizer="Muon", optimizer_elementwise=False), "zero=1 and pp leave tensors whole"),
-        ("dp=2,zero=2", with_parameter((), 4), "make extra one of shape .1,."),
-        ("dp=2,zero=1", with_parameter((3,), 2), "wants parameters of one dtype.*extra 2"),
+        ("dp=2,zero=2", with_parameter((), 4), "give extra the shape .1,."),
+        ("dp=2,zero=1", with_parameter((3,), 2), "needs parameters of one dtype.*extra 2"),
         ("dp=1", gpt(samples=10), "has 10 samples, fewer than the global batch of 16"),
     ],
 )
@@ -91,7 +91,7 @@ def test_without_a_description_only_what_depends_on_the_plan_is_checked() -> Non
 def test_a_description_survives_the_wire() -> None:
     shape = gpt(tied=(("a", "b"),))
     assert ModelShape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
-    with pytest.raises(ValueError, match="no description of a model"):
+    with pytest.raises(ValueError, match="not a description of a model"):
         ModelShape.from_dict({"layers": []})
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plans.layout import layout
 from plans.packing import Packing
 from plans.plan import Plan
-from plans.reshard import plan_moves
+from plans.reshard import plan_transfers
 from tests.plans.test_reshard import PLANS, gpt, hosts
 
 
@@ -28,7 +28,7 @@ def test_every_new_rank_reads_its_boxes_out_of_the_segments(
 ) -> None:
     """A move played with arrays: pack, fetch, read, compare with the global tensors."""
     shape = gpt()
-    moves = plan_moves(
+    moves = plan_transfers(
         layout(shape, old), layout(shape, new), hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host, shift)
     )
     packing = Packing(moves)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plans.layout import Layout, LayoutMismatch, layout, zero1_owners
 from plans.model_shape import LayerShape, ModelShape, ParameterShape
 from plans.plan import Plan
-from plans.reshard import IncompleteLayout, Moves, plan_moves
+from plans.reshard import IncompleteLayout, Transfers, plan_transfers
 
 PLANS = [
     Plan(),
@@ -59,7 +59,7 @@ def hosts(ranks: int, per_host: int, first: int = 0) -> list[str]:
     return [f"host{first + r // per_host}" for r in range(ranks)]
 
 
-def elements(moves: Moves | Layout, rank: int, tensor: int, of: Layout, column: np.ndarray) -> np.ndarray:
+def elements(moves: Transfers | Layout, rank: int, tensor: int, of: Layout, column: np.ndarray) -> np.ndarray:
     """How often each element of a tensor is in the rank's boxes."""
     shape = of.tensors[tensor].shape
     counted = np.zeros(shape, dtype=np.int64)
@@ -68,7 +68,7 @@ def elements(moves: Moves | Layout, rank: int, tensor: int, of: Layout, column: 
     return counted
 
 
-def check(moves: Moves) -> None:
+def check(moves: Transfers) -> None:
     """Slow and obvious: every element of every new box is moved once, out of a box that its source holds."""
     for rank in range(moves.new.ranks):
         for tensor in range(len(moves.new.tensors)):
@@ -84,7 +84,7 @@ def check(moves: Moves) -> None:
         )
 
 
-def bound(moves: Moves) -> int:
+def bound(moves: Transfers) -> int:
     """The least that must cross: per host, elements that its new ranks need and none of its old ranks holds."""
     total = 0
     for host in dict.fromkeys(moves.new_hosts):
@@ -115,7 +115,7 @@ def test_every_byte_once_from_a_holder_at_the_lower_bound(
     """Any plan to any plan, hosts overlapping or not."""
     shape = gpt()
     before, after = layout(shape, old), layout(shape, new)
-    moves = plan_moves(before, after, hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host, shift))
+    moves = plan_transfers(before, after, hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host, shift))
     check(moves)
     assert moves.network_bytes == bound(moves)
 
@@ -132,7 +132,7 @@ def test_lost_ranks_are_replaced_by_replicas_or_named(old: Plan, new: Plan, data
         sum((elements(left, r, t, left, left.rank) for r in range(left.ranks)), np.zeros(of.shape, int)).all()
         for t, of in enumerate(left.tensors)
     )
-    plan = lambda: plan_moves(left, layout(shape, new), hosts(old.ranks, 2), hosts(new.ranks, 2))  # noqa: E731
+    plan = lambda: plan_transfers(left, layout(shape, new), hosts(old.ranks, 2), hosts(new.ranks, 2))  # noqa: E731
     if not covered:
         with pytest.raises(IncompleteLayout, match=r"blocks|embed|head"):
             plan()
@@ -145,7 +145,7 @@ def test_lost_ranks_are_replaced_by_replicas_or_named(old: Plan, new: Plan, data
 def test_a_rank_that_stays_on_its_device_keeps_its_bytes() -> None:
     """Growing from two to four replicas: the first two read from themselves."""
     shape = gpt()
-    moves = plan_moves(
+    moves = plan_transfers(
         layout(shape, Plan(dp=2)),
         layout(shape, Plan(dp=4)),
         ["a", "a"],
@@ -161,7 +161,7 @@ def test_a_rank_that_stays_on_its_device_keeps_its_bytes() -> None:
 def test_replicas_share_the_sending() -> None:
     """Four replicas on four hosts feed a fifth host: none sends much more than a quarter."""
     shape = gpt(layers=12, width=32)
-    moves = plan_moves(layout(shape, Plan(dp=4)), layout(shape, Plan()), ["a", "b", "c", "d"], ["e"])
+    moves = plan_transfers(layout(shape, Plan(dp=4)), layout(shape, Plan()), ["a", "b", "c", "d"], ["e"])
     sent = [int(moves.bytes[moves.source == rank].sum()) for rank in range(4)]
     assert max(sent) < 0.32 * sum(sent)
     assert min(sent) > 0.18 * sum(sent)
@@ -172,7 +172,7 @@ def test_digests_agree_between_those_who_compute_and_differ_between_moves() -> N
     shape = gpt()
 
     def digest(new: Plan) -> str:
-        return plan_moves(layout(shape, Plan(dp=2)), layout(shape, new), ["a", "b"], hosts(new.ranks, 1)).digest
+        return plan_transfers(layout(shape, Plan(dp=2)), layout(shape, new), ["a", "b"], hosts(new.ranks, 1)).digest
 
     assert digest(Plan(tp=2)) == digest(Plan(tp=2))
     assert digest(Plan(tp=2)) != digest(Plan(dp=2, zero=3))
@@ -181,7 +181,7 @@ def test_digests_agree_between_those_who_compute_and_differ_between_moves() -> N
 def test_layouts_of_different_models_are_refused() -> None:
     """By the name of the tensor."""
     with pytest.raises(LayoutMismatch, match=r"embed.weight .* was \(11, 8\)"):
-        plan_moves(layout(gpt(), Plan()), layout(gpt(vocabulary=13), Plan()), ["a"], ["a"])
+        plan_transfers(layout(gpt(), Plan()), layout(gpt(vocabulary=13), Plan()), ["a"], ["a"])
 
 
 def test_zero1_deals_out_the_largest_first() -> None:
@@ -196,6 +196,6 @@ def test_zero1_deals_out_the_largest_first() -> None:
 
 def test_planning_grows_linearly() -> None:
     """Four times the layers cost about four times the rows, in rows: the count that sets the time."""
-    small = plan_moves(layout(gpt(8), Plan(dp=4, zero=3)), layout(gpt(8), Plan(tp=4)), hosts(4, 2), hosts(4, 2))
-    large = plan_moves(layout(gpt(32), Plan(dp=4, zero=3)), layout(gpt(32), Plan(tp=4)), hosts(4, 2), hosts(4, 2))
+    small = plan_transfers(layout(gpt(8), Plan(dp=4, zero=3)), layout(gpt(8), Plan(tp=4)), hosts(4, 2), hosts(4, 2))
+    large = plan_transfers(layout(gpt(32), Plan(dp=4, zero=3)), layout(gpt(32), Plan(tp=4)), hosts(4, 2), hosts(4, 2))
     assert 3.0 < len(large) / len(small) < 4.5

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from plans.layout import layout
 from plans.model_shape import BufferShape, OddSlot
 from plans.plan import Plan
-from plans.reshard import plan_moves
-from plans.snapshots import SnapshotPacking, snapshot_of
+from plans.reshard import plan_transfers
+from plans.snapshots import StateSnapshotPacking, state_snapshot_outbox
 from tests.plans.test_reshard import PLANS, gpt, hosts
 
 
 @given(plan=st.sampled_from(PLANS))
 def test_every_byte_is_shared_out_once_and_evenly(plan: Plan) -> None:
     whole = layout(gpt(), Plan())
-    shared = layout(gpt(), plan).shared_out()
+    shared = layout(gpt(), plan).deduplicated()
     for number in range(len(shared.tensors)):
         assert shared.row_bytes[shared.tensor == number].sum() == whole.row_bytes[number]
     has = [int(shared.row_bytes[shared.rank == rank].sum()) for rank in range(plan.ranks)]
     if plan.zero in (0, 2, 3) and plan.tp == plan.pp == 1:
         assert max(has) - min(has) <= shared.row_bytes.max()
-    assert shared.digest == shared.shared_out().digest
+    assert shared.digest == shared.deduplicated().digest
 
 
 def test_buffers_count_as_the_first_replica_has_them() -> None:
@@ -40,10 +40,10 @@ def test_buffers_count_as_the_first_replica_has_them() -> None:
     buffers = [i for i, t in enumerate(old.tensors) if t.kind == "buffer"]
     assert len(buffers) == 2
     assert {t.kind for t in old.tensors} == {"parameter", "optimizer", "optimizer.rows", "buffer"}
-    moves = plan_moves(old, new, ["a", "b", "c", "d"], ["d"] * 4)
+    moves = plan_transfers(old, new, ["a", "b", "c", "d"], ["d"] * 4)
     rows = np.isin(moves.tensor, buffers)
     assert set(moves.source[rows]) == {2}  # the first rank of the last stage, though another is on the same host
-    shared = old.shared_out()
+    shared = old.deduplicated()
     assert set(shared.rank[np.isin(shared.tensor, buffers)]) == {2}
 
 
@@ -61,14 +61,14 @@ def _row(value: BufferShape | OddSlot) -> list[object]:
     new_per_host=st.integers(1, 4),
 )
 def test_any_plan_reads_its_boxes_out_of_a_snapshot(old: Plan, new: Plan, old_per_host: int, new_per_host: int) -> None:
-    shared = layout(gpt(), old).shared_out()
-    moves = plan_moves(shared, layout(gpt(), new), hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host))
-    packing = SnapshotPacking(moves)
+    shared = layout(gpt(), old).deduplicated()
+    moves = plan_transfers(shared, layout(gpt(), new), hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host))
+    packing = StateSnapshotPacking(moves)
     rng = np.random.default_rng(0)
     tensors = [rng.integers(0, 255, (*t.shape, t.element_bytes), dtype=np.uint8) for t in moves.new.tensors]
     segments = {}
     for rank in range(old.ranks):
-        box = snapshot_of(shared, rank)
+        box = state_snapshot_outbox(shared, rank)
         segments[rank] = np.zeros(box.size_bytes, dtype=np.uint8)
         for part in box.parts:
             assert part.offset % 8 == 0

@@ -274,7 +274,7 @@ def test_bytes_that_changed_on_the_way_are_not_trained_on(scene: Scene) -> None:
                 segment.seek(0)
                 segment.write(bytes([byte[0] ^ 1]))
     move = last_move(scene.cluster, scene.job)
-    assert "has another sum here" in move["failure"]
+    assert "has a different checksum here" in move["failure"]
     row = scene.goes_on()
     assert (row["plan"], row["devices"]) == ("dp=2", OLD_PLACES)
 

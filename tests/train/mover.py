@@ -16,7 +16,7 @@ from rank_pool import RankPool, Run
 from scenarios import Recorded, job
 
 from clusterd.train.inspect.describe import describe
-from clusterd.train.migration.spec import Move
+from clusterd.train.migration.spec import MigrationSpec
 from plans.plan import Plan
 
 STEPS = 100_000
@@ -67,7 +67,7 @@ class Mover:
     hosts: tuple[str, ...] = ("a",)
     rank_file: Message = field(default_factory=dict)  # more of it, for every rank
     generations: list[Generation] = field(default_factory=list)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[MigrationSpec] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.network = Network()
@@ -139,9 +139,9 @@ class Mover:
             self.all_say(old, "quiesced", move["id"])
             self._launch(new, move)
         self.all_say(new, "prepared", move["id"])
-        self._move = Move.from_dict(move)
+        self._move = MigrationSpec.from_dict(move)
         digest = {said["digest"] for g in (old, new) for said in self._said(g, "prepared", move["id"]).values()}
-        assert digest == {self._move.moves.digest}
+        assert digest == {self._move.transfers.digest}
         if abort_after != "prepared":
             self._tell(old, {"event": "quiesce", "move": move["id"]})
             quiesced = self.all_say(old, "quiesced", move["id"])

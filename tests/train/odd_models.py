@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from clusterd.train.process.job import of_parameters
+from clusterd.train.process.job import adapt_optimizer_factory
 
 
 class Normed(GPT):
@@ -515,9 +515,9 @@ OPTIMIZERS = {
     "with the loss": lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.ones(3))]),
     "common scale": lambda p: CommonScale(p, lr=0.01),
     "by marks": by_marks,
-    "by names": of_parameters(by_names),
-    "of the head": of_parameters(of_the_head),
-    "rows by names": of_parameters(rows_by_names),
+    "by names": adapt_optimizer_factory(by_names),
+    "of the head": adapt_optimizer_factory(of_the_head),
+    "rows by names": adapt_optimizer_factory(rows_by_names),
     "rows by marks": rows_by_marks,
     "rows and others": InParts,
     "clipping": lambda p: Clipping(p, lr=0.1),

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from clusterd.train.migration.source import Leaving
-from clusterd.train.migration.target import Arriving
-from clusterd.train.state.local_shards import holdings
+from clusterd.train.migration.source import MigrationSource
+from clusterd.train.migration.target import MigrationTarget
+from clusterd.train.state.local_shards import local_shards
 from plans.model_shape import ModelShape
 
 State = dict[str, Any]
@@ -20,7 +20,7 @@ State = dict[str, Any]
 
 def record(directory: Path) -> None:
     """In this rank, from now on: as it leaves, and as it has arrived."""
-    depart, arrive = Leaving.depart, Arriving.arrive
+    depart, arrive = MigrationSource.hand_over, MigrationTarget.take_over
 
     def recorded_depart(self: Any, at_s: float) -> str:
         if self._move is not None:
@@ -29,11 +29,13 @@ def record(directory: Path) -> None:
 
     def recorded_arrive(self: Any, make: Any) -> Any:
         training = arrive(self, make)
-        _write(directory, f"{self.move_id}-new", training, ModelShape.from_dict(training.context.move["shape"]))
+        _write(
+            directory, f"{self.migration_id}-new", training, ModelShape.from_dict(training.context.migration["shape"])
+        )
         return training
 
-    Leaving.depart = recorded_depart  # type: ignore[method-assign]
-    Arriving.arrive = recorded_arrive  # type: ignore[method-assign]
+    MigrationSource.hand_over = recorded_depart  # type: ignore[method-assign]
+    MigrationTarget.take_over = recorded_arrive  # type: ignore[method-assign]
 
 
 def read(directory: Path, side: str) -> State:
@@ -70,7 +72,7 @@ def assert_equal(one: State, other: State) -> None:
 def _write(directory: Path, name: str, training: Any, shape: ModelShape) -> None:
     arrays, boxes = {}, {}
     shapes = {p.name: p.shape for p in shape.parameters}
-    for (of, kind), holding in holdings(training, shape).items():
+    for (of, kind), holding in local_shards(training, shape).items():
         for slot, tensor in enumerate(holding.tensors):
             if tensor is None:
                 continue

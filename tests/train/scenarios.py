@@ -280,7 +280,7 @@ def rank(
     data = (Filed if filed else Recorded)(samples, pace_s)
     left: dict[str, Any] = {}
 
-    def at_end(training: rank_main.Training) -> None:
+    def on_end(training: rank_main.Training) -> None:
         left["parameters"] = {name: projections(p) for name, p in build.named_parameters(training.parallel.module)}
         left["sums"] = {n: whole(p).double().sum().item() for n, p in build.named_parameters(training.parallel.module)}
         left["step"] = training.step
@@ -293,7 +293,7 @@ def rank(
         }
 
     try:
-        rank_main.run(job(data, **options), at_end)
+        rank_main.run(job(data, **options), on_end)
     finally:
         result.write_text(json.dumps({**left, "asked": data.asked}))
 

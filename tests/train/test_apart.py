@@ -9,7 +9,7 @@ import pytest
 
 from clusterd.train.process import run_in_fork as module
 from clusterd.train.process.exits import Refused
-from clusterd.train.process.run_in_fork import apart
+from clusterd.train.process.run_in_fork import run_in_fork
 
 KEPT: list[int] = []
 
@@ -20,7 +20,7 @@ def keep() -> int:
 
 
 def test_what_is_kept_there_is_not_kept_here() -> None:
-    assert apart(keep) == 1
+    assert run_in_fork(keep) == 1
     assert KEPT == []
 
 
@@ -29,13 +29,13 @@ def test_a_refusal_comes_back() -> None:
         raise Refused("no such layer")
 
     with pytest.raises(Refused, match="no such layer"):
-        apart(refuse)
+        run_in_fork(refuse)
 
 
 def test_what_the_script_raises_is_raised_here_with_its_traceback() -> None:
     here = os.getpid()
     with pytest.raises(ZeroDivisionError) as raised:
-        apart(lambda: 1 // 0)
+        run_in_fork(lambda: 1 // 0)
     assert raised.traceback[-1].name == "<lambda>"
     assert os.getpid() == here
 
@@ -50,10 +50,10 @@ def test_a_fork_that_gives_no_answer_is_done_without(ends: object, monkeypatch: 
             ends()  # type: ignore[operator]
         return "done here"
 
-    assert apart(work) == "done here"
+    assert run_in_fork(work) == "done here"
 
 
 def test_it_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """A model that prints would print once more for each time it is described."""
-    apart(lambda: os.write(1, b"made"))
+    run_in_fork(lambda: os.write(1, b"made"))
     assert capfd.readouterr().out == ""

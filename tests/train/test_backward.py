@@ -50,8 +50,8 @@ def test_an_auxiliary_gradient_counts_as_in_one_process(ranks: RankPool, tmp_pat
 @pytest.mark.parametrize(
     ("model", "plan", "says"),
     [
-        ("balanced", "accumulation=2", "the backward pass adds gradients of its own to it"),
-        ("bent", "dp=2", "the backward pass clips, or bends, gradients of the part that it has"),
+        ("balanced", "accumulation=2", "the backward pass adds gradients of its own"),
+        ("bent", "dp=2", "the backward pass clips, or otherwise distorts, gradients of each part"),
     ],
 )
 def test_where_it_would_not_it_is_said(ranks: RankPool, tmp_path: Path, model: str, plan: str, says: str) -> None:

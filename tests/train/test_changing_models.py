@@ -20,13 +20,13 @@ ALONE = "dp=1"
 @pytest.mark.parametrize(
     ("model", "plan", "code", "says"),
     [
-        ("thawing", ALONE, 92, "blocks.0.norm1.weight trains since this step (requires_grad)"),
-        ("thawing", "dp=2", 92, "blocks.0.norm1.weight trains since this step (requires_grad)"),
-        ("freezing", "dp=2", 96, "this step gave blocks.0.norm1.weight no gradient, and one before it did"),
+        ("thawing", ALONE, 92, "blocks.0.norm1.weight became trainable in this step (requires_grad)"),
+        ("thawing", "dp=2", 92, "blocks.0.norm1.weight became trainable in this step (requires_grad)"),
+        ("freezing", "dp=2", 96, "this step gave blocks.0.norm1.weight no gradient, but an earlier one did"),
         ("lazy", ALONE, 92, "head.out.weight has no shape yet"),
-        ("scripted", ALONE, 92, "model() returned a module of TorchScript"),
-        ("derived", "dp=2,zero=2", 96, "where it computes gradients itself (torch.autograd.grad)"),
-        ("compiled whole", "dp=1,checkpointing", 96, "compile each of them"),
+        ("scripted", ALONE, 92, "model() returned a TorchScript module"),
+        ("derived", "dp=2,zero=2", 96, "if it computes gradients itself (torch.autograd.grad)"),
+        ("compiled whole", "dp=1,checkpointing", 96, "compile each block instead"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
@@ -65,7 +65,7 @@ def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
     left = {"final": str(tmp_path / "checkpoint")}
     options = {"model": model, "steps": STEPS, "save": str(file), "layers": False}
     run = ranks.run_each(tmp_path / "run", ALONE, [options], more=lambda _: left)[0]
-    assert f"the buffer embed.before is of shape (16, 16, 32), and was {was} when the model was made" in (
+    assert f"the buffer embed.before is of shape (16, 16, 32), but was {was} when the model was made" in (
         run.ranks[0].output
     )
     assert "Traceback" not in run.ranks[0].output
@@ -77,9 +77,8 @@ def test_what_each_pass_counts_is_told_of_where_a_step_has_several(
     ranks: RankPool, tmp_path: Path, plan: str, said: int
 ) -> None:
     run = ranks.run(tmp_path, plan, model="cooling", steps=2).checked()
-    assert (
-        sum(rank.output.count("each forward pass changes temperature, and there are 2") for rank in run.ranks) == said
-    )
+    message = f"each forward pass changes temperature, and a step under {Plan.parse(plan)} has 2 forward passes"
+    assert sum(rank.output.count(message) for rank in run.ranks) == said
 
 
 def test_what_a_loss_keeps_in_buffers_is_told_of(ranks: RankPool, tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     assert not (tmp_path / "half.part").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
-    assert all("holds thesis.tex, which is no checkpoint" in why for why in mover.checkpoint_fails(tmp_path / "mine"))
+    assert all(
+        "holds thesis.tex, which is not a checkpoint" in why for why in mover.checkpoint_fails(tmp_path / "mine")
+    )
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
     mover.checkpoint(tmp_path / "free")
     mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
@@ -122,9 +124,7 @@ def test_a_last_checkpoint_that_nobody_could_write_is_refused_before_the_first_s
     run = ranks.run_each(tmp_path / "asked", "dp=2", [{}], more=lambda _: to_leave_one)[0]
     assert [rank.exit_code for rank in run.ranks] == [92, 92]
     assert run.losses == []
-    assert (
-        f"checkpoints are to go to {tmp_path}/taken/below, which cannot be made: Not a directory" in run.ranks[0].output
-    )
+    assert f"cannot create {tmp_path}/taken/below for checkpoints: Not a directory" in run.ranks[0].output
 
 
 def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> 
     to_leave_one = {"final": str(tmp_path / "final")}
     run = ranks.run_each(tmp_path / "asked", "dp=2", [{}], more=lambda _: to_leave_one)[0].checked()
     for rank in run.ranks:
-        assert "the last checkpoint cannot be written: [Errno 21] Is a directory" in rank.output
+        assert "the final checkpoint cannot be written: [Errno 21] Is a directory" in rank.output
     assert (tmp_path / "final" / ".metadata").exists()
 
 
@@ -149,7 +149,7 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
     to_leave_one = {"final": str(tmp_path / "last")}
     run = ranks.run_each(tmp_path / "asked", "dp=1", [{"schedule": "drawn"}], more=lambda _: to_leave_one)[0]
     assert (run.ranks[0].exit_code, run.losses) == (1, []), "not after the last step"
-    assert "the job is to leave a checkpoint, and cannot: scheduler.shape is a function" in run.ranks[0].output
+    assert "the job must leave a checkpoint, and cannot: scheduler.shape is a function" in run.ranks[0].output
     assert "Traceback" not in run.ranks[0].output
 
 
@@ -186,14 +186,14 @@ def test_a_model_is_saved_though_the_last_checkpoint_cannot_be(ranks: RankPool, 
     assert file.exists()
     for rank in run.ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (1, False)
-        assert "the last checkpoint could not be written: " in rank.output
+        assert "the final checkpoint could not be written: " in rank.output
 
 
 def test_what_comes_late_costs_a_move_and_not_the_training(moving: Callable[..., Mover]) -> None:
     mover = moving(optimizer="late average")
     mover.start("dp=1")
     mover.train(6)
-    with pytest.raises(AssertionError, match="average came after the optimizer's first update"):
+    with pytest.raises(AssertionError, match="average was created after the optimizer's first update"):
         mover.move("dp=2")
     mover.train(3)
     mover.stop()

@@ -24,7 +24,7 @@ def test_a_rank_that_fails_at_once_is_heard_before_it_ends(agent: HostAgent) -> 
     """Some failures are found before the line to the agent stands."""
     line = Control(Context(control_socket=str(agent.path), generation=1))
     line.start()
-    line.tell_failure("plan", "checkpoints cannot be written")
+    line.report_failure("plan", "checkpoints cannot be written")
     said = [message["message"] for _, _, message in agent.heard if message.get("verb") == "failed"]
     assert said == ["checkpoints cannot be written"]
     line.close()
@@ -34,8 +34,8 @@ def test_a_rank_that_fails_at_once_is_heard_before_it_ends(agent: HostAgent) -> 
 def test_a_rank_that_nobody_hears_ends_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, socket: str
 ) -> None:
-    monkeypatch.setattr(control, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(control, "FAILURE_REPORT_S", 0.1)
     line = Control(Context(control_socket=socket and str(tmp_path / socket)))
     line.start()
-    line.tell_failure("plan", "checkpoints cannot be written")
+    line.report_failure("plan", "checkpoints cannot be written")
     line.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clusterd.train.state import copying
-from clusterd.train.state.copying import BATCH_BYTES, Piece, fills, loads
+from clusterd.train.state.copying import BATCH_BYTES, SegmentPart, copies_from_segment, copies_to_segment
 from clusterd.train.state.segments import Segment
 
 THREADS = pytest.mark.parametrize("threads", [1, 3])
@@ -31,12 +31,12 @@ def tensors() -> list[torch.Tensor]:
     ]
 
 
-def laid_out(live: list[torch.Tensor]) -> list[Piece]:
+def laid_out(live: list[torch.Tensor]) -> list[SegmentPart]:
     """One after the other, each on its own, but for the last two, which are one piece."""
     pieces, offset = [], 0
     for some in [*([t] for t in live[:-2]), live[-2:]]:
         size = sum(t.nbytes for t in some)
-        pieces.append(Piece(offset, tuple(some), size))
+        pieces.append(SegmentPart(offset, tuple(some), size))
         offset = -(-(offset + size) // 8) * 8
     return pieces
 
@@ -51,9 +51,9 @@ def segment_(tmp_path: Path) -> Segment:
 @THREADS
 def test_everything_comes_back(segment: Segment, threads: int) -> None:
     live = tensors()
-    sums = fills(segment, laid_out(live)).run(threads)
+    sums = copies_to_segment(segment, laid_out(live)).run(threads)
     back = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in live]
-    assert loads(segment, laid_out(back)).run(4 - threads) == sums
+    assert copies_from_segment(segment, laid_out(back)).run(4 - threads) == sums
     assert all(torch.equal(a, b) for a, b in zip(live, back, strict=True))
 
 
@@ -61,12 +61,12 @@ def test_everything_comes_back(segment: Segment, threads: int) -> None:
 def test_every_byte_counts(segment: Segment, threads: int) -> None:
     live = tensors()
     pieces = laid_out(live)
-    sums = fills(segment, pieces).run()
+    sums = copies_to_segment(segment, pieces).run()
     for number, piece in enumerate(pieces):
         byte = segment.view(torch.uint8, (1,), piece.offset + piece.bytes - 1)
         byte += 1
         back = laid_out([torch.zeros_like(t) for t in live])
-        found = loads(segment, back).run(threads)
+        found = copies_from_segment(segment, back).run(threads)
         assert [i for i, (a, b) in enumerate(zip(sums, found, strict=True)) if a != b] == [number]
         byte -= 1
 
@@ -74,9 +74,9 @@ def test_every_byte_counts(segment: Segment, threads: int) -> None:
 def test_slots_that_are_not_there_are_zeros(segment: Segment) -> None:
     segment.view(torch.uint8, (64,), 0).fill_(7)
     there = torch.arange(4, dtype=torch.float32)
-    (written,) = fills(segment, [Piece(0, (None, there, None), 48)]).run()
+    (written,) = copies_to_segment(segment, [SegmentPart(0, (None, there, None), 48)]).run()
     back = [torch.ones(4) for _ in range(3)]
-    (read,) = loads(segment, [Piece(0, tuple(back), 48)]).run()
+    (read,) = copies_from_segment(segment, [SegmentPart(0, tuple(back), 48)]).run()
     assert read == written
     assert [t.tolist() for t in back] == [[0.0] * 4, there.tolist(), [0.0] * 4]
     assert segment.view(torch.uint8, (16,), 48).tolist() == [7] * 16
@@ -84,9 +84,9 @@ def test_slots_that_are_not_there_are_zeros(segment: Segment) -> None:
 
 def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -> None:
     whole = torch.randn(10, 6)
-    sums = fills(segment, [Piece(0, (whole,), whole.nbytes)]).run()
+    sums = copies_to_segment(segment, [SegmentPart(0, (whole,), whole.nbytes)]).run()
     corner = torch.zeros(4, 3)
-    assert loads(segment, [Piece(0, (corner,), whole.nbytes, ((10, 6), (5, 2)))]).run() == sums
+    assert copies_from_segment(segment, [SegmentPart(0, (corner,), whole.nbytes, ((10, 6), (5, 2)))]).run() == sums
     assert torch.equal(corner, whole[5:9, 2:5])
 
 

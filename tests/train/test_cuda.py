@@ -13,7 +13,7 @@ import torch
 from mover import Mover
 from rank_pool import RankPool
 
-from clusterd.train.state.copying import Piece, fills, loads
+from clusterd.train.state.copying import SegmentPart, copies_from_segment, copies_to_segment
 from clusterd.train.state.segments import Segment
 
 GPUS = torch.cuda.device_count()
@@ -120,10 +120,10 @@ def test_what_goes_through_pinned_memory_comes_back_with_the_same_sum(tmp_path: 
     back = [torch.empty_like(tensor) for tensor in there]
     offsets = [0, there[0].nbytes]
 
-    def pieces(tensors: list[torch.Tensor]) -> list[Piece]:
-        return [Piece(offset, (tensor,), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=True)]
+    def pieces(tensors: list[torch.Tensor]) -> list[SegmentPart]:
+        return [SegmentPart(offset, (tensor,), tensor.nbytes) for offset, tensor in zip(offsets, tensors, strict=True)]
 
-    assert fills(segment, pieces(there)).run() == loads(segment, pieces(back)).run()
+    assert copies_to_segment(segment, pieces(there)).run() == copies_from_segment(segment, pieces(back)).run()
     assert all(torch.equal(a, b) for a, b in zip(there, back, strict=True))
     segment.close()
 

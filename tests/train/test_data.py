@@ -40,17 +40,17 @@ class Noisy(torch.utils.data.Dataset[Any]):
 def test_every_nesting_is_cut_into_micro_batches() -> None:
     """What is passed over would be whole in every micro-batch."""
     samples = [{"pair": Pair(torch.tensor(i), torch.tensor(-i)), "name": str(i), "parts": [i, i]} for i in range(4)]
-    batch = loader.moved(default_collate(samples), CPU)
-    part = loader.cut(batch, 1, 3)
+    batch = loader.to_device(default_collate(samples), CPU)
+    part = loader.slice_batch(batch, 1, 3)
     assert isinstance(part["pair"], Pair)
     assert part["pair"].right.tolist() == [-1, -2]
     assert part["name"] == ["1", "2"]
     assert [p.tolist() for p in part["parts"]] == [[1, 2], [1, 2]]
-    encoding = loader.cut(Encoding(ids=torch.arange(4)), 2, 4)
+    encoding = loader.slice_batch(Encoding(ids=torch.arange(4)), 2, 4)
     assert isinstance(encoding, Encoding)
     assert encoding["ids"].tolist() == [2, 3]
     with pytest.raises(TypeError):
-        loader.cut(object(), 0, 1)
+        loader.slice_batch(object(), 0, 1)
 
 
 def batches(replica: int, workers: int, first_step: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

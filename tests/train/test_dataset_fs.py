@@ -23,8 +23,8 @@ import clusterd.train  # noqa: F401  # registers clusterd://
 from clusterd import protocol
 from clusterd.datasets import UNREACHABLE, DataUnavailable, DataUnreachable, File, Folders, Found
 from clusterd.train.data import dataset_sources
-from clusterd.train.data.dataset_fs import DatasetFileSystem, Surroundings
-from clusterd.train.data.dataset_sources import Cached
+from clusterd.train.data.dataset_fs import DatasetFileSystem, DatasetSources
+from clusterd.train.data.dataset_sources import CachedSource
 from clusterd.train.process import exits
 
 RECORD_BYTES, RECORDS = 64, 100
@@ -98,7 +98,7 @@ def test_missing_ranges_are_fetched_once_and_only_they(
     there = Counting(corpus)
     whole = (corpus / "train/part-0.bin").read_bytes()
     for _ in range(2):  # a second process of the same host
-        files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))
+        files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(there, tmp_path / "cache")))
         assert files.cat_file("corpus/train/part-0.bin", 1000, 1100) == whole[1000:1100]
         assert files.cat_file("corpus/train/part-0.bin", 6300) == whole[6300:]
     assert there.reads == [
@@ -110,7 +110,7 @@ def test_missing_ranges_are_fetched_once_and_only_they(
 
 def read_anew(there: Counting, cache: Path, start: int, end: int, name: str = "readme.txt") -> bytes:
     """As a process would that has just begun."""
-    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, cache)))
+    files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(there, cache)))
     data: bytes = files.cat_file(f"corpus/{name}", start, end)
     return data
 
@@ -131,7 +131,7 @@ def test_a_torn_block_is_fetched_again_and_a_new_version_is_another_file(corpus:
 def test_a_file_that_changes_while_it_is_read_is_refused_not_mixed(corpus: Path, tmp_path: Path) -> None:
     """Blocks of the new content were kept under the name of the old, for every later reader."""
     there = Counting(corpus)
-    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))
+    files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(there, tmp_path / "cache")))
     assert files.info("corpus/readme.txt")["size"] == 9
     (corpus / "readme.txt").write_text("a CORPUS\n")
     os.utime(corpus / "readme.txt", (1, 1))
@@ -144,19 +144,19 @@ def test_an_open_file_stays_what_it_was_and_a_new_one_is_seen(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was looked up was kept for the life of the process, and a file that came in its place was not seen."""
-    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(Counting(corpus), tmp_path / "cache")))
+    files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(Counting(corpus), tmp_path / "cache")))
     reader = files.open("corpus/readme.txt", cache_type="none")
     assert reader.read(2) == b"a "
     (corpus / "readme.txt").write_text("THE OTHER CORPUS\n")
     assert files.info("corpus/readme.txt")["size"] == 9
-    monkeypatch.setattr(dataset_sources, "LOOKED_S", 0.0)
+    monkeypatch.setattr(dataset_sources, "LOOKUP_TTL_S", 0.0)
     assert files.cat_file("corpus/readme.txt") == b"THE OTHER CORPUS\n"
     assert reader.read() == b"corpus\n"  # out of the cache; what is not there any more is refused
 
 
 def test_a_folder_of_many_files_is_not_listed_for_one_of_them(corpus: Path, tmp_path: Path) -> None:
     there = Counting(corpus)
-    files = DatasetFileSystem(surroundings=Surroundings({}, Cached(there, tmp_path / "cache")))
+    files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(there, tmp_path / "cache")))
     assert files.cat_file("corpus/train/part-0.bin", 0, 1) == files.cat_file("corpus/train/part-0.bin", 0, 1)
     assert there.looks == ["train/part-0.bin"]
     there.looks.clear()
@@ -270,7 +270,7 @@ class Agent:
 
 
 @pytest.fixture
-def elsewhere(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Counting]]:
+def remote(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Agent, Counting]]:
     """A rank whose host does not have the data set."""
     there = Counting(corpus)
     agent = Agent(tmp_path / "agent.sock", there)
@@ -306,9 +306,9 @@ class Records(torch.utils.data.Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_torch_data_set_reads_what_another_host_has(
-    workers: int, elsewhere: tuple[Agent, Counting], corpus: Path
+    workers: int, remote: tuple[Agent, Counting], corpus: Path
 ) -> None:
-    agent, there = elsewhere
+    agent, there = remote
     # Forked, as in training: each worker has the parent's open file, and needs a connection of its own.
     loader = DataLoader(
         Records(), batch_size=10, num_workers=workers, multiprocessing_context="fork" if workers else None
@@ -320,8 +320,8 @@ def test_a_torch_data_set_reads_what_another_host_has(
     assert 1 + (workers > 0) <= len(agent.hellos) <= 1 + workers  # who finds all in the cache asks nobody
 
 
-def test_a_file_opened_for_each_sample_is_asked_for_once(elsewhere: tuple[Agent, Counting]) -> None:
-    agent, there = elsewhere
+def test_a_file_opened_for_each_sample_is_asked_for_once(remote: tuple[Agent, Counting]) -> None:
+    agent, there = remote
     for index in range(5):
         with fsspec.open("clusterd://corpus/train/part-0.bin", "rb") as file:
             file.seek(index)
@@ -330,7 +330,7 @@ def test_a_file_opened_for_each_sample_is_asked_for_once(elsewhere: tuple[Agent,
 
 
 def test_a_host_that_does_not_answer_is_no_fault_of_the_job(
-    elsewhere: tuple[Agent, Counting], monkeypatch: pytest.MonkeyPatch
+    remote: tuple[Agent, Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a worker of the data loader, too, which tells its error as text."""
 
@@ -341,11 +341,11 @@ def test_a_host_that_does_not_answer_is_no_fault_of_the_job(
     loader = DataLoader(Records(), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(OSError) as raised:
         next(iter(loader))
-    refusal = exits.of(raised.value, where="rank 0")
+    refusal = exits.classify_error(raised.value, where="rank 0")
     assert refusal is not None and (refusal.exit_code, refusal.reason) == (94, "data")
     assert "gpu03:7000: timed out" in str(refusal)
 
 
-def test_what_no_host_has_is_refused(elsewhere: tuple[Agent, Counting]) -> None:
+def test_what_no_host_has_is_refused(remote: tuple[Agent, Counting]) -> None:
     with pytest.raises(OSError, match="no data set 'images'"):
         fsspec.open("clusterd://images/a.png", "rb").open()

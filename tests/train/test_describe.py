@@ -44,7 +44,7 @@ def test_tensor_parallelism_is_tried_not_guessed() -> None:
     assert shape.tp_degrees == (2, 4)
     refused = dict(shape.tp_refused)
     assert "has 32 along dimension 1" in refused[3]
-    assert "forward pass does not work with 8 shards" in refused[8]
+    assert "forward pass fails with 8 shards" in refused[8]
     cut = {p.name: p.tp_dim for p in shape.parameters if p.name.startswith("blocks.0.")}
     assert cut["blocks.0.up.weight"] == 0
     assert cut["blocks.0.up.bias"] == 0
@@ -179,7 +179,7 @@ def test_a_factory_that_looks_at_its_weights_is_described_all_the_same() -> None
         ({"blocks.*.attention": "colwise"}, "names 'blocks.*.attention', which is no module"),
         ({"1": "colwise"}, "cuts '1', a Conv1d; torch cuts Linear and Embedding"),
         ({"0.weight": "colwise"}, "cuts '0.weight', a parameter by itself; torch cuts Linear and Embedding"),
-        ({"0": "diagonal"}, "has style 'diagonal'; it can have colwise"),
+        ({"0": "diagonal"}, "has style 'diagonal'; it must be one of colwise"),
     ],
 )
 def test_a_tp_plan_that_does_not_fit_the_model_rules_out_tensor_parallelism_alone(
@@ -197,7 +197,7 @@ def test_a_tp_plan_that_does_not_fit_the_model_rules_out_tensor_parallelism_alon
 def test_a_weight_that_is_computed_is_not_cut(norm: Any) -> None:
     shape = describe(small(lambda: nn.Sequential(norm(nn.Linear(4, 4)), nn.Tanh()), {"0": "colwise_rep"}))
     (why,) = check(Plan.parse("tp=2"), shape)
-    assert "0.weight is no parameter but computed from others" in why
+    assert "0.weight is not a parameter but computed from others" in why
     assert check(Plan.parse("dp=2,zero=2"), shape) == []
 
 
@@ -226,9 +226,13 @@ class Gated(nn.Module):
     ("what", "why"),
     [
         ("", ""),
-        ("norm", "shards would not learn alike: norm.weight is whole and computed with parts of features"),
-        ("gate", "shards would not learn alike: a tensor that needs a gradient (mul) is whole and computed with parts"),
-        ("end", "shards would not learn alike: the loss is computed of a part of features on each"),
+        ("norm", "gradients would differ between shards: norm.weight is replicated but computed with partial features"),
+        (
+            "gate",
+            "gradients would differ between shards: a tensor that needs a gradient (mul) is replicated but "
+            "computed with partial features",
+        ),
+        ("end", "gradients would differ between shards: each computes the loss from a part of the features"),
     ],
 )
 def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: str, why: str) -> None:
@@ -247,9 +251,9 @@ def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: st
         (
             "",
             "replicated_with_grad_allreduce",
-            "norm is given whole features, and replicated_with_grad_allreduce would",
+            "norm gets whole features, whose gradients replicated_with_grad_allreduce would",
         ),
-        ("norm", "replicate", "norm.weight is whole and computed with parts of features"),
+        ("norm", "replicate", "norm.weight is replicated but computed with partial features"),
     ],
 )
 def test_a_norm_over_each_head_learns_from_all_shards_where_the_plan_says_so(what: str, style: str, why: str) -> None:
@@ -339,7 +343,7 @@ def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None
 def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
     """Stages apply layers: what is between them would be left out, without a word."""
     (why,) = check(Plan.parse("pp=2,accumulation=2"), described(model="scaled"))
-    assert "does more than to apply `layers` one after another (mul)" in why
+    assert "does more than apply `layers` one after another (mul)" in why
     assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
 
 
@@ -402,7 +406,7 @@ def test_a_parameter_without_elements_is_not_sharded() -> None:
 
     shape = describe(small(make, None))
     (why,) = check(Plan.parse("dp=2,zero=2"), shape)
-    assert "cuts no parameter without elements: none has none" in why
+    assert "cannot cut a parameter without elements: none has none" in why
     assert check(Plan.parse("dp=2,zero=1"), shape) == []
 
 
@@ -421,7 +425,7 @@ def test_samples_that_a_pipeline_cannot_send() -> None:
         return nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
 
     of_maps = replace(small(make, None, layers=("one", "two")), data=[({"x": torch.zeros(4)}, torch.zeros(4))] * 8)
-    assert "takes one tensor as input" in describe(of_maps).pipeline_refused
+    assert "needs one tensor as input" in describe(of_maps).pipeline_refused
     with pytest.raises(Refused, match=r"data\[i\] must be \(input, target\); it is a dict of 2"):
         describe(replace(of_maps, data=[{"x": torch.zeros(4), "y": torch.zeros(4)}] * 8))
 
@@ -436,8 +440,8 @@ def test_what_fsdp2_cannot_carry_is_known_before() -> None:
 
     shape = describe(small(Odd, None))
     why = " | ".join(check(Plan.parse("dp=2,zero=3,checkpointing"), shape))
-    assert "contiguous parameters only: kernel.weight is not" in why
-    assert "blocks.2 again for recomputing" in why
+    assert "contiguous parameters: kernel.weight is not" in why
+    assert "blocks.2 again for recomputation" in why
     assert "one dtype" not in why  # blocks are apart
 
     class Pair(nn.Module):

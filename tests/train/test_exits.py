@@ -29,14 +29,14 @@ def assert_ends(run: Run, code: int, *says: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "options", "says"),
     [
-        ("tp=2", {"tp_plan": False}, "tp=2 needs to know how to cut the model's tensors: give `tp_plan`"),
+        ("tp=2", {"tp_plan": False}, "tp=2 needs to know how to cut the model's tensors: pass `tp_plan`"),
         ("tp=3", {}, "tp=3 does not divide this model"),
-        ("pp=2,accumulation=2", {"layers": False}, "give `layers`"),
+        ("pp=2,accumulation=2", {"layers": False}, "pass `layers`"),
         ("pp=2", {}, "needs at least 2 micro-batches"),
         ("pp=2,accumulation=2", {"model": "stray"}, "scale is in none"),
         ("pp=2,accumulation=2", {"model": "tied"}, "are one parameter"),
         ("dp=2,zero=3", {"optimizer": "rows"}, "RowNormalised does not treat every element alike"),
-        ("dp=2,zero=3", {"model": "stray"}, "make scale one of shape (1,)"),
+        ("dp=2,zero=3", {"model": "stray"}, "give scale the shape (1,)"),
         ("dp=3", {}, "cannot be cut into 3 equal shares"),
         ("dp=2", {"samples": 10}, "10 samples, fewer than the global batch of 16"),
         ("dp=2", {"unseeded": True}, "different weights on different ranks"),
@@ -50,7 +50,7 @@ def test_a_plan_that_cannot_run_ends_every_rank_with_96(
 
 def test_what_no_plan_can_have_ends_with_92(ranks: RankPool, tmp_path: Path) -> None:
     run = ranks.run(tmp_path, "dp=1", precision="fp8")
-    assert_ends(run, 92, "precision is 'fp8'; it can be fp32 or bf16")
+    assert_ends(run, 92, "precision is 'fp8'; it must be fp32 or bf16")
 
 
 def test_a_plan_of_another_size_ends_with_96(ranks: RankPool, tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: p
     with pytest.raises(Exception, match="timed out") as raised, mesh.process_groups(context, torch.device("cpu")):
         pass
     assert raised.value.__cause__ is not raised.value
-    assert exits.of(raised.value, where="") is None
+    assert exits.classify_error(raised.value, where="") is None
 
 
 def test_a_port_of_the_scripts_own_is_not_taken_for_the_rendezvous() -> None:
-    assert exits.of(OSError(98, "Address already in use"), where="") is None
+    assert exits.classify_error(OSError(98, "Address already in use"), where="") is None
 
 
 def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
@@ -125,11 +125,11 @@ def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
         except RuntimeError as error:
             raise RuntimeError("in a pipeline stage") from error
     except RuntimeError as error:
-        found = exits.of(error, where="rank 3")
+        found = exits.classify_error(error, where="rank 3")
     assert isinstance(found, exits.DeviceFault)
     assert (found.exit_code, found.reason) == (93, "device-fault")
     assert str(found) == "the GPU failed, rank 3: CUDA error: uncorrectable ECC error encountered"
-    assert exits.of(RuntimeError("CUDA error: device-side assert triggered"), where="") is None
+    assert exits.classify_error(RuntimeError("CUDA error: device-side assert triggered"), where="") is None
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from scenarios import Recorded, job
 
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration import source
-from clusterd.train.migration.source import Leaving
+from clusterd.train.migration.source import MigrationSource
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
 from clusterd.train.rank_main import Training
-from clusterd.train.state.copying import Copies
+from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 
 MOVE = "test.1.2"
@@ -39,7 +39,7 @@ class Agent(Control):
             path.write_bytes(bytes(arguments["bytes"]))
         return {"path": str(path)}
 
-    def say(self, what: str, **more: Any) -> None:
+    def report(self, what: str, **more: Any) -> None:
         self.said.append(what)
 
     def passes(self, what: str) -> None:
@@ -68,7 +68,7 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
     """A copy into memory that is not there any more ends the process; on a GPU one that is not pinned any more may."""
     closed: list[bool] = []  # whether a copy was under way
     copying = threading.Event()
-    close, run = Segment.close, Copies.run
+    close, run = Segment.close, CopyBatch.run
     context = Context()
     agent = Agent(context, tmp_path)
 
@@ -76,7 +76,7 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
         closed.append(copying.is_set())
         close(segment)
 
-    def runs(copies: Copies, threads: int = 1) -> list[int]:
+    def runs(copies: CopyBatch, threads: int = 1) -> list[int]:
         copying.set()
         agent.passes("copy")
         sums = run(copies, threads)
@@ -84,16 +84,16 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
         return sums
 
     monkeypatch.setattr(source.Segment, "close", closes)
-    monkeypatch.setattr(Copies, "run", runs)
+    monkeypatch.setattr(CopyBatch, "run", runs)
     task = job(Recorded(32), depth=1)
     training = Training(task, context, torch.device("cpu"), None)
-    departing = Leaving(training, agent)
+    departing = MigrationSource(training, agent)
     agent.aborts_at = moment
     agent.prepare(describe(task, trace=False).to_dict())
     agent.quiesce()
     if moment == "never":
         agent.request("stop", "moved")
-    assert departing.depart(at_s=0.0) == ("stop" if moment == "never" else "abort")
+    assert departing.hand_over(at_s=0.0) == ("stop" if moment == "never" else "abort")
     assert closed == ([] if moment == "never" else [False])
     assert ("resumed" in agent.said) == (moment in ("copy", "publish"))
     assert ("quiesced" in agent.said) == (moment != "segment")
@@ -105,8 +105,8 @@ def test_what_is_handed_over_is_of_the_last_step(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Copies are laid out during a step; some optimizers put what they update elsewhere, in that step or in any."""
-    fills = Mock(wraps=source.fills)
-    monkeypatch.setattr(source, "fills", fills)
+    copies_to_segment = Mock(wraps=source.copies_to_segment)
+    monkeypatch.setattr(source, "copies_to_segment", copies_to_segment)
     task = job(Recorded(32), depth=1)
     shape = describe(task, trace=False).to_dict()
     training = Training(task, Context(), torch.device("cpu"), None)
@@ -122,20 +122,20 @@ def test_what_is_handed_over_is_of_the_last_step(
     def handed_over(name: str, *steps: str) -> bytes:
         (tmp_path / name).mkdir()
         agent = Agent(training.context, tmp_path / name)
-        departing = Leaving(training, agent)
+        departing = MigrationSource(training, agent)
         agent.prepare(shape)
         for how in steps[:1]:
             step(how)
         agent.quiesce()
-        early = fills.call_count
+        early = copies_to_segment.call_count
         for how in steps[1:]:
             step(how)
         agent.request("stop", "moved")
-        assert departing.depart(at_s=0.0) == "stop"
+        assert departing.hand_over(at_s=0.0) == "stop"
         assert "quiesced" in agent.said
         assert early == (before == "in place" and bool(steps))
-        assert fills.call_count == (1 if early and after == "in place" else early + 1)
-        fills.reset_mock()
+        assert copies_to_segment.call_count == (1 if early and after == "in place" else early + 1)
+        copies_to_segment.reset_mock()
         (segment,) = (tmp_path / name).iterdir()
         return segment.read_bytes()
 

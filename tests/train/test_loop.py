@@ -13,8 +13,8 @@ from mover import Mover
 from scenarios import Recorded, job
 
 from clusterd.train.loop import peers
-from clusterd.train.loop.consensus import Agreement
-from clusterd.train.loop.training_loop import Loop
+from clusterd.train.loop.consensus import StepConsensus
+from clusterd.train.loop.training_loop import TrainingLoop
 from clusterd.train.parallel import build
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
@@ -23,11 +23,11 @@ from clusterd.train.rank_main import Training
 
 def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of the plan before start again on the same device, while this one keeps the state for them."""
-    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)  # the tests' own connections
+    monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)  # the tests' own connections
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
     control = Control(context)
-    loop = Loop(training, control, lambda *_: None)
+    loop = TrainingLoop(training, control, lambda *_: None)
     activations: list[Any] = []
 
     def forward() -> None:
@@ -45,14 +45,14 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
         stage()
     assert activations[0]() is not None
     control.request("stop", "enough")
-    loop._wait_as_orphan(cast(Exception, raised.value), no_memory=True)
+    loop._wait_as_orphan(cast(Exception, raised.value), out_of_memory=True)
     assert activations[0]() is None
 
 
 def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its peers' failure is not its own, but ranks that are to come have the same GPU."""
     given_back: list[bool] = []
-    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)
+    monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
@@ -61,7 +61,9 @@ def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pyt
     training.parallel.device = torch.device("cuda")
     control = Control(context)
     control.request("stop", "enough")
-    Loop(training, control, lambda *_: None)._wait_as_orphan(RuntimeError("Connection reset by peer"), no_memory=False)
+    TrainingLoop(training, control, lambda *_: None)._wait_as_orphan(
+        RuntimeError("Connection reset by peer"), out_of_memory=False
+    )
     assert given_back
     assert parameter.grad is None
 
@@ -70,9 +72,9 @@ def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> Non
     """Groups may be torn down beside the step, and reductions then end as if all were well."""
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
-    loop = Loop(training, Control(context), lambda *_: None)
+    loop = TrainingLoop(training, Control(context), lambda *_: None)
     before = build.fingerprint(training.parallel.module)
-    loop._cut_off = True
+    loop._disconnected = True
     with pytest.raises(ConnectionError, match="peers are gone"):
         loop.run()
     assert training.step == 0
@@ -81,7 +83,7 @@ def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> Non
 
 def test_a_step_that_does_not_end_is_noticed_and_one_that_ends_is_not() -> None:
     told: SimpleQueue[str] = SimpleQueue()
-    watch = peers.HangWatch(0.2, told.put)
+    watch = peers.HangDetector(0.2, told.put)
     for _ in range(3):
         watch.begin()
         watch.end()
@@ -95,23 +97,23 @@ def test_groups_that_are_torn_down_already_are_left_alone(monkeypatch: pytest.Mo
     """The agent's word and the failed collective both come to it, on two threads."""
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("os.listdir", lambda _: [])  # the tests' own connections
-    peers.cut_off()  # torch raises when there is no group to tear down
+    peers.shut_down_connections()  # torch raises when there is no group to tear down
 
 
 @pytest.mark.parametrize("replicated", [True, False])
 def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_known(
     replicated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)
+    monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
     context = Context()
     control = Control(context)
     seen: list[tuple[int, float]] = []
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
-    loop = Loop(training, control, lambda step, loss, *_: seen.append((step, loss)))
+    loop = TrainingLoop(training, control, lambda step, loss, *_: seen.append((step, loss)))
     loop._replicated = replicated
-    loop._pending = 7, 0.1, Agreement(torch.tensor(2.5), control.flags())
+    loop._pending = 7, 0.1, StepConsensus(torch.tensor(2.5), control.flags())
     control.request("stop", "enough")
-    loop._wait_as_orphan(ConnectionError("gone"), no_memory=False)
+    loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
     assert seen == [(7, pytest.approx(2.5 if replicated else float("nan"), nan_ok=True))]
 
 
@@ -125,4 +127,4 @@ def test_ranks_compute_on_the_cores_that_they_are_given_from_the_next_step_on(mo
     mover.stop()
     for rank in mover.now.run.result()[0].ranks:
         said = [line for line in rank.output.splitlines() if "CPU threads" in line]
-        assert len(said) == 1 and said[0].startswith("clusterd: computes on 2 CPU threads from step ")
+        assert len(said) == 1 and said[0].startswith("clusterd: using 2 CPU threads from step ")

@@ -90,7 +90,7 @@ def test_a_sum_is_not_trained_where_the_batch_is_cut(ranks: RankPool, tmp_path: 
     """Each replica's counted half, and nothing said so."""
     for rank in ranks.run(tmp_path, plan, steps=STEPS, loss="sum").ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
-        assert "the loss adds samples up: have it return their mean" in rank.output
+        assert "the loss sums over samples: return their mean" in rank.output
 
 
 def test_where_the_batch_is_whole_a_sum_is_trained(ranks: RankPool, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_chain_of_random_moves_over_two_hosts(
     walk = rng.choices(PLANS[:8] if seed == 0 else PLANS, k=6)
     hosts = ["".join(rng.choices("ab", k=Plan.parse(p).ranks)) for p in walk]
     assert_undisturbed(walk_through(mover, walk, hosts=hosts), expected)
-    bound = sum(g.moves.network_bytes for g in mover.moves)
+    bound = sum(g.transfers.network_bytes for g in mover.moves)
     assert mover.network.sent_bytes == bound > 0
 
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rank_pool import RankPool
 from torch import nn
 
-from clusterd.train.loop.clip import clip_gradients
+from clusterd.train.loop.step import clip_gradients
 from clusterd.train.parallel.gradient_sync import GradientSum
-from clusterd.train.parallel.meta_build import allocate, build_blank
+from clusterd.train.parallel.meta_build import allocate, build_uninitialized
 from plans.plan import Plan
 
 
@@ -62,12 +62,12 @@ class Masks(nn.Module):
 
 def test_tensors_in_a_modules_own_lists_are_not_left_without_values() -> None:
     """A job with such a model could start, and never move or go on from a checkpoint."""
-    assert build_blank(Masks, 0).masks["causal"][0].tolist() == [[1.0, 0.0], [1.0, 1.0]]
+    assert build_uninitialized(Masks, 0).masks["causal"][0].tolist() == [[1.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_list_of_a_modules_own_parameters_is_filled_with_them() -> None:
     """As recurrent networks keep one."""
-    model = build_blank(lambda: nn.LSTM(2, 3), 0)
+    model = build_uninitialized(lambda: nn.LSTM(2, 3), 0)
     assert all(p.is_meta for p in model.parameters())
     allocate(model, torch.device("cpu"))
     assert model(torch.ones(1, 1, 2))[0].shape == (1, 1, 3)

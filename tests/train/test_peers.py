@@ -11,7 +11,7 @@ import torch
 from scenarios import Recorded, job
 
 from clusterd.train.loop import peers
-from clusterd.train.loop.training_loop import TORN, Loop
+from clusterd.train.loop.training_loop import INCONSISTENT_STEP, TrainingLoop
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.rank_main import Training
@@ -34,36 +34,38 @@ def test_a_group_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytes
 
 def test_what_nccl_says_ends_a_step_that_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks live, and a link between them is gone: nobody else would notice for half an hour."""
-    monkeypatch.setattr(peers, "LOOK_S", 0.01)
+    monkeypatch.setattr(peers, "POLL_S", 0.01)
     said = iter(["SUCCESS", "SUCCESS", "REMOTE_ERROR"])
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=next(said)))
-    monkeypatch.setattr(peers, "_nccl", lambda: [SimpleNamespace(), backend])
+    monkeypatch.setattr(peers, "_nccl_backends", lambda: [SimpleNamespace(), backend])
     told: list[str] = []
     heard = threading.Event()
-    watch = peers.HangWatch(1800.0, lambda why: (told.append(why), heard.set()))  # type: ignore[func-returns-value]
+    watch = peers.HangDetector(1800.0, lambda why: (told.append(why), heard.set()))  # type: ignore[func-returns-value]
     watch.begin()
     assert heard.wait(20)
     assert told == ["a step has not ended for 0 s: NCCL says REMOTE_ERROR"]
 
 
-@pytest.mark.parametrize(("replicated", "is_done", "step"), [(False, True, 7), (False, False, TORN), (True, False, 7)])
+@pytest.mark.parametrize(
+    ("replicated", "is_done", "step"), [(False, True, 7), (False, False, INCONSISTENT_STEP), (True, False, 7)]
+)
 def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     monkeypatch: pytest.MonkeyPatch, replicated: bool, is_done: bool, step: int
 ) -> None:
     """Replicas queue an update when its gradients are there; others queue it behind a sum that may never come."""
-    monkeypatch.setattr("clusterd.train.loop.peers.cut_off", lambda: None)
-    monkeypatch.setattr("clusterd.train.loop.training_loop.SETTLES_S", 0.0)
+    monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
+    monkeypatch.setattr("clusterd.train.loop.training_loop.UPDATE_WAIT_S", 0.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     training = Training(job(Recorded(32), depth=1), Context(), torch.device("cpu"), None)
     training.step = 7
     control = Control(Context())
     said: list[dict[str, Any]] = []
-    monkeypatch.setattr(control, "say", lambda what, **more: said.append({"what": what, **more}))
+    monkeypatch.setattr(control, "report", lambda what, **more: said.append({"what": what, **more}))
     control.request("stop", "enough")
-    loop = Loop(training, control, lambda *_: None)
+    loop = TrainingLoop(training, control, lambda *_: None)
     loop._replicated = replicated
-    monkeypatch.setattr(loop, "_gradients_arrived", lambda: False)
+    monkeypatch.setattr(loop, "_gradients_complete", lambda: False)
     training.device = torch.device("cuda")
-    loop._updated = SimpleNamespace(query=lambda: is_done)
-    loop._wait_as_orphan(ConnectionError("gone"), no_memory=False)
+    loop._update_done = SimpleNamespace(query=lambda: is_done)
+    loop._wait_as_orphan(ConnectionError("gone"), out_of_memory=False)
     assert [(s["what"], s["step"]) for s in said] == [("orphaned", step)]

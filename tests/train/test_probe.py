@@ -41,6 +41,6 @@ def test_links_between_gpus_are_measured_with_what_takes_them_a_while(monkeypatc
 
     monkeypatch.setattr(torch, "ones", on_the_host)
     monkeypatch.setattr(probe, "_seconds", lambda *_, **__: 2e-5 + reduced[-1] / 300e9)
-    rate, delay_s = probe._ring(torch.device("cuda"))
+    rate, delay_s = probe._ring_rate(torch.device("cuda"))
     assert max(reduced) == 64 << 20
     assert (rate, delay_s) == (pytest.approx(300e9), pytest.approx(1e-5, rel=0.01))

@@ -14,15 +14,15 @@ import torch
 from scenarios import Recorded, job
 
 from clusterd.train.migration import snapshots
-from clusterd.train.migration.snapshots import Snapshots
+from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import AgentRefused, Control
 from clusterd.train.rank_main import Training
-from clusterd.train.state.copying import Copies
+from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.plan import Plan
-from plans.snapshots import snapshot_of
+from plans.snapshots import state_snapshot_outbox
 
 DEADLINE_S = 30.0
 
@@ -55,19 +55,19 @@ def training(rank: int = 0, plan: Plan | None = None, **options: Any) -> Trainin
     return made
 
 
-def ready(made: Any, agent: Agent) -> Snapshots:
-    taken = Snapshots(made, cast(Control, agent), every=10)
+def ready(made: Any, agent: Agent) -> StateSnapshots:
+    taken = StateSnapshots(made, cast(Control, agent), every=10)
     settle(taken)
     return taken
 
 
-def settle(taken: Snapshots) -> None:
+def settle(taken: StateSnapshots) -> None:
     assert taken._thread is not None
     taken._thread.join(DEADLINE_S)
     assert not taken._thread.is_alive()
 
 
-def at_step(made: Any, taken: Snapshots, step: int) -> None:
+def at_step(made: Any, taken: StateSnapshots, step: int) -> None:
     made.step = step
     taken.begin()
 
@@ -77,13 +77,13 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
 ) -> None:
     """Parameters wait for the copy; running statistics do not."""
     forward = threading.Event()
-    fills = snapshots.fills
+    copies_to_segment = snapshots.copies_to_segment
 
-    def late(*args: Any) -> Copies:
+    def late(*args: Any) -> CopyBatch:
         assert forward.wait(DEADLINE_S)
-        return fills(*args)
+        return copies_to_segment(*args)
 
-    monkeypatch.setattr(snapshots, "fills", late)
+    monkeypatch.setattr(snapshots, "copies_to_segment", late)
     made = training(model="tables")
     taken = ready(made, Agent(tmp_path))
     seen = dict(made.parallel.module.named_buffers())["embed.seen"]
@@ -92,8 +92,8 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
     seen.add_(16)
     forward.set()
     settle(taken)
-    shared = layout(made.shape, Plan()).shared_out()
-    part = next(p for p in snapshot_of(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
+    shared = layout(made.shape, Plan()).deduplicated()
+    part = next(p for p in state_snapshot_outbox(shared, 0).parts if shared.tensors[p.tensor].name == "embed.seen")
     assert Segment(str(tmp_path / "..g0.snap0.0")).view(torch.int64, (), part.offset).item() == 160
 
 
@@ -125,7 +125,7 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     """More ranks than tensors: a step whose parts never all come would be no snapshot."""
     agent = Agent(tmp_path)
     made = training()
-    monkeypatch.setattr(snapshots, "snapshot_of", lambda shared, _: snapshot_of(shared, 10**6))
+    monkeypatch.setattr(snapshots, "state_snapshot_outbox", lambda shared, _: state_snapshot_outbox(shared, 10**6))
     taken = ready(made, agent)
     at_step(made, taken, 10)
     settle(taken)
@@ -136,8 +136,8 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     ("options", "why"),
     [
         ({"schedule": "drawn"}, "scheduler.shape is a function"),
-        ({"schedule": "by hand"}, "the scheduler, a ByHand, has no state_dict and load_state_dict"),
-        ({"optimizer": "rows and others"}, "InParts has a SomeRows within (_parts) that keeps state of its own"),
+        ({"schedule": "by hand"}, "the scheduler, a ByHand, has no state_dict or load_state_dict"),
+        ({"optimizer": "rows and others"}, "InParts contains a SomeRows (_parts) that keeps state of its own"),
     ],
 )
 def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
@@ -148,15 +148,15 @@ def test_state_that_cannot_be_carried_costs_the_snapshots_and_not_the_training(
     taken = ready(made, agent)
     at_step(made, taken, 10)
     at_step(made, taken, 20)
-    taken.keep()
+    taken.publish_final()
     assert agent.published == []
-    assert capsys.readouterr().out.count(f"no snapshots: {why}") == 1
+    assert capsys.readouterr().out.count(f"no state snapshots: {why}") == 1
 
 
 ENDS_EARLY = """
 import sys, time
 from pathlib import Path
-from test_rank_snapshots import Agent, Snapshots, cast, ready, snapshots, torch, training
+from test_rank_snapshots import Agent, cast, ready, snapshots, torch, training
 
 class Slow:
     def run(self, after):
@@ -168,7 +168,7 @@ class Slow:
 
 made = training(steps=40)
 taken = ready(made, Agent(Path(sys.argv[1])))
-snapshots.fills = lambda segment, pieces: Slow()
+snapshots.copies_to_segment = lambda segment, pieces: Slow()
 made.step = 10
 taken.begin()
 """

@@ -50,7 +50,12 @@ def test_a_line_torn_by_a_crash_is_closed_and_does_not_count(tmp_path: Path) -> 
         file.write('{"step": 3, "lo')
     assert last_step(path) == 2
     log(path, 3, 4)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_loss_that_is_no_number_is_valid_json(tmp_path: Path) -> None:

@@ -17,16 +17,16 @@ from torch import nn
 
 from clusterd.train.inspect.describe import describe
 from clusterd.train.migration import snapshots
-from clusterd.train.migration.snapshots import Snapshots
+from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control
 from clusterd.train.rank_main import Training
-from clusterd.train.state.copying import Copies
+from clusterd.train.state.copying import CopyBatch
 from clusterd.train.state.segments import Segment
 from plans.layout import layout
 from plans.legality import check
 from plans.plan import Plan
-from plans.snapshots import snapshot_of
+from plans.snapshots import state_snapshot_outbox
 
 STEPS = 6
 ALL = (
@@ -81,7 +81,7 @@ def test_replicas_do_not_drift_apart_by_what_they_write(ranks: RankPool, tmp_pat
     """Each made other rows of the embedding shorter, and no loss told so for a while."""
     for rank in ranks.run(tmp_path, plan, model="renormed", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
-        assert "writes into embed.token.weight what its own samples make of it" in rank.output
+        assert "writes values into embed.token.weight that depend on its own samples" in rank.output
 
 
 @pytest.mark.parametrize("model", ["centred", "late following"])
@@ -166,7 +166,7 @@ def test_shards_write_no_part_of_features_into_what_is_whole() -> None:
             return self.down(y)
 
     shape = describe(small(Measuring, {"up": "colwise", "down": "rowwise"}), tp_degrees=[2])
-    assert "mean is whole, and parts of features are written into it" in dict(shape.tp_refused)[2]
+    assert "mean is replicated, but partial features are written into it" in dict(shape.tp_refused)[2]
 
 
 def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
@@ -174,17 +174,17 @@ def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
 ) -> None:
     """The next forward pass writes while the others are copied."""
     forward = threading.Event()
-    fills = snapshots.fills
+    copies_to_segment = snapshots.copies_to_segment
 
-    def late(*arguments: Any) -> Copies:
+    def late(*arguments: Any) -> CopyBatch:
         assert forward.wait(DEADLINE_S)
-        return fills(*arguments)
+        return copies_to_segment(*arguments)
 
-    monkeypatch.setattr(snapshots, "fills", late)
+    monkeypatch.setattr(snapshots, "copies_to_segment", late)
     context = Context(control_socket="an agent's")
     made = Training(job(Recorded(32), depth=1, steps=100, model="following"), context, torch.device("cpu"), None)
     made.optimizer.make_state()
-    taken = Snapshots(made, cast(Control, Agent(tmp_path)), every=10)
+    taken = StateSnapshots(made, cast(Control, Agent(tmp_path)), every=10)
     settle(taken)
     target = dict(made.parallel.module.named_parameters())["embed.target.bias"]
     target.data.fill_(160.0)
@@ -192,7 +192,9 @@ def test_a_snapshot_has_such_parameters_as_they_were_after_the_step(
     target.data.fill_(16.0)
     forward.set()
     settle(taken)
-    shared = layout(made.shape, Plan()).shared_out()
-    part = next(p for p in snapshot_of(shared, 0).parts if shared.tensors[p.tensor].name == "embed.target.bias")
+    shared = layout(made.shape, Plan()).deduplicated()
+    part = next(
+        p for p in state_snapshot_outbox(shared, 0).parts if shared.tensors[p.tensor].name == "embed.target.bias"
+    )
     kept = Segment(str(tmp_path / "..g0.snap0.0")).view(torch.float32, (32,), part.offset)
     assert kept.tolist() == [160.0] * 32

@@ -18,7 +18,7 @@ from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, HostId, HostState, JobKind, RankEnd, Reason
 from plans.layout import layout
 from plans.model_shape import ModelShape
-from plans.reshard import IncompleteLayout, plan_moves
+from plans.reshard import IncompleteLayout, plan_transfers
 
 NOTICE_S = 5.0
 """Time for ranks to notice by themselves that a peer is gone, before their collectives are aborted."""
@@ -100,7 +100,7 @@ def migrate_survivors(job: Job, attempt: Attempt, view: View, lost: Sequence[int
     shape = ModelShape.from_dict(job.shape or {})
     hosts = [attempt.ranks[rank].place.host for rank in sorted(attempt.ranks)]
     try:
-        plan_moves(
+        plan_transfers(
             layout(shape, attempt.plan).without(lost),
             layout(shape, move.plan),
             hosts,

@@ -10,7 +10,7 @@ from clusterd.core.view import Move
 from clusterd.types import RankPlace
 from plans.layout import layout
 from plans.model_shape import ModelShape
-from plans.reshard import plan_moves
+from plans.reshard import plan_transfers
 
 COPY_BYTES_PER_S = 2e9
 """Of one rank, out of its memory or into it, where no move of this job was measured yet."""
@@ -56,7 +56,7 @@ def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:
     """Within hosts, and between them."""
     assert attempt.plan is not None, "only what runs under a plan is moved"
     old = [rank.place for _, rank in sorted(attempt.ranks.items())]
-    moves = plan_moves(
+    moves = plan_transfers(
         layout(shape, attempt.plan),
         layout(shape, move.plan),
         [place.host for place in old],

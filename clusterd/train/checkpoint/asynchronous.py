@@ -1,4 +1,7 @@
-"""Checkpoints on request: agreed on by all ranks, copied between two steps, written beside the training."""
+"""Asynchronous checkpoints: requested at any time, agreed on by all ranks, copied between two steps.
+
+A thread writes the copy while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,34 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from clusterd.train.checkpoint.dcp import Checkpointed, stage
+from clusterd.train.checkpoint.dcp import StatefulTraining, stage
 from clusterd.train.checkpoint.dcp_files import Staged, write
 from clusterd.train.process.control import Control, Message
 from clusterd.train.process.exits import CheckpointFailed
-from clusterd.train.state.plain_data import CannotTravel
+from clusterd.train.state.plain_data import NotSerializable
 from plans.layout import layout
 from plans.model_shape import ModelShape
 
 PATIENCE_S, RETRY_S = 3600.0, 30.0
-"""With the last checkpoint."""
+"""Time limit of the final checkpoint, and interval between its attempts."""
 
 
-class Saved(Checkpointed, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is saved."""
+class CheckpointedTraining(StatefulTraining, Protocol):
+    """Part of `clusterd.train.rank_main.Training` that a checkpoint saves."""
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
 
-class Checkpoints:
+class AsyncCheckpointer:
     """Checkpoints of one running rank, one at a time."""
 
-    def __init__(self, training: Saved, control: Control) -> None:
+    def __init__(self, training: CheckpointedTraining, control: Control) -> None:
         self._training, self._control = training, control
         self._lock = threading.Lock()
         self._paths: deque[str] = deque()
-        self._taken_unasked: str | None = None
+        self._taken_before_request: str | None = None
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self.failure = ""  # of the last one
@@ -45,27 +48,27 @@ class Checkpoints:
         control.on("checkpoint", self._on_checkpoint)
 
     def take(self, path: str | None = None) -> None:
-        """Between two steps, on every rank: copies the state, and lets a thread write it.
+        """Copy the state, between two steps on every rank, and write it on a thread.
 
         Args:
-            path: where to, if nobody needs to be asked.
+            path: target directory; None: the one requested.
         """
         began = time.perf_counter()
         self.finish()
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")  # the training's own groups are busy while it is used
+            self._group = dist.new_group(backend="gloo")  # training uses its own groups meanwhile
         path = path or self._path()
         training = self._training
         shape = training.shape
         staged, self.failure = None, ""
         try:
             staged = stage(training, shape, layout(shape, training.context.plan))
-        except CannotTravel as error:
+        except NotSerializable as error:
             self.failure, self._can_travel = str(error), False
-        # One that has nothing to write must not leave the others waiting for it.
-        self.failure = next(filter(None, self._from_all(self.failure)), "")
+        # A rank that failed must not leave the others waiting for it.
+        self.failure = next(filter(None, self._gather(self.failure)), "")
         if staged is None or self.failure:
-            self._control.say("checkpoint_failed", why=self.failure, path=path, step=training.step)
+            self._control.report("checkpoint_failed", why=self.failure, path=path, step=training.step)
             return
         blocked_s = time.perf_counter() - began
         self._thread = threading.Thread(
@@ -73,8 +76,10 @@ class Checkpoints:
         )
         self._thread.start()
 
-    def take_last(self, path: str) -> None:
-        """After the last step, on every rank; nobody has the state but we, so a full disk is given time to be emptied.
+    def take_final(self, path: str) -> None:
+        """Write the final checkpoint, after the last step on every rank.
+
+        Only the ranks have the state then, so the write is retried, to give time to free a full disk.
 
         Raises:
             CheckpointFailed: it cannot be written.
@@ -85,51 +90,54 @@ class Checkpoints:
             self.finish()
             if not self.failure:
                 return
-            # Together, or some would wait for others that have ended.
+            # Decide together, or some ranks would wait for others that have exited.
             goes_on = wait_s is not None and self._can_travel and not self._control.requested("stop")
-            if wait_s is None or not all(self._from_all("yes" if goes_on else "")):
+            if wait_s is None or not all(self._gather("yes" if goes_on else "")):
                 break
             print(
-                f"clusterd: the last checkpoint cannot be written: {self.failure}; tried again for an hour, clusterd "
-                "cancel ends that",
+                f"clusterd: the final checkpoint cannot be written: {self.failure}; retrying for an hour, stop with "
+                "clusterd cancel",
                 flush=True,
             )
             time.sleep(wait_s)
-        raise CheckpointFailed(f"the last checkpoint could not be written: {self.failure}")
+        raise CheckpointFailed(f"the final checkpoint could not be written: {self.failure}")
 
     def finish(self) -> None:
-        """Waits until the one that is being written is complete."""
+        """Wait until the checkpoint in progress is complete."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _path(self) -> str:
-        """Where to: as the first rank was told that was; the word to others may be late, or lost with an agent."""
+        """Directory of the next checkpoint, as requested from the lowest rank that has the request.
+
+        The request may reach other ranks later, or never if an agent dies.
+        """
         with self._lock:
             mine = self._paths[0] if self._paths else ""
-        path = next(filter(None, self._from_all(mine)))
+        path = next(filter(None, self._gather(mine)))
         with self._lock:
-            asked = bool(self._paths) and self._paths[0] == path
-            if asked:
+            requested = bool(self._paths) and self._paths[0] == path
+            if requested:
                 self._paths.popleft()
-            self._taken_unasked = None if asked else path
+            self._taken_before_request = None if requested else path
             if not self._paths:
                 self._control.withdraw("checkpoint")
         return path
 
-    def _from_all(self, word: str) -> list[str]:
-        """What every rank says, by rank."""
+    def _gather(self, value: str) -> list[str]:
+        """Value of every rank, by rank."""
         if self._group is None:
-            return [word]
-        said = [""] * dist.get_world_size()
-        dist.all_gather_object(said, word, group=self._group)
-        return said
+            return [value]
+        gathered = [""] * dist.get_world_size()
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     def _on_checkpoint(self, message: Message) -> None:
         path = str(message["path"])
         with self._lock:
-            if path == self._taken_unasked:  # the word for the last one, at last
-                self._taken_unasked = None
+            if path == self._taken_before_request:  # late request for the last checkpoint
+                self._taken_before_request = None
                 return
             self._paths.append(path)
             self._control.request("checkpoint", f"to {path}")
@@ -141,8 +149,8 @@ class Checkpoints:
             write(staged, path, self._group)
         except Exception as error:  # a full disk is no reason to stop training
             self.failure = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            self._control.say("checkpoint_failed", why=self.failure, **about)
+            self._control.report("checkpoint_failed", why=self.failure, **about)
             return
-        self._control.say(
+        self._control.report(
             "checkpointed", bytes=staged.bytes, blocked_s=blocked_s, write_s=time.perf_counter() - began, **about
         )

@@ -1,8 +1,8 @@
-"""Checkpoints in the format of `torch.distributed.checkpoint`, under global names, for any plan and for plain torch.
+"""Checkpoints in the format of `torch.distributed.checkpoint`, readable under any plan and by plain torch.
 
 Keys are those of torch's own ``get_state_dict``: ``model.NAME``, ``optim.state.NAME.SLOT``, ``optim.param_groups``;
 beside them ``step`` and ``clusterd.scalars.RANK``. The state is copied between two steps, each byte by one of the
-ranks that hold it, and written by a thread while training goes on, over a process group of its own.
+ranks that hold it, and written by a thread during training, over a process group of its own.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from clusterd.train.checkpoint import dcp_files as files
-from clusterd.train.checkpoint.dcp_files import Key, Saved, Staged
+from clusterd.train.checkpoint.dcp_files import Key, Staged, StagedTensor
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.state import lazy_optimizer_state, scalars
-from clusterd.train.state.local_shards import Trained, holdings
-from clusterd.train.state.plain_data import CannotTravel, plain_value
+from clusterd.train.state.local_shards import ShardedTraining, local_shards
+from clusterd.train.state.plain_data import NotSerializable, plain_value
 from plans.layout import Layout
 from plans.model_shape import ModelShape
 
 
-class Checkpointed(Trained, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is written and read."""
+class StatefulTraining(ShardedTraining, Protocol):
+    """Part of `clusterd.train.rank_main.Training` that is written and read."""
 
     context: Context
     scheduler: Any
     step: int
 
 
-def stage(training: Checkpointed, shape: ModelShape, layout: Layout) -> Staged:
-    """A copy of what this rank is to write; between two steps.
+def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Staged:
+    """Copy this rank's part of the checkpoint, between two steps.
 
     Args:
-        layout: of the present plan.
+        layout: of the current plan.
     Raises:
-        CannotTravel: optimizer or scheduler hold what only a pickle could, or what nobody knows how to cut.
+        NotSerializable: optimizer or scheduler hold values that need pickle, or state that no rule cuts.
     """
     rank = training.context.rank
     slots_of, tensor_slots = _slots(shape), scalars.tensor_slots(shape)
-    told = scalars.collect(training, shape, late_apart=True)  # first: it says what there is no room for
-    live = holdings(training, shape)
-    mine = layout.shared_out().boxes_of(rank)
+    rank_scalars = scalars.collect(training, shape, lazy_saved_separately=True)  # first: it refuses unsupported state
+    live = local_shards(training, shape)
+    mine = layout.deduplicated().boxes_of(rank)
     sizes = {(t.name, t.kind): t.shape for t in layout.tensors}
     tensors = [
-        Saved(at, sizes[key], live[key].box, tensor.detach().to("cpu", copy=True).contiguous())
+        StagedTensor(at, sizes[key], live[key].box, tensor.detach().to("cpu", copy=True).contiguous())
         for key in mine
         for at, tensor in zip(_keys(*key, slots_of), live[key].tensors, strict=True)
         if tensor is not None
     ]
     parameters = dict(training.parallel.parameters)
-    late_ones = lazy_optimizer_state.kept(training.optimizer, tensor_slots)
-    for (name, slot), tensor in late_ones.items():
-        if (place := lazy_optimizer_state.place(parameters[name], tensor.shape)) is None:
-            raise CannotTravel(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a part of the parameter")
-        if tensor.numel():  # holders of one part all have it; torch writes it once
+    lazy = lazy_optimizer_state.lazy_tensors(training.optimizer, tensor_slots)
+    for (name, slot), tensor in lazy.items():
+        if (place := lazy_optimizer_state.box_in_whole(parameters[name], tensor.shape)) is None:
+            raise NotSerializable(f"{name}: {slot} is of shape {tuple(tensor.shape)} for a shard of the parameter")
+        if tensor.numel():  # all holders of the shard have it; torch writes it once
             at = ("optim", "state", name, slot)
-            tensors.append(Saved(at, *place, tensor.detach().to("cpu", copy=True).contiguous()))
-    values: dict[Key, Any] = {("clusterd", "scalars", str(rank)): told}
+            tensors.append(StagedTensor(at, *place, tensor.detach().to("cpu", copy=True).contiguous()))
+    values: dict[Key, Any] = {("clusterd", "scalars", str(rank)): rank_scalars}
     for name, slots in training.optimizer.state_by_name().items():
         for slot, value in slots.items():
             at = ("optim", "state", name, slot)
-            if slot in tensor_slots[name] or value is None or (name, slot) in late_ones:
+            if slot in tensor_slots[name] or value is None or (name, slot) in lazy:
                 continue
-            if isinstance(value, torch.Tensor):  # holders of one parameter all have it; torch writes it once
+            if isinstance(value, torch.Tensor):  # all holders of the parameter have it; torch writes it once
                 whole = tuple((0, n) for n in value.shape)
-                tensors.append(Saved(at, tuple(value.shape), whole, value.detach().to("cpu", copy=True)))
+                tensors.append(StagedTensor(at, tuple(value.shape), whole, value.detach().to("cpu", copy=True)))
             else:
                 values[at] = plain_value(value, f"{name}: {slot}")
     if rank == 0:
         values["step",] = training.step
-        values["optim", "param_groups"] = _groups(told, shape)
-        if told["scheduler"] is not None:
-            values["scheduler",] = told["scheduler"]
+        values["optim", "param_groups"] = _groups(rank_scalars, shape)
+        if rank_scalars["scheduler"] is not None:
+            values["scheduler",] = rank_scalars["scheduler"]
     return Staged(training.step, tensors, values)
 
 
-def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
-    """Fills a rank whose optimizer has its state, with whatever values, from a checkpoint of any plan.
+def restore(training: StatefulTraining, shape: ModelShape, directory: str) -> None:
+    """Restore a rank, whose optimizer state is allocated, from a checkpoint of any plan.
 
     Raises:
-        Refused: there is none, or it is of another model.
+        Refused: there is no checkpoint, or it is of another model.
     """
     metadata = files.metadata(directory)
     known = metadata.state_dict_metadata
@@ -91,38 +91,38 @@ def restore(training: Checkpointed, shape: ModelShape, directory: str) -> None:
         raise Refused(f"the checkpoint in {directory} was not written by clusterd: it has no clusterd.scalars")
     values: dict[str, Any] = dict.fromkeys([*ranks, "step"])
     files.read(directory, {}, values)
-    told = [values[key] for key in ranks]
-    absent = {name for source in told for name in source["absent"]}
+    rank_scalars = [values[key] for key in ranks]
+    absent = {name for source in rank_scalars for name in source["absent"]}
     sizes = {p.name: p.shape for p in shape.parameters}
     slots_of = _slots(shape)
     wanted: dict[str, files.Wanted] = {}
-    live = holdings(training, shape)
-    for (name, kind), holding in live.items():
+    live = local_shards(training, shape)
+    for (name, kind), shard in live.items():
         if kind.startswith("optimizer") and name in absent:
             continue
-        whole = sizes[name] if kind in ("parameter", "optimizer") else tuple(high for _, high in holding.box)
-        for at, tensor in zip(_keys(name, kind, slots_of), holding.tensors, strict=True):
+        whole = sizes[name] if kind in ("parameter", "optimizer") else tuple(high for _, high in shard.box)
+        for at, tensor in zip(_keys(name, kind, slots_of), shard.tensors, strict=True):
             assert tensor is not None
-            wanted[".".join(at)] = whole, holding.box, tensor
+            wanted[".".join(at)] = whole, shard.box, tensor
     for key, (whole, _, _) in wanted.items():
         there = known.get(key)
         if not isinstance(there, TensorStorageMetadata) or tuple(there.size) != whole:
             has = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "nothing"
-            raise Refused(f"the checkpoint in {directory} has {has} for {key}, the model needs {whole}")
+            raise Refused(f"the checkpoint in {directory} has {has} for {key}, but the model needs {whole}")
     parameters = dict(training.parallel.parameters)
-    late_ones = lazy_optimizer_state.room(training.optimizer, scalars.tensor_slots(shape), metadata)
-    for (name, slot), tensor in late_ones.items():
-        if (place := lazy_optimizer_state.place(parameters[name], tensor.shape)) is None:
-            raise PlanRefused(f"the checkpoint in {directory} has a {slot} for {name} that the plan does not cut")
+    lazy = lazy_optimizer_state.allocate_lazy_tensors(training.optimizer, scalars.tensor_slots(shape), metadata)
+    for (name, slot), tensor in lazy.items():
+        if (place := lazy_optimizer_state.box_in_whole(parameters[name], tensor.shape)) is None:
+            raise PlanRefused(f"the checkpoint in {directory} has a {slot} for {name} that the plan cannot cut")
         if tensor.numel():
             wanted[f"optim.state.{name}.{slot}"] = *place, tensor
     files.read(directory, wanted, {})
-    for holding in live.values():
-        if holding.mirror is not None and (local := holding.tensors[0]) is not None:
-            holding.mirror.copy_(local)
-    scalars.restore(training, shape, told)
+    for shard in live.values():
+        if shard.mirror is not None and (local := shard.tensors[0]) is not None:
+            shard.mirror.copy_(local)
+    scalars.restore(training, shape, rank_scalars)
     plain = {name: p for name, _, p in training.optimizer.local}
-    for (name, slot), tensor in late_ones.items():
+    for (name, slot), tensor in lazy.items():
         training.optimizer.holder.state[plain[name]][slot] = tensor
     training.step = int(values["step"])
 
@@ -139,9 +139,9 @@ def _slots(shape: ModelShape) -> dict[str, list[str]]:
     return {p.name: [name for name, _ in shape.slots_of(i)] for i, p in enumerate(shape.parameters)}
 
 
-def _groups(told: scalars.Scalars, shape: ModelShape) -> list[dict[str, Any]]:
-    """Parameter groups of the whole model, with the values that they have on this rank."""
+def _groups(rank_scalars: scalars.Scalars, shape: ModelShape) -> list[dict[str, Any]]:
+    """Parameter groups of the whole model, with the values of this rank."""
     names = [[shape.parameters[i].name for i in group] for group in shape.parameter_groups]
-    if len(names) != len(told["groups"]):
-        names = [group["names"] for group in told["groups"]]
-    return [{"params": n, **g["values"]} for n, g in zip(names, told["groups"], strict=True)]
+    if len(names) != len(rank_scalars["groups"]):
+        names = [group["names"] for group in rank_scalars["groups"]]
+    return [{"params": n, **g["values"]} for n, g in zip(names, rank_scalars["groups"], strict=True)]

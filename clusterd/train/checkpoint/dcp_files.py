@@ -1,4 +1,4 @@
-"""Reading and writing directories of `torch.distributed.checkpoint`: what is staged goes in, boxes come out."""
+"""Reading and writing of `torch.distributed.checkpoint` directories: staged state in, boxes of tensors out."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from clusterd.train.process.exits import Refused
-from clusterd.train.state.copying import narrowed
+from clusterd.train.state.copying import narrow_to_box
 from clusterd.train.state.local_shards import Box
 
 Key = tuple[str, ...]
-"""Parts of a key, joined by points in the file."""
+"""Components of a key, joined by dots in the file."""
 
 Wanted = tuple[tuple[int, ...], Box, torch.Tensor]
-"""Of one tensor: the size of the whole, the box of a part, and the part."""
+"""Size of a whole tensor, the box of a part, and the tensor to read that part into."""
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class StagedTensor:
     """One tensor, or a part of one."""
 
     key: Key
@@ -57,20 +57,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class Staged:
-    """What this rank writes, apart from what trains on."""
+    """Copy of this rank's part of a checkpoint."""
 
     step: int
-    tensors: list[Saved]
+    tensors: list[StagedTensor]
     values: dict[Key, Any]
 
     @property
     def bytes(self) -> int:
-        """Of the tensors."""
+        """Size of the tensors."""
         return sum(saved.tensor.nbytes for saved in self.tensors)
 
 
 def check(directory: str) -> None:
-    """Finds out before the first step whether this rank can write a checkpoint there; the disk may still fill up.
+    """Check before the first step that this rank can write a checkpoint there; the disk may still fill up.
 
     Raises:
         Refused: it cannot.
@@ -79,35 +79,37 @@ def check(directory: str) -> None:
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise Refused(f"checkpoints are to go to {folder}, which cannot be made: {error.strerror}") from None
+        raise Refused(f"cannot create {folder} for checkpoints: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise Refused(f"checkpoints are to go to {folder}, which cannot be written")
+        raise Refused(f"cannot write checkpoints to {folder}: it is not writable")
 
 
 def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> None:
-    """Writes what all ranks staged; every rank of `group` must call it. The directory appears when it is complete.
+    """Write the staged state of all ranks to a directory, which appears when it is complete.
+
+    Every rank of `group` must call it.
 
     Args:
-        directory: on a file system that all ranks see; a checkpoint that is there already is replaced.
-        group: that nobody else talks over meanwhile; None for a lone process.
+        directory: on a file system that all ranks see; an existing checkpoint there is replaced.
+        group: not used by anything else meanwhile; None for a single process.
     Raises:
-        FileExistsError: something else is there.
-        Exception: the first rank's that failed, on all of them.
+        FileExistsError: the directory holds something else.
+        Exception: that of the first rank that failed, on all of them.
     """
     part = f"{directory.rstrip('/')}.part"
     first = group is None or dist.get_rank(group) == 0
-    failed: list[OSError | None] = [_in_the_way(directory, part, _before(part)) if first else None]
-    _all_hear(failed, group)
+    failed: list[OSError | None] = [_foreign_content(directory, part, _replaced_path(part)) if first else None]
+    _broadcast_error(failed, group)
     try:
         with _as_exceptions():
             dcp.save(
                 {},
                 storage_writer=dcp.FileSystemWriter(part),
-                planner=_Saver(staged),
+                planner=_StagedSavePlanner(staged),
                 process_group=group,
                 no_dist=group is None,
             )
-    except Exception:  # all ranks have ended writing, and all of them raise
+    except Exception:  # all ranks have finished writing, and all raise
         if first:
             shutil.rmtree(part, ignore_errors=True)
         raise
@@ -117,42 +119,42 @@ def write(staged: Staged, directory: str, group: dist.ProcessGroup | None) -> No
         except OSError as error:
             failed = [error]
             shutil.rmtree(part, ignore_errors=True)
-    _all_hear(failed, group)
+    _broadcast_error(failed, group)
 
 
-def _all_hear(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:
-    """All wait for the first rank, so it tells them how it went whatever happens."""
+def _broadcast_error(failed: list[OSError | None], group: dist.ProcessGroup | None) -> None:
+    """Broadcast the result of the first rank, for which all others wait, and raise its error."""
     if group is not None:
         dist.broadcast_object_list(failed, src=0, group=group)
     if failed[0] is not None:
         raise failed[0]
 
 
-def _in_the_way(*directories: str) -> OSError | None:
-    """What is no checkpoint of ours, whole or begun, is not ours to remove."""
+def _foreign_content(*directories: str) -> OSError | None:
+    """Error if a directory holds anything but a checkpoint; such files are not ours to delete."""
     for directory in directories:
         try:
-            there = sorted(os.listdir(directory))
+            present = sorted(os.listdir(directory))
         except FileNotFoundError:
             continue
         except OSError as error:
             return error
-        # NFS keeps what somebody still reads under names of its own.
-        strange = [
-            name for name in there if not name.startswith((".metadata", ".nfs")) and not name.endswith(".distcp")
+        # NFS keeps deleted files that are still open under names of its own.
+        foreign = [
+            name for name in present if not name.startswith((".metadata", ".nfs")) and not name.endswith(".distcp")
         ]
-        if strange:
-            return FileExistsError(f"{directory} holds {strange[0]}, which is no checkpoint: name another directory")
+        if foreign:
+            return FileExistsError(f"{directory} holds {foreign[0]}, which is not a checkpoint: name another directory")
     return None
 
 
-def _before(part: str) -> str:
+def _replaced_path(part: str) -> str:
     return f"{part}.before"
 
 
 @contextlib.contextmanager
 def _as_exceptions() -> Iterator[None]:
-    """What torch raises of a rank that failed is no `Exception`, and would pass by all who look for one."""
+    """Convert a CheckpointException, which is not an `Exception`, to the error of the rank that failed."""
     try:
         yield
     except CheckpointException as error:
@@ -161,8 +163,8 @@ def _as_exceptions() -> Iterator[None]:
 
 
 def _replace(part: str, directory: str) -> None:
-    """Puts `part` in the place of `directory`; one that is there goes last, so that one of both is whole throughout."""
-    before = _before(part)
+    """Replace `directory` by `part`; the old checkpoint is deleted last, so that one is complete at any time."""
+    before = _replaced_path(part)
     shutil.rmtree(before, ignore_errors=True)
     if replaces := os.path.isdir(directory):
         os.rename(directory, before)
@@ -176,7 +178,7 @@ def _replace(part: str, directory: str) -> None:
 
 
 def metadata(directory: str) -> Metadata:
-    """What a checkpoint has.
+    """Metadata of a checkpoint.
 
     Raises:
         Refused: there is none.
@@ -187,14 +189,14 @@ def metadata(directory: str) -> Metadata:
 
 
 def read(directory: str, wanted: dict[str, Wanted], values: dict[str, Any]) -> None:
-    """Fills tensors, by key, and those of the values that are there."""
+    """Fill the wanted tensors, by key, and those of the values that are there."""
     with _as_exceptions():
         reader = dcp.FileSystemReader(directory)
-        dcp.load({}, storage_reader=reader, planner=_Loader(wanted, values), no_dist=True)
+        dcp.load({}, storage_reader=reader, planner=_BoxLoadPlanner(wanted, values), no_dist=True)
 
 
-class _Saver(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
-    """Writes what was staged; nothing is taken from a state dict."""
+class _StagedSavePlanner(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
+    """Save planner that writes staged state instead of a state dict."""
 
     def __init__(self, staged: Staged) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ class _Saver(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
             WriteItem(index=index, type=WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(0))
             for index in self._values
         ]
-        # What keys are made of, for those who want nested dictionaries back.
+        # Key components, for readers that want nested dicts back.
         mappings = {index.fqn: saved.key for index, saved in self._tensors.items()}
         mappings |= {index.fqn: path for index, (path, _) in self._values.items()}
         self.plan = SavePlan(items, planner_data=mappings)
@@ -234,8 +236,8 @@ class _Saver(DefaultSavePlanner):  # type: ignore[misc]  # torch is not followed
         return data
 
 
-class _Loader(LoadPlanner):  # type: ignore[misc]
-    """Reads boxes of tensors, and values, by key."""
+class _BoxLoadPlanner(LoadPlanner):  # type: ignore[misc]
+    """Load planner that reads boxes of tensors, and values, by key."""
 
     def __init__(self, wanted: dict[str, Wanted], values: dict[str, Any]) -> None:
         self._wanted, self._values = wanted, values
@@ -267,14 +269,14 @@ class _Loader(LoadPlanner):  # type: ignore[misc]
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor = self._wanted[read_item.dest_index.fqn][2]
         low = list(read_item.dest_offsets)
-        return narrowed(tensor, low, [a + n for a, n in zip(low, read_item.lengths, strict=True)], [0] * len(low))
+        return narrow_to_box(tensor, low, [a + n for a, n in zip(low, read_item.lengths, strict=True)], [0] * len(low))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: what was resolved is the live tensor."""
+        """Do nothing: `resolve_tensor` returned the live tensor."""
 
 
 def _reads(key: str, box: Box, chunks: list[ChunkStorageMetadata]) -> Iterator[ReadItem]:
-    """Of every stored chunk, what overlaps `box`."""
+    """Overlap of `box` with every stored chunk."""
     for number, chunk in enumerate(chunks):
         low = [max(a, o) for (a, _), o in zip(box, chunk.offsets, strict=True)]
         high = [min(b, o + n) for (_, b), o, n in zip(box, chunk.offsets, chunk.sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""What a job was trained for: the whole model, in one file that plain torch loads without clusterd."""
+"""Export of the trained model: the whole state dict in one file that plain torch loads without clusterd."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from clusterd.train.parallel import build
 from clusterd.train.process.context import Context
 from clusterd.train.process.exits import Refused, first_line
-from clusterd.train.state.copying import narrowed
-from clusterd.train.state.local_shards import Trained, holdings
+from clusterd.train.state.copying import narrow_to_box
+from clusterd.train.state.local_shards import ShardedTraining, local_shards
 from plans.layout import layout
 from plans.model_shape import ModelShape
 
@@ -23,34 +23,34 @@ PATIENCE_S = 3600.0
 RETRY_S = 30.0
 
 
-class Finished(Trained, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is saved."""
+class ExportedTraining(ShardedTraining, Protocol):
+    """Part of `clusterd.train.rank_main.Training` that the export needs."""
 
     context: Context
     step: int
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
 
 def check(path: str) -> None:
-    """Finds out before the first step whether a file can be written to `path`.
+    """Check before the first step that a file can be written to `path`.
 
     Raises:
-        Refused: there is no folder and none can be made, or it takes no files.
+        Refused: the folder cannot be created or written.
     """
     folder = Path(path).absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"save is {path!r}, and there is no folder {folder}: {error.strerror}") from None
+        raise Refused(f"save is {path!r}, but the folder {folder} cannot be created: {error.strerror}") from None
     if not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise Refused(f"save is {path!r}, which cannot be written")
+        raise Refused(f"save is {path!r}, which is not writable")
 
 
-def save(training: Finished, path: str) -> None:
-    """Rank 0 leaves the model's ``state_dict``, whole and on the CPU, in `path`; every rank must call it.
+def save(training: ExportedTraining, path: str) -> None:
+    """Write the model's ``state_dict``, whole and on the CPU, to `path` on rank 0; every rank must call it.
 
     Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.
 
@@ -58,40 +58,42 @@ def save(training: Finished, path: str) -> None:
         OSError, RuntimeError: on rank 0, after `PATIENCE_S`: it cannot be written.
     """
     rank, shape = training.context.rank, training.shape
-    shared = layout(shape, training.context.plan).shared_out()
-    live = holdings(training, shape)
+    shared = layout(shape, training.context.plan).deduplicated()
+    live = local_shards(training, shape)
     group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-    mine: dict[tuple[str, str], torch.Tensor] = {
+    held: dict[tuple[str, str], torch.Tensor] = {
         key: held.tensors[0].detach()
         for key, held in live.items()
         if key[1] in ("parameter", "buffer") and held.tensors[0] is not None
     }
     module = training.parallel.module
-    # Of every rank: the types of what it holds, what of it is not to be saved, and what has no elements to be held.
-    told: list[Any] = [({key: tensor.dtype for key, tensor in mine.items()}, _unsaved(module), _hollow(module, shape))]
+    # Of every rank: dtypes of its tensors, names not to be saved, and tensors that no layout contains.
+    descriptions: list[Any] = [
+        ({key: tensor.dtype for key, tensor in held.items()}, _unsaved(module), _without_holder(module, shape))
+    ]
     if group is not None:
-        own, told = told[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, own, group=group)
-    unsaved = {name for _, names, _ in told for name in names}
+        own, descriptions = descriptions[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(descriptions, own, group=group)
+    unsaved = {name for _, names, _ in descriptions for name in names}
     sizes = {(t.name, t.kind): t.shape for t in shared.tensors}
-    whole = {name: t for *_, hollow in reversed(told) for name, t in hollow.items() if name not in unsaved}
-    apart = set(whole)
+    whole = {name: t for *_, unheld in reversed(descriptions) for name, t in unheld.items() if name not in unsaved}
+    without_holder = set(whole)
     for holder in range(shared.ranks):
         for key, box in shared.boxes_of(holder).items():
             name, kind = key
-            if kind not in ("parameter", "buffer") or name in unsaved or name in apart:
+            if kind not in ("parameter", "buffer") or name in unsaved or name in without_holder:
                 continue
-            part = mine[key].to("cpu").contiguous() if holder == rank else None
+            part = held[key].to("cpu").contiguous() if holder == rank else None
             if holder and rank == holder:
                 dist.send(part, dst=0, group=group)
             if rank:
                 continue
             if part is None:
-                part = torch.empty([high - low for low, high in box], dtype=told[holder][0][key])
+                part = torch.empty([high - low for low, high in box], dtype=descriptions[holder][0][key])
                 dist.recv(part, src=holder, group=group)
             if name not in whole:
                 whole[name] = torch.empty(sizes[key], dtype=part.dtype)
-            narrowed(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
+            narrow_to_box(whole[name], [low for low, _ in box], [high for _, high in box], [0] * len(box)).copy_(part)
     if rank:
         return
     for names in shape.tied:
@@ -99,32 +101,34 @@ def save(training: Finished, path: str) -> None:
         whole.update(dict.fromkeys(names, one))
     file = Path(path).absolute()
     _write(whole, file)
-    print(f"clusterd: the model after step {training.step} is in {file}", flush=True)
+    print(f"clusterd: saved the model after step {training.step} to {file}", flush=True)
 
 
 def _write(whole: dict[str, torch.Tensor], file: Path) -> None:
-    """Whole or not at all; there is nothing else of the training by now, so a full disk is given time to be emptied."""
-    half = file.with_name(f"{file.name}.part")
+    """Write the file completely or not at all; retry on a full disk, since no other copy of the model exists."""
+    part_file = file.with_name(f"{file.name}.part")
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(whole, half)
-            half.replace(file)
+            torch.save(whole, part_file)
+            part_file.replace(file)
             return
-        except (OSError, RuntimeError) as error:  # torch's writer tells a full disk as the latter
-            half.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
+            part_file.unlink(missing_ok=True)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise
-            said = f"cannot write the model to {file}: {first_line(error)}"
-            print(f"clusterd: {said}; tried again for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
+            message = f"cannot write the model to {file}: {first_line(error)}"
+            print(f"clusterd: {message}; retrying for {left_s / 60:.0f} minutes", file=sys.stderr, flush=True)
             time.sleep(min(RETRY_S, left_s))
 
 
-def _hollow(module: torch.nn.Module, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Tensors that no layout has and a state dict does: without elements, and buffers that the model was made without,
-    or with others."""
+def _without_holder(module: torch.nn.Module, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Tensors of a state dict that no layout contains.
+
+    Tensors without elements, and buffers that were added or reshaped after the model was made.
+    """
     made = {buffer.name: buffer.shape for buffer in shape.buffers}
     found = {build.global_name(name): t for name, t in module.named_parameters() if not t.numel()}
     for path, buffer in module.named_buffers(remove_duplicate=False):

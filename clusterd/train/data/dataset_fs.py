@@ -1,8 +1,8 @@
-"""``clusterd://DATASET/path``: data sets by name, for everything that opens files through fsspec.
+"""``clusterd://DATASET/path``: data sets by name, for all code that opens files through fsspec.
 
-What lies on this host is read where it lies. The rest comes from the host that has it, in blocks, and stays in this
-host's cache; so as a plan hands other samples to a replica, the files behind them follow. Which host is which is told
-by the rank file (``datasets``: folder by name; ``data_cache``); without clusterd by the environment::
+Files on this host are read in place. Others come from the host that has them, in blocks, into this host's cache; so
+when a plan gives other samples to a replica, their files follow. The rank file names the folders (``datasets``: folder
+by name; ``data_cache``); without clusterd the environment does::
 
     CLUSTERD_DATASETS="corpus=/data/corpus:images=/data/images"
 """
@@ -19,77 +19,80 @@ from fsspec import AbstractFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from clusterd.datasets import DataUnavailable, File, Folder, Folders, Source
-from clusterd.train.data.dataset_sources import BLOCK_BYTES, AgentSource, Cached
+from clusterd.train.data.dataset_sources import BLOCK_BYTES, AgentSource, CachedSource
 
 Entry = dict[str, Any]
-"""As fsspec describes a file or a folder."""
+"""fsspec's description of a file or a folder."""
 
 
-class Surroundings:
-    """The sources of this process: folders first, then the agent behind the host's cache."""
+class DatasetSources:
+    """Sources of this process: local folders first, then the agent behind the host's cache."""
 
-    def __init__(self, folders: Mapping[str, str], elsewhere: Source | None = None) -> None:
+    def __init__(self, folders: Mapping[str, str], remote: Source | None = None) -> None:
         self._folders = Folders(folders)
-        self._elsewhere = elsewhere
+        self._remote = remote
 
     def source(self, dataset: str) -> Source:
-        """Where this data set is read from.
+        """Source of a data set.
 
         Raises:
-            DataUnavailable: nowhere.
+            DataUnavailable: there is none.
         """
         if dataset in self._folders:
             return self._folders
-        if self._elsewhere is None:
+        if self._remote is None:
             raise DataUnavailable(
                 f"no data set {dataset!r} here: name its folder in CLUSTERD_DATASETS ({dataset}=/path), "
                 "or run under clusterd on a cluster that has it"
             )
-        return self._elsewhere
+        return self._remote
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Surroundings:
-        """Of a process with this environment."""
+    def of(cls, environ: Mapping[str, str]) -> DatasetSources:
+        """Sources of a process with this environment."""
         if path := environ.get("CLUSTERD_RANK_FILE"):
-            told = json.loads(Path(path).read_text(encoding="utf-8"))
-            folders = {name: folder for name, folder in (told.get("datasets") or {}).items() if folder}
-            if not told.get("control_socket"):
+            rank_file = json.loads(Path(path).read_text(encoding="utf-8"))
+            folders = {name: folder for name, folder in (rank_file.get("datasets") or {}).items() if folder}
+            if not rank_file.get("control_socket"):
                 return cls(folders)
-            identity = {key: told.get(key) for key in ("job", "attempt", "generation", "rank", "token")}
-            cache = told.get("data_cache") or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
-            return cls(folders, Cached(AgentSource(told["control_socket"], identity), Path(cache)))
+            identity = {key: rank_file.get(key) for key in ("job", "attempt", "generation", "rank", "token")}
+            cache = (
+                rank_file.get("data_cache")
+                or f"{environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'}/clusterd/data"
+            )
+            return cls(folders, CachedSource(AgentSource(rank_file["control_socket"], identity), Path(cache)))
         pairs = [p.partition("=") for p in environ.get("CLUSTERD_DATASETS", "").split(":") if p]
         return cls({name: folder for name, _, folder in pairs})
 
 
-_KNOWN: dict[tuple[str, ...], Surroundings] = {}
+_SOURCES: dict[tuple[str, ...], DatasetSources] = {}
 
 
-def _here() -> Surroundings:
-    """Of this process, made once: scripts open a file for each sample, and the agent need not hear of every one."""
-    told = tuple(os.environ.get(name, "") for name in ("CLUSTERD_RANK_FILE", "CLUSTERD_DATASETS"))
-    if told not in _KNOWN:
-        _KNOWN[told] = Surroundings.of(os.environ)
-    return _KNOWN[told]
+def _process_sources() -> DatasetSources:
+    """Sources of this process, created once: scripts open a file per sample, and lookups are cached."""
+    key = tuple(os.environ.get(name, "") for name in ("CLUSTERD_RANK_FILE", "CLUSTERD_DATASETS"))
+    if key not in _SOURCES:
+        _SOURCES[key] = DatasetSources.of(os.environ)
+    return _SOURCES[key]
 
 
 class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is not typed
-    """The file system behind ``clusterd://``; for reading.
+    """Read-only file system behind ``clusterd://``.
 
     Args:
-        surroundings: default: those of this process.
+        sources: default: those of this process.
     """
 
     protocol = "clusterd"
     root_marker = ""
-    cachable = False  # sources know what they know
+    cachable = False  # sources have caches of their own
 
-    def __init__(self, *args: Any, surroundings: Surroundings | None = None, **options: Any) -> None:
+    def __init__(self, *args: Any, sources: DatasetSources | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._surroundings = surroundings or _here()
+        self._sources = sources or _process_sources()
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """Files and folders in a folder, or the file itself."""
+        """List a folder, or the file itself."""
         dataset, inner = self._parts(path)
         found = self._look(dataset, inner)
         if isinstance(found, File):
@@ -99,13 +102,13 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> Entry:
-        """Of a file or a folder."""
+        """Describe a file or a folder."""
         dataset, inner = self._parts(path)
         found = self._look(dataset, inner)
         return _entry(dataset, inner, found if isinstance(found, File) else None)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """A range of a file."""
+        """Read a range of a file."""
         dataset, inner = self._parts(path)
         file = self._look(dataset, inner)
         if not isinstance(file, File):
@@ -113,12 +116,12 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
         return self.read_range(path, file, start, end)
 
     def read_range(self, path: str, file: File, start: int | None, end: int | None) -> bytes:
-        """A range of the file as it was found."""
+        """Read a range of exactly this version of the file."""
         dataset, inner = self._parts(path)
         low, high, _step = slice(start, end).indices(file.size)
         if high <= low:
             return b""
-        return self._surroundings.source(dataset).read(dataset, inner, file, low, high - low)
+        return self._sources.source(dataset).read(dataset, inner, file, low, high - low)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
         if mode != "rb":
@@ -126,7 +129,7 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
         return _OpenFile(self, path, mode, block_size or BLOCK_BYTES, **options)
 
     def _look(self, dataset: str, inner: str) -> File | Folder:
-        found = self._surroundings.source(dataset).look(dataset, inner)
+        found = self._sources.source(dataset).look(dataset, inner)
         if found is None:
             raise FileNotFoundError(f"clusterd://{dataset}/{inner}: the data set has no such file")
         return found
@@ -140,7 +143,7 @@ class DatasetFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec is 
 
 class _OpenFile(AbstractBufferedFile):  # type: ignore[misc]
     def _fetch_range(self, start: int, end: int) -> bytes:
-        opened = File(self.details["size"], self.details["version"])  # and no other one that came in its place
+        opened = File(self.details["size"], self.details["version"])  # not a newer version
         data: bytes = self.fs.read_range(self.path, opened, start, end)
         return data
 

@@ -1,6 +1,6 @@
-"""Where the bytes of data sets come from: a folder of this host, the host's cache, or, through the agent, another host.
+"""Sources of data-set bytes: a folder of this host, the host's cache, or another host through the agent.
 
-A source is two questions: what is at this path, and what is in this range of that file. All are for reading only.
+A source answers two read-only queries: the entry at a path, and a range of a file.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from clusterd import protocol
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, DataUnreachable, File, Folder, Found, Source
 
 BLOCK_BYTES = 1 << 20
-"""What is fetched and kept at a time."""
-LOOKED_S = 10.0
-"""What is told of a file or folder holds for so long: scripts open a file for each sample."""
+"""Unit of fetching and caching."""
+LOOKUP_TTL_S = 10.0
+"""Validity of a lookup: scripts open a file per sample."""
 ANSWER_S = 300.0
-"""Longer than the agent tries: it knows why nobody answers."""
+"""Longer than the agent's own timeout: its error names the cause."""
 
 
-class Cached:
-    """Another source, behind blocks kept on this host's disk, which all its ranks and their workers share.
+class CachedSource:
+    """Caches another source in blocks on this host's disk, shared by all ranks of the host and their workers.
 
-    A block is a file that appears whole; two readers that miss it at once both fetch it. A disk that is almost full
-    costs the cache, not the training.
+    A block file appears complete; two readers that miss it at once both fetch it. On an almost full disk blocks are not
+    cached, and training goes on.
     """
 
     def __init__(self, source: Source, directory: Path) -> None:
         self._source, self._directory = source, directory
-        self._known: dict[tuple[str, str], tuple[float, File | Folder]] = {}
+        self._lookups: dict[tuple[str, str], tuple[float, File | Folder]] = {}
 
     def look(self, dataset: str, path: str) -> Found:
-        """As the source has it, or had it a moment ago."""
-        found = self._lately(dataset, path)
+        """Entry at a path, at most `LOOKUP_TTL_S` old."""
+        found = self._recent(dataset, path)
         if found is None and path:
             folder, _, name = path.rpartition("/")
-            around = self._lately(dataset, folder)
+            around = self._recent(dataset, folder)
             found = around.get(name) if isinstance(around, Mapping) else None
         if found is None:
             found = self._source.look(dataset, path)
             if found is not None:
-                self._known[dataset, path] = time.monotonic(), found
+                self._lookups[dataset, path] = time.monotonic(), found
         return found
 
-    def _lately(self, dataset: str, path: str) -> Found:
-        at_s, found = self._known.get((dataset, path), (0.0, None))
-        return found if time.monotonic() - at_s < LOOKED_S else None
+    def _recent(self, dataset: str, path: str) -> Found:
+        at_s, found = self._lookups.get((dataset, path), (0.0, None))
+        return found if time.monotonic() - at_s < LOOKUP_TTL_S else None
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
-        """From the blocks that cover the range."""
+        """Read a range from the blocks that cover it."""
         if offset + length > file.size:
             raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
@@ -78,7 +78,7 @@ class Cached:
         try:
             data = self._source.read(dataset, path, file, start, length)
         except DataUnavailable:
-            self._known.clear()  # there may be another file by now, for who opens it again
+            self._lookups.clear()  # the file may have changed; the next open must look again
             raise
         part = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
@@ -97,10 +97,10 @@ class Cached:
 class AgentSource:
     """Data sets of other hosts, through the agent of this one.
 
-    The agent is asked over a connection of its own, one per process, so that data-loader workers need not share the
-    rank's. Verbs: ``data_hello`` {job, attempt, generation, rank, token}; ``data_look`` {dataset, path} ->
-    {file: FILE}, {folder: {name: FILE or nil}} or {}, FILE being [size, version]; ``data_read`` {dataset, path, file:
-    FILE, offset, length} -> {data}.
+    Each process has a connection of its own to the agent, so that data-loader workers need not share the rank's. Verbs:
+    ``data_hello`` {job, attempt, generation, rank, token}; ``data_look`` {dataset, path} -> {file: FILE}, {folder:
+    {name: FILE or nil}} or {}, FILE being [size, version]; ``data_read`` {dataset, path, file: FILE, offset, length} ->
+    {data}.
     """
 
     def __init__(self, control_socket: str, identity: Mapping[str, Any]) -> None:
@@ -108,11 +108,11 @@ class AgentSource:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._process = 0
-        self._number = 0
+        self._request_id = 0
         self._decoder = protocol.Decoder()
 
     def look(self, dataset: str, path: str) -> Found:
-        """As the agent finds it."""
+        """Entry at a path, from the agent."""
         found = self._ask("data_look", dataset=dataset, path=path)
         if "file" in found:
             return File(*found["file"])
@@ -121,9 +121,9 @@ class AgentSource:
         return None
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
-        """From whichever host has them."""
-        what = {"dataset": dataset, "path": path, "file": [file.size, file.version]}
-        data: bytes = self._ask("data_read", **what, offset=offset, length=length)["data"]
+        """Read a range from any host that has the file."""
+        file_reference = {"dataset": dataset, "path": path, "file": [file.size, file.version]}
+        data: bytes = self._ask("data_read", **file_reference, offset=offset, length=length)["data"]
         if len(data) != length:
             raise DataUnavailable(f"{path} of data set {dataset!r}: got {len(data)} bytes of {length}")
         return data
@@ -132,10 +132,10 @@ class AgentSource:
         with self._lock:
             for again in (True, False):
                 try:
-                    answer = self._asked(verb, arguments)
+                    answer = self._exchange(verb, arguments)
                     break
                 except (OSError, protocol.ProtocolError) as error:
-                    self._hang_up()  # an agent that was started anew answers the second time
+                    self._disconnect()  # a restarted agent answers the second time
                     if not again:
                         raise DataUnreachable(f"the agent did not answer {verb!r}: {error}") from error
         if "error" in answer:
@@ -144,30 +144,30 @@ class AgentSource:
         ok: dict[str, Any] = answer["ok"]
         return ok
 
-    def _asked(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        if self._connection is None or self._process != os.getpid():  # a fork has the parent's connection, not its own
+    def _exchange(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if self._connection is None or self._process != os.getpid():  # after a fork the connection is the parent's
             self._connect()
         assert self._connection is not None
-        self._number += 1
-        self._connection.sendall(protocol.encode({"verb": verb, "id": self._number, **arguments}))
+        self._request_id += 1
+        self._connection.sendall(protocol.encode({"verb": verb, "id": self._request_id, **arguments}))
         while data := self._connection.recv(1 << 20):
             for message in self._decoder.feed(data):
-                if message.get("id") == self._number:
+                if message.get("id") == self._request_id:
                     return message
-        raise ConnectionError("it closed the connection")
+        raise ConnectionError("the agent closed the connection")
 
     def __del__(self) -> None:
-        self._hang_up()
+        self._disconnect()
 
     def _connect(self) -> None:
-        self._hang_up()
+        self._disconnect()
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.settimeout(ANSWER_S)
         self._connection.connect(self._path)
         self._connection.sendall(protocol.encode({"verb": "data_hello", **self._identity}))
         self._process, self._decoder = os.getpid(), protocol.Decoder()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
         self._connection = None

@@ -1,4 +1,4 @@
-"""The samples of one replica, step by step, read ahead."""
+"""Batches of one replica, step by step, with prefetching."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from clusterd.train.parallel import build
 from clusterd.train.process.exits import PlanRefused, Refused
+from clusterd.train.process.seeding import seed_step
 from plans.plan import Plan, even_shares
 from plans.sample_order import TooFewSamples, mix, replica_indices, steps_per_epoch
 
-_READING = 0xFFFF
-"""In the place of a pipeline stage in `build.seed_step`: no stage draws the same numbers."""
+_DATA_STREAM = 0xFFFF
+"""Stage number of the data set in `seed_step`: no pipeline stage draws the same numbers."""
 
 
 class ShareSampler:
-    """Yields, for each step from `first_step` (counted from 0), the indices of this replica's share."""
+    """Yields the indices of this replica's share for each step from `first_step` (counted from 0)."""
 
     def __init__(
         self, samples: int, shares: tuple[int, ...], seed: int, replica: int, first_step: int, steps: int
@@ -71,29 +71,29 @@ def batches(
         collate_fn=collate_fn,
         pin_memory=device.type == "cuda",
         worker_init_fn=_ignore_sigterm,
-        # Replicas, and runs that go on at another step, must not augment other samples with the same numbers again.
+        # Replicas, and runs resumed at another step, must not augment different samples with the same numbers.
         generator=torch.Generator().manual_seed(mix(mix(seed & 0xFFFFFFFF) ^ (first_step << 32 | replica)) >> 1),
     )
     fetched = iter(loader)
-    end = partial(_end_workers, fetched)
-    atexit.register(end)  # it runs before that of multiprocessing, which would wait for workers that heed no SIGTERM
+    end = partial(_stop_workers, fetched)
+    atexit.register(end)  # runs before multiprocessing's own, which would wait for workers that ignore SIGTERM
     try:
         for step in range(first_step, steps):
-            # Without workers the data set draws here. Stages of one replica read the same samples, one for its inputs
-            # and one for its targets: what is drawn must be the same for both.
-            build.seed_step(seed, step, replica, _READING)
-            inputs, targets = pair(next(fetched))
-            yield moved(inputs, device), moved(targets, device)
+            # Without workers the data set draws here. The first and last stages of a replica read the same samples, for
+            # inputs and targets: both must draw the same numbers.
+            seed_step(seed, step, replica, _DATA_STREAM)
+            inputs, targets = as_pair(next(fetched))
+            yield to_device(inputs, device), to_device(targets, device)
     finally:
         atexit.unregister(end)
         end()
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """A batch as (input, target).
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """Check that a batch is (input, target).
 
     Raises:
-        Refused: it is something else; a map would come apart into its keys.
+        Refused: it is something else; a map would be unpacked to its keys.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise Refused(
@@ -103,53 +103,53 @@ def pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Tensors of a nested batch, on `device`."""
-    return nested(value, lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part)
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors of a nested batch to `device`."""
+    return map_batch(value, lambda part: part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part)
 
 
-def cut(value: Any, start: int, stop: int) -> Any:
+def slice_batch(value: Any, start: int, stop: int) -> Any:
     """Samples [start, stop) of a nested batch.
 
     Raises:
-        TypeError: a part of it cannot be cut, so that every micro-batch would get all of it.
+        TypeError: a part of it cannot be sliced.
     """
-    return nested(value, lambda part: part[start:stop])
+    return map_batch(value, lambda part: part[start:stop])
 
 
-def check_cut(batch: Any, samples: int) -> None:
-    """Finds out whether a nested batch can be cut between its samples.
+def check_sliceable(batch: Any, samples: int) -> None:
+    """Check that a nested batch can be cut between its samples.
 
     Raises:
-        PlanRefused: a part of it has them along no dimension, or along another than the first.
+        PlanRefused: the first dimension of some part is not that of the samples.
     """
 
     def check(part: Any) -> None:
         size = part.shape[:1] if isinstance(part, torch.Tensor) else (len(part),) if hasattr(part, "__len__") else ()
         if tuple(size) != (samples,):
-            what = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
+            kind = f"a tensor of {tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"a {type(part).__name__}"
             raise PlanRefused(
-                f"a batch of {samples} samples has {what}, which cannot be cut into micro-batches: the first dimension "
+                f"a batch of {samples} samples has {kind}, which cannot be cut into micro-batches: the first dimension "
                 "of each tensor that collate_fn makes must be that of the samples"
             )
 
-    nested(batch, check)
+    map_batch(batch, check)
 
 
-def nested(value: Any, of_part: Callable[[Any], Any]) -> Any:
-    """A batch as `torch.utils.data.default_collate` makes it, with `of_part` of its tensors and lists of texts."""
+def map_batch(value: Any, transform: Callable[[Any], Any]) -> Any:
+    """Apply `transform` to the tensors and text lists of a batch nested as by `torch.utils.data.default_collate`."""
     if isinstance(value, Mapping):
-        parts = {k: nested(v, of_part) for k, v in value.items()}
+        parts = {k: map_batch(v, transform) for k, v in value.items()}
         if isinstance(value, dict) or not isinstance(value, MutableMapping):
             return parts
-        same = copy.copy(value)  # a tokenizer's batch, whose items are attributes too
+        same = copy.copy(value)  # a tokenizer's BatchEncoding: keep its type
         same.update(parts)
         return same
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(nested(v, of_part) for v in value))
+        return type(value)(*(map_batch(v, transform) for v in value))
     if isinstance(value, (list, tuple)) and not all(isinstance(v, (str, bytes)) for v in value):
-        return type(value)(nested(v, of_part) for v in value)
-    return of_part(value)
+        return type(value)(map_batch(v, transform) for v in value)
+    return transform(value)
 
 
 def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
@@ -157,8 +157,8 @@ def micro_batch_sizes(share: int, accumulation: int) -> list[int]:
     return list(even_shares(share, accumulation))
 
 
-def _end_workers(fetched: Any) -> None:
-    """Have them end; whoever is busy with a sample when it is asked is killed."""
+def _stop_workers(fetched: Any) -> None:
+    """Stop the loader workers; kill those that are busy with a sample."""
     if hasattr(fetched, "_shutdown_workers"):
         fetched._shutdown_workers()
         for worker in fetched._workers:
@@ -166,5 +166,5 @@ def _end_workers(fetched: Any) -> None:
 
 
 def _ignore_sigterm(_worker: int) -> None:
-    # A stop reaches the whole process group; the rank finishes its step, so its workers must too. They end with it.
+    # SIGTERM reaches the whole process group; the rank finishes its step and needs its workers until then.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

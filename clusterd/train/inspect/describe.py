@@ -1,7 +1,7 @@
-"""The shape of a job's model (`plans.model_shape`), found out with fake tensors: no memory, no values, no ranks.
+"""Description of a job's model (`plans.model_shape`), found with fake tensors: no memory, no values, no ranks.
 
-Activations are counted by what autograd saves in a forward pass of one sample; what tensor parallelism does to them,
-and which numbers of shards work at all, by a forward pass with shards of the tensors in place of the whole ones.
+Activations are the tensors that autograd saves in a forward pass of one sample. A forward pass with shards in place of
+whole tensors shows how tensor parallelism changes them, and which numbers of shards work at all.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import IterableDataset
 
-from clusterd.train.inspect.forward import Forward
+from clusterd.train.inspect.forward import FakeForward
 from clusterd.train.inspect.optimizer_traits import optimizer_traits
 from clusterd.train.inspect.temporaries import temporaries_ratio
 from clusterd.train.inspect.trace import layer_shapes
 from clusterd.train.parallel import build
-from clusterd.train.parallel.optimizer_slots import OptimizerState, Outline, optimizer_state
-from clusterd.train.parallel.tp_shards import cuts
+from clusterd.train.parallel.optimizer_slots import OptimizerState, ParameterSpec, optimizer_state
+from clusterd.train.parallel.tp_shards import tensor_parallel_cuts
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import NAME, Job
 from plans.model_shape import BufferShape, LayerShape, ModelShape, ParameterShape
@@ -34,25 +34,25 @@ UNKNOWN_STATE_RATIO = 2.0
 def describe(
     job: Job, *, tp_degrees: Sequence[int] = TP_DEGREES, trace: bool = True, pipeline: bool = True
 ) -> ModelShape:
-    """The model's shape.
+    """Describe the model's shape.
 
     Args:
         tp_degrees: numbers of shards to try.
-        trace: whether to count activations and operations too.
-        pipeline: whether to find out if the named layers are all that the model does.
+        trace: count activations and operations too.
+        pipeline: check that the named layers are the whole model.
     Raises:
         Refused: `layers` name what the model does not have, or the data set has no pairs.
     """
     if not hasattr(job.data, "__len__") or isinstance(job.data, IterableDataset):
         raise Refused("data has no length; it must be a map-style data set (__len__ and __getitem__)")
-    # Fake tensors, not the meta device: there, attention takes a way of its own and saves all its scores.
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _unsaid():
-        return _described(job, Forward(job, fake), tp_degrees, trace, pipeline)
+    # Fake tensors, not the meta device, on which attention takes a different kernel that saves all its scores.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, _fake_tensor_log_off():
+        return _described(job, FakeForward(job, fake), tp_degrees, trace, pipeline)
 
 
 @contextmanager
-def _unsaid() -> Iterator[None]:
-    """What fake tensors cannot run is an answer here; torch would write a page of where it went wrong for each."""
+def _fake_tensor_log_off() -> Iterator[None]:
+    """Silence torch's log of operations that fake tensors cannot run; a failure is a valid result here."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -61,20 +61,20 @@ def _unsaid() -> Iterator[None]:
         log.disabled = before
 
 
-def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:
+def _described(job: Job, forward: FakeForward, tp_degrees: Sequence[int], trace: bool, pipeline: bool) -> ModelShape:
     model = forward.model()
     paths = build.layer_paths(model, job.layers) if job.layers else build.block_paths(model)
     blocks = set(build.block_paths(model))
-    styles, tp_dims, uncut = cuts(model, job.tp_plan or {})
-    writes, following, counted = forward.passes()
-    if torn := next((name for name in writes.names if name in tp_dims), ""):
-        styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {torn}, and may want it whole"
+    styles, tp_dims, uncut = tensor_parallel_cuts(model, job.tp_plan or {})
+    writes, following, counted = forward.trace_passes()
+    if mutated := next((name for name in writes.names if name in tp_dims), ""):
+        styles, tp_dims, uncut = {}, {}, f"the forward pass writes into {mutated}, and may need it whole"
     if writes.sparse in tp_dims:
-        styles, tp_dims, uncut = {}, {}, f"the gradient of {writes.sparse} is sparse, and torch does not cut such"
+        styles, tp_dims, uncut = {}, {}, f"the gradient of {writes.sparse} is sparse, which torch cannot cut"
     torchs_own = set(vars(nn.Parameter(torch.empty(()))))  # attributes that make it a fake tensor
     with forward.real():
         trained = [
-            Outline(tuple(p.shape), p.dtype, p.requires_grad, {NAME: name} | _marks(p, torchs_own))
+            ParameterSpec(tuple(p.shape), p.dtype, p.requires_grad, {NAME: name} | _marks(p, torchs_own))
             for name, p in build.named_parameters(model)
         ]
         elementwise, by_tensor, optimizer = optimizer_traits(job.optimizer, trained)
@@ -107,7 +107,9 @@ def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: boo
         steps=job.steps,
         precision=job.precision,
         pipeline=bool(job.layers),
-        pipeline_refused=(forward.why_no_chain(paths) or writes.why_no_pipeline) if job.layers and pipeline else "",
+        pipeline_refused=(forward.pipeline_refusal(paths) or writes.pipeline_refusal)
+        if job.layers and pipeline
+        else "",
         tp_plan=bool(job.tp_plan),
         tp_degrees=tuple(works),
         tp_refused=tuple(refused),
@@ -119,17 +121,17 @@ def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: boo
         find_unused_parameters=job.find_unused_parameters,
         noncontiguous=next((name for name, p in build.named_parameters(model) if not p.is_contiguous()), ""),
         repeated_block=_repeated(model),
-        loss=forward.kind_of_loss(),
-        loss_learns=forward.loss_learns(),
+        loss=forward.loss_kind(),
+        loss_learns=forward.loss_uses_parameters(),
         gradients_added=following.added,
-        gradients_bent=following.bent,
+        gradients_bent=following.nonlinear,
         sparse=writes.sparse,
         by_frequency=writes.by_frequency,
         counted=counted,
         written=writes.names,
         written_known=writes.complete,
-        written_by_samples=writes.by_samples,
-        written_anew=writes.anew,
+        written_by_samples=writes.sample_dependent,
+        written_anew=writes.not_idempotent,
         hooked=next((name for name, p in build.named_parameters(model) if _has_hooks(p)), ""),
         optimizer_state_ratio=state.ratio if state is not None else UNKNOWN_STATE_RATIO,
         optimizer_temporaries_ratio=temporaries,
@@ -144,12 +146,12 @@ def _described(job: Job, forward: Forward, tp_degrees: Sequence[int], trace: boo
     )
 
 
-def _optimizer_state(job: Job, parameters: Sequence[Outline]) -> OptimizerState | None:
+def _optimizer_state(job: Job, parameters: Sequence[ParameterSpec]) -> OptimizerState | None:
     try:
         return optimizer_state(job.optimizer, parameters, job.scheduler)
     except Refused:
         raise
-    except Exception:  # whatever an optimizer does not like about being tried: it trains, but its state is not known
+    except Exception:  # any error of the trial: the optimizer may train, but its state is unknown
         return None
 
 
@@ -175,7 +177,7 @@ def _tied(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def _tp_degrees(
-    forward: Forward,
+    forward: FakeForward,
     styles: dict[str, str],
     tp_dims: dict[str, int],
     parameters: tuple[ParameterShape, ...],
@@ -184,19 +186,19 @@ def _tp_degrees(
 ) -> tuple[list[int], list[tuple[int, str]]]:
     works: list[int] = []
     refused: list[tuple[int, str]] = []
-    torn = next((names for names in tied if any(name in tp_dims for name in names)), ())
+    mutated = next((names for names in tied if any(name in tp_dims for name in names)), ())
     names = {p.name for p in parameters}
     computed = next((name for name in tp_dims if build.global_name(name) not in names), "")
     for degree in degrees if styles else ():
         why = ""
-        if torn:
-            why = f"{' and '.join(torn)} are one parameter, and torch would cut it for one of them only"
+        if mutated:
+            why = f"{' and '.join(mutated)} are one parameter, which torch would cut for one of them only"
         elif computed:
-            why = f"{computed} is no parameter but computed from others (weight_norm?), and torch cuts parameters"
+            why = f"{computed} is not a parameter but computed from others (weight_norm?); torch cuts parameters only"
         elif uneven := [p for p in parameters if p.tp_dim >= 0 and p.shape[p.tp_dim] % degree]:
             why = f"{uneven[0].name} has {uneven[0].shape[uneven[0].tp_dim]} along dimension {uneven[0].tp_dim}"
         else:
-            why = forward.why_not(styles, degree)
+            why = forward.tp_refusal(styles, degree)
         if why:
             refused.append((degree, why))
         else:

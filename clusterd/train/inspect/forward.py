@@ -11,79 +11,80 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from clusterd.train.data.loader import nested, pair
+from clusterd.train.data.loader import as_pair, map_batch
 from clusterd.train.inspect import loss_mean
-from clusterd.train.inspect.gradient_linearity import Following
-from clusterd.train.inspect.operations import Operations
-from clusterd.train.inspect.parameter_mutation import Writes
-from clusterd.train.inspect.tp_gradients import Shards
+from clusterd.train.inspect.gradient_linearity import GradientLinearityTracer
+from clusterd.train.inspect.operations import OperationRecorder
+from clusterd.train.inspect.parameter_mutation import ParameterMutationTracer
+from clusterd.train.inspect.tp_gradients import TpGradientTracer
 from clusterd.train.inspect.trace import LOSS, Trace
 from clusterd.train.parallel import build
-from clusterd.train.parallel.precision import under
-from clusterd.train.parallel.tp_shards import cut
+from clusterd.train.parallel.precision import with_precision
+from clusterd.train.parallel.tp_shards import shard_model
 from clusterd.train.parallel.tp_styles import GATHERING, ROWWISE
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.process.job import Job
+from clusterd.train.process.seeding import seed_everything
 
 
-class Forward:
-    """What a job's model does with its first sample, with shards of its tensors or the whole ones."""
+class FakeForward:
+    """Forward passes of a job's model on its first sample, with whole tensors or shards."""
 
     def __init__(self, job: Job, fake: FakeTensorMode) -> None:
         self._job, self._fake = job, fake
         with self.real():
-            self._inputs, self._target = pair(job.collate_fn([job.data[0]]))
+            self._inputs, self._target = as_pair(job.collate_fn([job.data[0]]))
         self._inputs, self._target = self._faked(self._inputs), self._faked(self._target)
         self._runs: bool | None = None
         self._last: nn.Module | None = None
 
     def real(self) -> AbstractContextManager[Any]:
-        """Where tensors are real for a while."""
+        """Context in which tensors are real."""
         return unset_fake_temporarily()  # type: ignore[no-any-return]
 
     def _computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return under(self._job.precision, "cpu", function)
+        return with_precision(self._job.precision, "cpu", function)
 
     def model(self) -> nn.Module:
         """The job's model, without memory."""
         with self.real(), torch.random.fork_rng(devices=[]):
             try:
                 with self._fake:
-                    model = build.build(self._job.model, self._job.seed)
+                    model = build.build_model(self._job.model, self._job.seed)
             except Refused:
                 raise
-            except Exception:  # some factories compute with what they initialise; that costs memory for a moment
-                return self._faked_module(build.build(self._job.model, self._job.seed))
+            except Exception:  # some factories compute with initial values; building for real costs memory for a moment
+                return self._faked_module(build.build_model(self._job.model, self._job.seed))
             is_same, self._last = model is self._last, model
             if is_same or not all(isinstance(p, FakeTensor) for p in model.parameters()):
                 return _copied(model, is_same)
             return model
 
-    def why_not(self, styles: dict[str, str], degree: int) -> str:
-        """Why the model cannot compute, or learn, with shards; empty if it can, or if fake tensors cannot tell."""
+    def tp_refusal(self, styles: dict[str, str], degree: int) -> str:
+        """Reason why the model cannot compute or train with shards; empty: it can, or that is unknown."""
         if self._runs is None:
             self._runs = not self._error(self.model())
         if not self._runs:
             return ""
         model = self.model()
-        cut(model, styles, degree)
-        shards = Shards(model, styles)
-        error = self._error(model, shards)
+        shard_model(model, styles, degree)
+        tracer = TpGradientTracer(model, styles)
+        error = self._error(model, tracer)
         if error:
-            return f"its forward pass does not work with {degree} shards ({error})"
-        return f"shards would not learn alike: {shards.unlike}" if shards.unlike else ""
+            return f"its forward pass fails with {degree} shards ({error})"
+        return f"gradients would differ between shards: {tracer.problem}" if tracer.problem else ""
 
     def trace(self, paths: list[str], styles: dict[str, str], degree: int) -> Trace | None:
-        """The counts of a forward pass; None where fake tensors cannot run the model."""
+        """Counts of a forward pass; None if fake tensors cannot run the model."""
         model = self.model()
-        cut(model, styles, degree)
+        shard_model(model, styles, degree)
         trace = Trace(model)
         for index, path in enumerate(paths):
             layer = model.get_submodule(path)
             layer.register_forward_pre_hook(trace.enter(index))
             layer.register_forward_hook(trace.leave(index))
-        for path, word in styles.items():
-            if word in GATHERING or word in ROWWISE:
+        for path, style in styles.items():
+            if style in GATHERING or style in ROWWISE:
                 model.get_submodule(path).register_forward_hook(trace.reduced)
         try:
             with (
@@ -93,60 +94,62 @@ class Forward:
             ):
                 outputs = self._computing(model)(self._inputs)
                 trace.place = LOSS
-                # The graph holds what was saved until here; freed storage would be counted under another's address.
-                kept = self._computing(self._job.loss)(outputs, self._target)
-            del kept
-        except Exception:  # data-dependent code has no answer without values; the description does without counts
+                # The graph keeps saved tensors alive until here: the address of a freed storage would be reused.
+                loss = self._computing(self._job.loss)(outputs, self._target)
+            del loss
+        except Exception:  # data-dependent code fails without values; the description then has no counts
             return None
         return trace
 
-    def why_no_chain(self, paths: list[str]) -> str:
-        """Why the layers, applied in order, are not the model; empty if they are, or if fake tensors cannot tell."""
+    def pipeline_refusal(self, paths: list[str]) -> str:
+        """Reason why the layers, applied in order, are not the model; empty: they are, or that is unknown."""
         if not (isinstance(self._inputs, torch.Tensor) and isinstance(self._target, torch.Tensor)):
-            return "a pipeline takes one tensor as input and one as target, and the data set has others"
+            return "a pipeline needs one tensor as input and one as target, and the data set has others"
         model = self.model()
         try:
-            self._operations(model)  # the first pass may do what is done once, as to fill caches
+            self._operations(model)  # warm-up: the first pass may fill caches
             whole = self._operations(model)
-        except Exception:  # the chain would not tell either
+        except Exception:  # unknown
             return ""
-        stage, odd = build.Stage(model, paths), []
+        stage, unsupported = build.Stage(model, paths), []
         for path in paths:
             stage.get_submodule(path).register_forward_hook(
-                lambda _m, _i, out, path=path: odd.append(path) if not _is_sent(out) else None
+                lambda _m, _i, out, path=path: unsupported.append(path) if not _is_sent(out) else None
             )
         try:
             chain = self._operations(stage)
         except Exception as error:
-            return f"`layers`, applied one after another, do not compute ({first_line(error) or type(error).__name__})"
-        if odd:
-            return f"stages send tensors, and tuples of some, and {odd[0]} returns something else"
+            return f"`layers`, applied one after another, fail ({first_line(error) or type(error).__name__})"
+        if unsupported:
+            return f"stages send tensors or tuples of tensors, but {unsupported[0]} returns something else"
         if whole.recomputes:
             return (
-                "the model recomputes by reentrant checkpoints, and torch's pipelines do not: give use_reentrant=False "
-                "to torch.utils.checkpoint.checkpoint"
+                "the model uses reentrant checkpoints, which torch's pipelines do not support: pass "
+                "use_reentrant=False to torch.utils.checkpoint.checkpoint"
             )
-        if (differs := whole.first_beside(chain)) is not None:
-            return f"the model does more than to apply `layers` one after another ({differs})"
+        if (differs := whole.first_difference(chain)) is not None:
+            return f"the model does more than apply `layers` one after another ({differs})"
         return ""
 
-    def passes(self) -> tuple[Writes, Following, str]:
-        """What two passes write into parameters, what the way back makes of the gradient of the loss, what is counted.
+    def trace_passes(self) -> tuple[ParameterMutationTracer, GradientLinearityTracer, str]:
+        """Trace two forward passes and a backward pass.
 
-        Where fake tensors cannot run the model, until they could not.
+        Returns:
+            Writes into parameters, treatment of the loss gradient, and the name of an attribute that counts passes. If
+            fake tensors cannot run the model, the traces end where it failed.
         """
         model, given = self.model(), []
 
         def note(part: Any) -> Any:
             if isinstance(part, torch.Tensor):
                 given.append(part)
-            return part  # some batches (a PackedSequence) take nothing else
+            return part  # some batches (a PackedSequence) require the same type back
 
-        nested((self._inputs, self._target), note)
-        writes, following, before = Writes(model, *given), Following(), _numbers(model)
+        map_batch((self._inputs, self._target), note)
+        writes, following, before = ParameterMutationTracer(model, *given), GradientLinearityTracer(), _numbers(model)
         with self.real(), torch.random.fork_rng(devices=[]), suppress(Exception), self._fake:
-            for _ in range(2):  # some is written once, and some from the second pass on
-                build.seed_everything(self._job.seed)
+            for _ in range(2):  # some writes happen once, some from the second pass on
+                seed_everything(self._job.seed)
                 with writes:
                     loss = self._computing(self._job.loss)(self._computing(model)(self._inputs), self._target)
             writes.complete = True
@@ -154,47 +157,49 @@ class Forward:
         now = _numbers(model)
         return writes, following, next((name for name, number in before.items() if now.get(name) != number), "")
 
-    def kind_of_loss(self) -> str:
-        """As `losses` has it; the mean, as it should be, where that cannot be told."""
+    def loss_kind(self) -> str:
+        """Kind of the loss, as in `loss_mean`; the mean if unknown."""
         job = self._job
         for count in loss_mean.SAMPLES:
             with suppress(Exception):
                 with self.real():
-                    inputs, target = pair(job.collate_fn([job.data[i] for i in range(count)]))
+                    inputs, target = as_pair(job.collate_fn([job.data[i] for i in range(count)]))
                 with torch.no_grad():
                     outputs = self.model()(self._faked(inputs))
-                if loss_mean.fit(outputs):
+                if loss_mean.small_enough(outputs):
                     with self.real():
-                        return loss_mean.kind_of(job.loss, outputs, target, count)
+                        return loss_mean.classify_loss(job.loss, outputs, target, count)
         return loss_mean.MEAN
 
-    def loss_learns(self) -> bool:
-        """Whether the loss computes with parameters of the model, too; not, where fake tensors cannot tell."""
+    def loss_uses_parameters(self) -> bool:
+        """True if the loss computes with parameters of the model; False if unknown."""
         with suppress(Exception):
             model = self.model()
             with torch.no_grad():
                 outputs = self._computing(model)(self._inputs)
-            return loss_mean.reaches(self._computing(self._job.loss)(outputs, self._target), model.parameters())
+            return loss_mean.depends_on_parameters(
+                self._computing(self._job.loss)(outputs, self._target), model.parameters()
+            )
         return False
 
-    def _operations(self, module: nn.Module) -> Operations:
-        """Of a forward pass; what is drawn in it is drawn alike each time."""
-        done = Operations()
+    def _operations(self, module: nn.Module) -> OperationRecorder:
+        """Operations of a forward pass, under the same random numbers each time."""
+        done = OperationRecorder()
         with self.real(), torch.random.fork_rng(devices=[]):
-            build.seed_everything(self._job.seed)
+            seed_everything(self._job.seed)
             with self._fake, done:
                 outputs = self._computing(module)(self._inputs)
         done.end(outputs)
         return done
 
-    def _error(self, model: nn.Module, shards: Shards | None = None) -> str:
+    def _error(self, model: nn.Module, tracer: TpGradientTracer | None = None) -> str:
         try:
-            with shards or nullcontext():
+            with tracer or nullcontext():
                 outputs = self._computing(model)(self._inputs)
-            if shards is not None:
-                with suppress(Exception), shards:  # one that looks at values has no answer here
-                    shards.end(self._computing(self._job.loss)(outputs, self._target))
-        except Exception as error:  # whatever a model raises, it does not compute this
+            if tracer is not None:
+                with suppress(Exception), tracer:  # a loss that reads values fails here
+                    tracer.end(self._computing(self._job.loss)(outputs, self._target))
+        except Exception as error:  # any error means that the model cannot compute this
             return first_line(error) or type(error).__name__
         return ""
 
@@ -214,11 +219,11 @@ class Forward:
         return model
 
     def _faked(self, value: Any) -> Any:
-        return nested(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
+        return map_batch(value, lambda part: self._fake.from_tensor(part) if isinstance(part, torch.Tensor) else part)
 
 
 def _numbers(model: nn.Module) -> dict[str, float]:
-    """Attributes of its modules that are some."""
+    """Numeric attributes of all submodules."""
     return {
         build.global_name(f"{path}.{name}" if path else name): value
         for path, module in model.named_modules()
@@ -233,18 +238,18 @@ def _is_sent(outputs: Any) -> bool:
 
 
 def _copied(model: nn.Module, is_same: bool) -> nn.Module:
-    """Other modules around the same tensors: the script's own are not to be cut.
+    """Copy the modules around the same tensors, so that the script's own modules stay whole.
 
     Raises:
-        Refused: they cannot be copied, and are those that the factory has returned before.
+        Refused: they cannot be copied, and the factory has returned them before.
     """
     memo: dict[int, Any] = {id(t): t for tensors in (model.parameters(), model.buffers()) for t in tensors}
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # whatever a module does not like about being copied
+    except Exception as error:  # any error of a module's copy
         if not is_same:
             return model
         raise Refused(
-            f"model() returned a module that was made before, which cannot be copied ({first_line(error)}): have "
-            "model() make a new one"
+            f"model() returned the same module again, and it cannot be copied ({first_line(error)}): make a new one "
+            "in each call"
         ) from error

@@ -1,8 +1,8 @@
-"""Whether gradients follow the loss, found out in a backward pass: plans weight it by shares and micro-batches.
+"""Linearity of the backward pass: gradients must be proportional to the loss, as plans weight it by shares.
 
-Autograd is linear: twice the loss has twice the gradients. What is put into it need not be. A loss of experts that adds
-its own gradient on the way (as Megatron and DeepSeek have it) has the same weight whatever the loss was multiplied by;
-a gradient that is clipped on the way depends on how many samples its mean was over.
+Autograd is linear: twice the loss has twice the gradients. Custom backward code need not be. An auxiliary loss of
+experts that adds its own gradient (as in Megatron and DeepSeek) has the same weight whatever the loss was multiplied
+by; a gradient that is clipped in the backward pass depends on the number of samples in its mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train.inspect.operations import storage_of
-from clusterd.train.inspect.parameter_mutation import written
+from clusterd.train.inspect.parameter_mutation import written_tensors
 from clusterd.train.parallel import build
 
 _SUMS = frozenset({"add", "add_", "sub", "sub_"})
@@ -35,26 +35,26 @@ _OF_NO_GRADIENT = frozenset({
     "ones_like", "full_like", "new_ones", "new_full", "rand_like", "randn_like", "bernoulli", "eq", "ne", "lt", "le",
     "gt", "ge", "isnan", "isinf",
 })  # fmt: skip
-"""What they make of one is none: of its shape alone, or a mask."""
+"""Operations whose result is not a gradient: it depends on the shape alone, or is a mask."""
 
 
-class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Follows what depends on the gradient of the loss through a backward pass within it.
+class GradientLinearityTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Tracks tensors that depend on the gradient of the loss through a backward pass.
 
     Attributes:
-        added: whether something that does not depend on it is added to a gradient.
-        bent: whether a gradient is not in proportion to it.
+        added: True if something independent of that gradient is added to a gradient.
+        nonlinear: True if a gradient is not proportional to it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.added = self.bent = False
+        self.added = self.nonlinear = False
         self._follow: set[int] = set()
-        self._nothing: set[int] = set()  # zeros, and what is yet to be filled
-        self._kept: list[torch.Tensor] = []  # freed storage would be another's
+        self._nothing: set[int] = set()  # zeros and uninitialised tensors
+        self._alive: list[torch.Tensor] = []  # the address of a freed storage would be reused
 
     def run(self, model: nn.Module, loss: torch.Tensor) -> None:
-        """The backward pass of `loss`; gradients are left on the parameters."""
+        """Run the backward pass of `loss`; gradients stay on the parameters."""
         seed = torch.ones_like(loss)
         self._note(seed, self._follow)
         with self:
@@ -68,7 +68,7 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
         if function.namespace == "prim":
             return result
         name = function.__name__.partition(".")[0]
-        given, into = _tensors((arguments, options)), list(written(function, arguments, options))
+        given, into = _tensors((arguments, options)), list(written_tensors(function, arguments, options))
         following = [t for t in given if storage_of(t) in self._follow]
         if name in _BLANK:
             self._note((result, into), self._nothing)
@@ -88,14 +88,14 @@ class Following(TorchDispatchMode):  # type: ignore[misc]  # torch is not follow
             self.added = self.added or following + nothing < len(given) or any(others)
         product, ratio = name in ("mul", "mul_"), name in ("div", "div_")
         divided_by = ratio and isinstance(arguments[1], torch.Tensor) and storage_of(arguments[1]) in self._follow
-        self.bent = self.bent or name in _BENT or (product and following > 1) or divided_by
+        self.nonlinear = self.nonlinear or name in _BENT or (product and following > 1) or divided_by
 
     def _is_nothing(self, tensor: torch.Tensor) -> bool:
         return storage_of(tensor) in self._nothing
 
     def _note(self, made: Any, where: set[int]) -> None:
         for tensor in _tensors(made):
-            self._kept.append(tensor)
+            self._alive.append(tensor)
             self._nothing.discard(storage_of(tensor))
             where.add(storage_of(tensor))
 

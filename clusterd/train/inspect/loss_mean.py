@@ -1,7 +1,7 @@
-"""Whether a loss is the mean over the samples it is given, as plans that cut the batch need it: found by trying it.
+"""Kind of a loss: plans that cut the batch need the mean over the samples, which a trial evaluation verifies.
 
-One that adds samples up, or that divides by how many words count, makes something else of a cut batch, and nothing
-would say so. Which outputs it is given does not matter for that: they are drawn.
+A loss that sums over samples, or divides by a token count, gives another result on a cut batch without any error. The
+outputs do not matter for the test, so they are random.
 """
 
 from __future__ import annotations
@@ -12,48 +12,50 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from clusterd.train.data.loader import check_cut, cut
+from clusterd.train.data.loader import check_sliceable, slice_batch
 
 SAMPLES = (4, 2)
-"""As many as outputs allow."""
-FIRST = 1
-"""Of them, apart from the others."""
+"""Batch sizes to try, as outputs allow."""
+FIRST_PART = 1
+"""Size of the first part of the batch."""
 
 ELEMENTS_MAX = 1 << 26
-"""Of outputs; a loss needs some times the memory of these, and is not tried with more."""
+"""Limit for the outputs; a loss needs several times their memory, and is not tried above it."""
 
 TOLERANCE = 1e-5
 
 MEAN, SUM, OTHER = "mean", "sum", "other"
 
 
-def kind_of(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples: int) -> str:
-    """`MEAN`, `SUM` over samples, or `OTHER`; `MEAN` too where it cannot be told: a loss that draws, or counts.
+def classify_loss(loss: Callable[[Any, Any], Any], outputs: Any, target: Any, samples: int) -> str:
+    """Classify the loss: `MEAN`, `SUM` over samples, or `OTHER`; `MEAN` if unknown (a loss that draws, or counts).
 
     Args:
-        outputs: of the model for a batch of `samples`, of which types and shapes are wanted.
+        outputs: of the model for a batch of `samples`; only types and shapes matter.
         target: of that batch.
     Raises:
-        Exception: whatever the loss does not like about being tried; `Refused`: the batch cannot be cut.
+        Exception: any error of the loss in the trial; `Refused`: the batch cannot be cut.
     """
-    check_cut(target, samples)
-    drawn = tree_map(_drawn, outputs)
+    check_sliceable(target, samples)
+    random_outputs = tree_map(_random_like, outputs)
 
     def of(start: int, stop: int) -> float:
-        some = tree_map(lambda part: _part(part, start, stop, samples), drawn)
-        return float(loss(some, cut(target, start, stop)))
+        some = tree_map(lambda part: _slice_output(part, start, stop, samples), random_outputs)
+        return float(loss(some, slice_batch(target, start, stop)))
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        whole, again, first, others = (of(*part) for part in ((0, samples),) * 2 + ((0, FIRST), (FIRST, samples)))
-    if not _alike(whole, again):
+        whole, again, first, others = (
+            of(*part) for part in ((0, samples),) * 2 + ((0, FIRST_PART), (FIRST_PART, samples))
+        )
+    if not _close(whole, again):
         return MEAN
-    if _alike(whole, (FIRST * first + (samples - FIRST) * others) / samples):
+    if _close(whole, (FIRST_PART * first + (samples - FIRST_PART) * others) / samples):
         return MEAN
-    return SUM if _alike(whole, first + others) else OTHER
+    return SUM if _close(whole, first + others) else OTHER
 
 
-def reaches(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a backward pass of `loss` comes to any of `parameters`."""
+def depends_on_parameters(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+    """True if a backward pass of `loss` reaches any of `parameters`."""
     sought = {id(parameter) for parameter in parameters}
     nodes, seen = [loss.grad_fn], {None}
     while nodes:
@@ -65,29 +67,29 @@ def reaches(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def fit(outputs: Any) -> bool:
-    """Whether the loss may be tried with outputs of such shapes."""
+def small_enough(outputs: Any) -> bool:
+    """True if the loss may be tried with outputs of this size."""
     elements: int = sum(part.numel() for part in tree_leaves(outputs) if isinstance(part, torch.Tensor))
     return elements <= ELEMENTS_MAX
 
 
-def _drawn(part: Any) -> Any:
-    """Between 0 and 1: losses of probabilities take nothing else."""
+def _random_like(part: Any) -> Any:
+    """Random outputs between 0 and 1: losses of probabilities accept nothing else."""
     if not isinstance(part, torch.Tensor):
         return part
     if not part.is_floating_point():
         return torch.zeros(part.shape, dtype=part.dtype)
-    # Losses of wrong precision would not tell a mean from what is nearly one.
+    # float32, whatever the dtype: low precision could not tell a mean from a near-mean.
     return torch.rand(part.shape, generator=torch.Generator().manual_seed(1))
 
 
-def _part(part: Any, start: int, stop: int, samples: int) -> Any:
-    """What has no dimension of samples is one number for all."""
+def _slice_output(part: Any, start: int, stop: int, samples: int) -> Any:
+    """Samples [start, stop) of an output; one without dimensions is shared by all samples."""
     if not isinstance(part, torch.Tensor) or not part.dim():
         return part
-    check_cut(part, samples)
+    check_sliceable(part, samples)
     return part[start:stop]
 
 
-def _alike(one: float, other: float) -> bool:
-    return not abs(one - other) > TOLERANCE * max(abs(one), abs(other))  # what is no number tells nothing
+def _close(one: float, other: float) -> bool:
+    return not abs(one - other) > TOLERANCE * max(abs(one), abs(other))  # NaN proves nothing

@@ -1,4 +1,4 @@
-"""What a forward pass does to tensors, in order: to tell whether two are one and the same computation."""
+"""Operations of a forward pass in order, to compare two computations."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 Operation = tuple[str, str]
-"""Name, and arguments with tensors as their shapes and types."""
+"""Name, and arguments with tensors as their dtypes and shapes."""
 
 _REENTRANT = "CheckpointFunctionBackward"
 _NOTHING = ("aten.detach.default", "aten.alias.default")
 
 
-class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Within, every operation is written down.
+class OperationRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Records every operation.
 
     Attributes:
-        recomputes: whether what came of it is computed again in the backward pass, by torch's reentrant checkpoints.
+        recomputes: True if outputs are recomputed in the backward pass by torch's reentrant checkpoints.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
         return func(*args, **kwargs)
 
     def end(self, outputs: Any) -> None:
-        """After all else."""
+        """Inspect the outputs after the pass."""
         nodes = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
         seen: set[Any] = {None}
         while nodes:
@@ -44,8 +44,8 @@ class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch is not follo
                 self.recomputes = self.recomputes or node.name() == _REENTRANT
                 nodes += [before for before, _ in node.next_functions]
 
-    def first_beside(self, other: Operations) -> str | None:
-        """Name of the first operation that `other` does not have at its place; None: there is none."""
+    def first_difference(self, other: OperationRecorder) -> str | None:
+        """Name of the first operation that `other` lacks at its position; None: no difference."""
         for mine, its in zip_longest(self._done, other._done):
             if mine != its:
                 return (mine or its)[0].removeprefix("aten.").partition(".")[0]
@@ -57,5 +57,5 @@ def _outline(value: Any) -> Any:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The same for a tensor and its views, as long as one of them is kept; another's after that."""
+    """Identity of a storage, equal for a tensor and its views; reused once all of them are freed."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Which parts of a model an optimizer may update apart: found by trying it on matrices, whole and cut."""
+"""Optimizer traits, found by trial updates of whole and cut matrices: what may be updated separately."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from clusterd.train.parallel.optimizer_slots import Outline, small, tried
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, stand_in_shape, trial_update
 from clusterd.train.process.job import OptimizerFactory
 
 _SMALL, _LARGE = (8, 6), (256, 192)
-"""Of the matrices that optimizers are tried on: many factor, or quantise, only what is large."""
+"""Shapes of the trial matrices: many optimizers factor or quantise only large ones."""
 
 _GRADIENTS = (1e-3,) * 4 + (1.0,) * 4 + (1e3,) * 4
-"""How large they are at each update: some optimizers clip, and some begin with something after a few updates."""
+"""Gradient scale at each update: some optimizers clip, some change after a few updates."""
 
 _STANDING_IN = 3
-"""Parameters of a kind that lend their names: to either half, and to what is beside them."""
+"""Parameters of each kind whose names and attributes the trial uses: for each half, and for others beside."""
 
 _Trial = tuple[torch.Tensor, torch.Tensor]
 """Values, and gradients of each update."""
@@ -25,31 +25,32 @@ _Trial = tuple[torch.Tensor, torch.Tensor]
 _Update = Callable[..., tuple[list[torch.Tensor], torch.optim.Optimizer]]
 
 _LIKE_ANY = ("params", "lr", "initial_lr", "weight_decay")
-"""In which groups differ whose parameters are updated alike."""
+"""Group options that do not change how elements are treated."""
 
 
-def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[Outline] = ()) -> tuple[bool, bool, str]:
-    """Whether every element is treated alike, whether every tensor is by itself, and the optimizer's name.
+def optimizer_traits(factory: OptimizerFactory, parameters: Sequence[ParameterSpec] = ()) -> tuple[bool, bool, str]:
+    """Traits: elementwise (every element treated alike), by tensor (tensors independent), and the optimizer's name.
 
-    Found by trying: updates of a matrix against the same updates of its halves, alone and beside each other; of each
-    kind that the optimizer makes of `parameters`, for it may choose by their names and marks.
+    Compares updates of a matrix with the same updates of its halves, alone and together, for each kind of parameter
+    that
+    the optimizer distinguishes: it may choose by names and attributes.
     """
     try:
         kinds = _kinds(factory, parameters)
         found = [_traits(factory, kind, [other[0] for other in kinds if other is not kind]) for kind in kinds]
-    except Exception:  # whatever an optimizer does not like about being tried, it is not to be cut
+    except Exception:  # any error of the trial: assume that nothing may be cut
         return False, False, "the optimizer"
     elementwise, by_tensor, names = zip(*found, strict=True)
     return all(elementwise), all(by_tensor), names[0]
 
 
-def _kinds(factory: OptimizerFactory, parameters: Sequence[Outline]) -> list[list[Outline]]:
+def _kinds(factory: OptimizerFactory, parameters: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
     """Some parameters of each kind, those with most dimensions first."""
     trainable = [outline for outline in parameters if outline.trainable]
-    kinds: dict[str, list[Outline]] = {}
+    kinds: dict[str, list[ParameterSpec]] = {}
     try:
-        optimizer, plain = tried(factory, trainable)
-    except Exception:  # as it may without them
+        optimizer, plain = trial_update(factory, trainable)
+    except Exception:  # the trial may succeed without them
         return [[]]
     outline_of = {id(p): outline for p, outline in zip(plain, trainable, strict=True)}
     for group in optimizer.param_groups:
@@ -59,8 +60,10 @@ def _kinds(factory: OptimizerFactory, parameters: Sequence[Outline]) -> list[lis
     return [outlines for outlines in some if outlines] or [[]]
 
 
-def _traits(factory: OptimizerFactory, kind: list[Outline], beside: list[Outline]) -> tuple[bool, bool, str]:
-    """Of the parameters of one kind; `beside`: one of each other kind."""
+def _traits(
+    factory: OptimizerFactory, kind: list[ParameterSpec], beside: list[ParameterSpec]
+) -> tuple[bool, bool, str]:
+    """Traits for the parameters of one kind; `beside`: one of each other kind."""
 
     def updated(*tensors: _Trial) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
         return _updated(factory, kind[: _STANDING_IN - 1], [*kind[_STANDING_IN - 1 :], *beside], *tensors)
@@ -68,7 +71,7 @@ def _traits(factory: OptimizerFactory, kind: list[Outline], beside: list[Outline
     halves = _halves(*_trial(_SMALL), 0)
     together, optimizer = updated(*halves)
     by_tensor = all(_alike(updated(half)[0][0], other) for half, other in zip(halves, together, strict=True))
-    # The large one last: some take their time with it, and are found out before.
+    # The large one last: some optimizers are slow with it, and fail on the small one already.
     elementwise = all(_cuts_are_alike(updated, *_trial(shape)) for shape in (_SMALL, _LARGE))
     return elementwise, by_tensor, type(optimizer).__name__
 
@@ -77,7 +80,7 @@ def _trial(shape: tuple[int, int]) -> _Trial:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         value, *gradients = torch.randn(1 + len(_GRADIENTS), *shape)
-    # No half is like the other: means and norms over random numbers are, the more of them the more.
+    # Uneven, because means and norms over random halves would be nearly equal.
     uneven = torch.outer(*(torch.linspace(1, 3, n) for n in shape))
     updates = [g * uneven.square() * size for g, size in zip(gradients, _GRADIENTS, strict=True)]
     return value * uneven * _GRADIENTS[0], torch.stack(updates)
@@ -96,24 +99,24 @@ def _cuts_are_alike(updated: _Update, value: torch.Tensor, updates: torch.Tensor
 
 
 def _updated(
-    factory: OptimizerFactory, named: Sequence[Outline], beside: Sequence[Outline], *tensors: _Trial
+    factory: OptimizerFactory, named: Sequence[ParameterSpec], beside: Sequence[ParameterSpec], *tensors: _Trial
 ) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
-    """The values after each update, one after another, under one optimizer.
+    """Values after each update, under one optimizer.
 
     Args:
-        named: whose names and marks the tensors have; the last one's, where they are more.
-        beside: stand for what an optimizer of several parts would miss; they have gradients of nothing.
+        named: specs whose names and attributes the tensors get; the last one's, if there are more tensors.
+        beside: specs of other parameters that an optimizer of several parts needs; their gradients are zero.
     """
     parameters = [nn.Parameter(value.clone()) for value, _ in tensors]
-    others = [nn.Parameter(torch.ones(small(outline.shape))) for outline in beside]
+    others = [nn.Parameter(torch.ones(stand_in_shape(outline.shape))) for outline in beside]
     for index, parameter in enumerate(parameters):
-        vars(parameter).update(named[min(index, len(named) - 1)].marks if named else {})
+        vars(parameter).update(named[min(index, len(named) - 1)].attributes if named else {})
     for parameter, outline in zip(others, beside, strict=True):
-        vars(parameter).update(outline.marks)
+        vars(parameter).update(outline.attributes)
     optimizer = factory([*parameters, *others])
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
-            group["lr"] = max(group["lr"], 1e-2)  # updates too small to be seen would all look alike
+            group["lr"] = max(group["lr"], 1e-2)  # tiny updates would compare equal
     after: list[list[torch.Tensor]] = [[] for _ in tensors]
     for now in zip(*(gradients for _, gradients in tensors), strict=True):
         for parameter, gradient in zip(parameters, now, strict=True):
@@ -127,4 +130,4 @@ def _updated(
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(torch.allclose(one, other, equal_nan=True))  # gradients this large are too much for some
+    return bool(torch.allclose(one, other, equal_nan=True))  # such large gradients overflow in some optimizers

@@ -1,13 +1,13 @@
-"""What a forward pass writes into the parameters themselves, which plans must not repeat, spread or forget.
+"""Writes of a forward pass into parameters, which plans must not repeat, distribute or lose.
 
-A norm that an embedding keeps (``max_norm``), weights that are clipped, targets that follow by a moving average: one
-process has them in its parameters at once. Replicas write what their own samples make of it, micro-batches and
-recomputation write more than once, and what FSDP2 gathers is thrown away with all that was written into it.
+A norm that an embedding keeps (``max_norm``), clipped weights, targets that follow by a moving average: with one
+process they are in its parameters at once. Replicas write values that depend on their own samples, micro-batches and
+recomputation write more than once, and FSDP2 discards writes into gathered parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,42 +17,41 @@ from torch.utils._pytree import tree_leaves
 
 from clusterd.train.inspect.operations import storage_of
 from clusterd.train.parallel import build
-from clusterd.train.parallel.gradient_sync import local_tensor
-from clusterd.train.process.exits import PlanRefused
 
 _SAME_AGAIN = frozenset({"clamp_", "clamp_min_", "clamp_max_", "embedding_renorm_", "fill_", "zero_"})
-"""What done twice, at different times of a step too, is as done once."""
+"""Idempotent operations, also at different times of a step."""
 
 _LOOK_UP = frozenset({"embedding_renorm_", "embedding", "_embedding_bag", "_embedding_bag_forward_only", "detach"})
-"""Of a renormed table: they see no row that was not asked for, and so not yet renormed."""
+"""Reads of a renormed table that see only rows already renormed."""
 
 
-class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Follows parameters, and what depends on samples or on random numbers, through forward passes within it.
+class ParameterMutationTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Tracks parameters, and values that depend on samples or random numbers, through forward passes.
 
     Attributes:
-        by_samples: global name of a parameter into which something was written that depends on them; empty: none.
-        anew: name of one in which a second pass would not find what it would write.
-        sparse: name of one that is looked up so that its gradient has only the rows that were.
-        by_frequency: name of one whose gradient is divided by how often each row was.
-        why_no_pipeline: one may not change before the backward pass; a reason.
-        complete: whether all passes came to their end.
+        sample_dependent: global name of a parameter that gets values depending on samples or random numbers; empty:
+            none.
+        not_idempotent: name of one into which a second pass would write other values.
+        sparse: name of one with sparse gradients (embedding lookups).
+        by_frequency: name of one whose gradient is divided by the frequency of each row.
+        pipeline_refusal: reason if one changes before another micro-batch's backward pass needs it.
+        complete: True if all passes ran to their end.
     """
 
     def __init__(self, model: nn.Module, *given: torch.Tensor) -> None:
-        """`given`: the samples."""
+        """Track the parameters of `model`; `given`: the samples."""
         super().__init__()
-        self.by_samples = self.anew = self.sparse = self.by_frequency = self.why_no_pipeline = ""
+        self.sample_dependent = self.not_idempotent = self.sparse = self.by_frequency = self.pipeline_refusal = ""
         self.complete = False
         self._model = model
         self._parameters = dict(build.named_parameters(model))
         self._before = {name: (p, storage_of(p), p._version) for name, p in self._parameters.items()}
         self._names = {storage_of(p): name for name, p in self._parameters.items()}
-        self._done: dict[str, set[str]] = {}  # by parameter, names of the operations that wrote into it
-        self._read: dict[str, set[str]] = {}  # and that it was given to
+        self._done: dict[str, set[str]] = {}  # by parameter: operations that wrote into it
+        self._read: dict[str, set[str]] = {}  # by parameter: operations that read it
         self._saved: set[str] = set()
         self._depending = {storage_of(tensor) for tensor in given}
-        self._kept: list[torch.Tensor] = list(given)  # freed storage would be another's
+        self._alive: list[torch.Tensor] = list(given)  # the address of a freed storage would be reused
         self._hooks: Any = None
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -60,7 +59,7 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         result = function(*arguments, **options)
         if function.namespace == "prim":
             return result
-        given, into = _tensors((arguments, options)), list(written(function, arguments, options))
+        given, into = _tensors((arguments, options)), list(written_tensors(function, arguments, options))
         name = function.__name__.partition(".")[0]
         depends = torch.Tag.nondeterministic_seeded in function.tags or (
             any(storage_of(t) in self._depending for t in given) and "_like" not in name and not name.startswith("new_")
@@ -77,17 +76,17 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
             if parameter := self._names.get(storage_of(tensor), ""):
                 self._done.setdefault(parameter, set()).add(name)
                 if depends:
-                    self.by_samples = self.by_samples or parameter
+                    self.sample_dependent = self.sample_dependent or parameter
         if depends:
             for tensor in (*_tensors(result), *into):
-                self._kept.append(tensor)
+                self._alive.append(tensor)
                 self._depending.add(storage_of(tensor))
         return result
 
-    def __enter__(self) -> Writes:
+    def __enter__(self) -> ParameterMutationTracer:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
-        entered: Writes = super().__enter__()
+        entered: ParameterMutationTracer = super().__enter__()
         return entered
 
     def __exit__(self, *error: Any) -> None:
@@ -95,16 +94,18 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         self._hooks.__exit__(*error)
         now = dict(build.named_parameters(self._model))
         for name, (parameter, storage, version) in self._before.items():
-            if now.get(name) is not parameter or storage_of(parameter) != storage:  # put in its place
+            if now.get(name) is not parameter or storage_of(parameter) != storage:  # replaced
                 self._done.setdefault(name, set()).add("set_")
                 if now.get(name) is not parameter or storage_of(parameter) in self._depending:
-                    self.by_samples = self.by_samples or name
+                    self.sample_dependent = self.sample_dependent or name
                 self._names[storage_of(parameter)] = name
             if name in self._saved and parameter._version != version and name in self._done:
-                self.why_no_pipeline = (
-                    f"the forward pass writes into {name}, which the backward pass of another micro-batch still needs"
+                self.pipeline_refusal = (
+                    f"the forward pass writes into {name}, which another micro-batch's backward pass still needs"
                 )
-        self.anew = self.anew or next((name for name, done in self._done.items() if self._is_anew(name, done)), "")
+        self.not_idempotent = self.not_idempotent or next(
+            (name for name, done in self._done.items() if self._is_anew(name, done)), ""
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,100 +122,16 @@ class Writes(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return tensor
 
 
-class Watch:
-    """Sees real forward passes write into parameters, which fake ones may not have shown: no plan but one process can.
-
-    Args:
-        units: modules, in each other or apart, that have their parameters, but not each other's, whole or as they are
-            kept from before their pass until after it.
-        allowed: names of the parameters that were seen before, with which the plan can be.
-        values: whether the first pass is watched by values too, and not by what torch notes of a tensor alone, which is
-            nothing where ``.data`` is written into.
-    """
-
-    def __init__(self, root: nn.Module, units: Iterable[nn.Module], allowed: Iterable[str], *, values: bool) -> None:
-        self._root, self._allowed = root, frozenset(allowed)
-        apart = set(units)
-        for unit in apart:
-            seen = _Seen(list(_inside(unit, apart)), values=values)
-            unit.register_forward_pre_hook(lambda *_, seen=seen: seen.begin())
-            # Before FSDP2's own, which puts shards in the place of what was whole.
-            unit.register_forward_hook(lambda *_, seen=seen: self._check(seen.changed()), prepend=True)
-
-    def _check(self, changed: list[nn.Parameter]) -> None:
-        for parameter in changed:
-            names = (name for name, p in build.named_parameters(self._root) if p is parameter)
-            if not (name := next(names, "")):
-                raise PlanRefused(
-                    "parameters were put away before the forward pass ended: where it computes gradients itself "
-                    "(torch.autograd.grad), FSDP2 has only parts of them left; zero=1 leaves them whole"
-                )
-            if name not in self._allowed:
-                raise PlanRefused(
-                    f"the forward pass writes into {name}, and only one process, with one pass in a step, trains with "
-                    "that; make it a buffer, or write after the step"
-                )
-
-
-class _Seen:
-    """Parameters of some modules, as they are before a pass."""
-
-    def __init__(self, modules: list[nn.Module], *, values: bool) -> None:
-        self._held, self._values = [module._parameters for module in modules if module._parameters], values
-        self._parameters: list[nn.Parameter] = []
-
-    def begin(self) -> None:
-        # In every pass: torch's own way to list them takes as long as a small layer.
-        self._parameters = [p for held in self._held for p in held.values() if p is not None]
-        self._notes = [_noted(p) for p in self._parameters]
-        self._sizes = _sizes(self._parameters) if self._values else []
-
-    def changed(self) -> list[nn.Parameter]:
-        found = [p for p, note in zip(self._parameters, self._notes, strict=True) if _noted(p) != note]
-        if self._values:
-            now = _sizes(self._parameters)
-            found += [p for p, a, b in zip(self._parameters, self._sizes, now, strict=True) if a != b and a == a]
-        self._values = False
-        self._parameters = []
-        return found
-
-
-def _inside(unit: nn.Module, apart: set[nn.Module]) -> Iterator[nn.Module]:
-    yield unit
-    for child in unit.children():
-        if child not in apart:
-            yield from _inside(child, apart)
-
-
-def _noted(parameter: nn.Parameter) -> tuple[int, int]:
-    # Of each parameter twice in every pass, so it is asked what it is in the way that takes least.
-    return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0
-
-
-def _sizes(parameters: list[nn.Parameter]) -> list[float]:
-    """A number of each that differs, almost surely, when a value does."""
-    with torch.no_grad():
-        sizes = [_size(local_tensor(p.detach())) for p in parameters]
-    return torch.stack(sizes).tolist() if sizes else []
-
-
-def _size(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point():
-        return tensor.double().norm()
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64)
-
-
 def _given(function: Any, arguments: Any, options: Any, name: str) -> Any:
-    """The argument that the operation calls so; None: it has none."""
+    """Value of the named argument of an operation; None: it has none."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == name:
             return arguments[place] if place < len(arguments) else options.get(name, argument.default_value)
     return None
 
 
-def written(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tensor]:
+def written_tensors(function: Any, arguments: Any, options: Any) -> Iterator[torch.Tensor]:
+    """Tensors that an operation writes into."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = arguments[place] if place < len(arguments) else options.get(argument.name)

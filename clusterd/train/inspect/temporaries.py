@@ -1,8 +1,8 @@
-"""What an optimizer makes and drops within one update on CUDA: found by counting what it makes for small stand-ins.
+"""Temporary memory of an optimizer update on CUDA, measured on small stand-ins.
 
-On CUDA torch's optimizers update all tensors at once ("foreach"), and what is made on the way is made for all of them;
-AdamW's denominators are one more copy of all parameters. At that moment parameters, gradients and state are there too.
-On CPUs they go tensor by tensor, and Adafactor, which is used where memory is short, does so on CUDA too unless told.
+On CUDA torch's optimizers update all tensors at once ("foreach"), and so do their temporaries: AdamW's denominators
+are one more copy of all parameters, beside parameters, gradients and state. On CPUs updates go tensor by tensor, and
+Adafactor, used where memory is short, does so on CUDA too by default.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clusterd.train.parallel.optimizer_slots import Outline, tried
+from clusterd.train.parallel.optimizer_slots import ParameterSpec, trial_update
 from clusterd.train.process.exits import Refused
 from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
 
@@ -24,45 +24,48 @@ UNKNOWN_RATIO = 1.0
 
 
 def temporaries_ratio(
-    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+    factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> float:
-    """Most bytes that an update makes and drops, per byte of the trainable ones of `parameters`.
+    """Peak bytes of temporaries of an update, per byte of the trainable ones of `parameters`.
 
-    Too little for an optimizer that goes tensor by tensor on CUDA too, where one tensor is most of the model.
+    Too low for an optimizer that goes tensor by tensor on CUDA too, if one tensor is most of the model.
     """
     try:
         trained = [p for p in parameters if p.trainable]
-        optimizer, plain = tried(factory, trained, scheduler)
+        optimizer, plain = trial_update(factory, trained, scheduler)
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = not isinstance(optimizer, torch.optim.Adafactor)
-        there = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
-        with torch.random.fork_rng(devices=[]), _Made(t for t in there if isinstance(t, torch.Tensor)) as made:
+        existing = [t for p in plain for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
+        with (
+            torch.random.fork_rng(devices=[]),
+            _AllocationTracker(t for t in existing if isinstance(t, torch.Tensor)) as tracker,
+        ):
             optimizer.step()
     except Refused:
         raise
-    except Exception:  # whatever an optimizer does not like about being tried: it trains, and makes as much as most do
+    except Exception:  # any error of the trial: assume the ratio of most optimizers
         return UNKNOWN_RATIO
-    # Group after group, and the real ones' largest may be more, or less, of the whole than the stand-ins'.
+    # Groups are updated in turn; the largest real group may be another share of the whole than the stand-ins'.
     sizes = {
         id(p): math.prod(outline.shape) * outline.dtype.itemsize for p, outline in zip(plain, trained, strict=True)
     }
     largest_bytes = max((sum(sizes[id(p)] for p in group["params"]) for group in optimizer.param_groups), default=0)
     tried_bytes = max((sum(p.nbytes for p in group["params"]) for group in optimizer.param_groups), default=0)
-    return made.peak_bytes / tried_bytes * largest_bytes / sum(sizes.values()) if largest_bytes else 0.0
+    return tracker.peak_bytes / tried_bytes * largest_bytes / sum(sizes.values()) if largest_bytes else 0.0
 
 
-class _Made(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Counts the memory of new tensors for as long as they live; of single elements nothing, for they stay small.
+class _AllocationTracker(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Counts the memory of live new tensors; single elements are ignored.
 
     Attributes:
-        peak_bytes: the most at a time.
+        peak_bytes: the maximum.
     """
 
-    def __init__(self, there: Iterable[torch.Tensor]) -> None:
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.peak_bytes = self._bytes = 0
-        self._storages = {t.untyped_storage()._cdata for t in there}
+        self._storages = {t.untyped_storage()._cdata for t in existing}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))

@@ -1,9 +1,8 @@
-"""Whether tensor-parallel shards get whole gradients of what they hold whole, found out in a forward pass.
+"""Gradients of replicated tensors under tensor parallelism: each shard must get the whole gradient.
 
-torch adds up gradients where a module's input is whole and its weights are cut. Between such a module and the one that
-puts features together again, each shard computes with its own part of them. A whole tensor that is used there (the
-weight of a norm over each head, a gate, a temperature) gets from each shard the gradient of that part alone: shards
-would go apart, and nothing would say so.
+torch sums gradients where a module's input is whole and its weights are cut. Between such a module and the one that
+gathers features again, each shard computes with its own features. A replicated tensor used there (the weight of a norm
+per head, a gate, a temperature) gets a partial gradient on each shard: shards would silently diverge.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clusterd.train.inspect.operations import storage_of
-from clusterd.train.inspect.parameter_mutation import written
+from clusterd.train.inspect.parameter_mutation import written_tensors
 from clusterd.train.parallel import build
 from clusterd.train.parallel.tp_styles import COLWISE, GATHERING, SUMMED
 
 
-class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Follows parts of features through the operations within it.
+class TpGradientTracer(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
+    """Tracks partial features through the operations of a forward pass.
 
     Attributes:
-        unlike: what shards would not learn alike, for a sentence; empty if nothing was found.
+        problem: description of a gradient that would differ between shards; empty: none found.
     """
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str]) -> None:
-        """`model`: cut already, and with what is done around the modules of `styles`."""
+        """Register hooks on `model`, which is already sharded and gathers around the modules of `styles`."""
         super().__init__()
-        self.unlike = ""
+        self.problem = ""
         self._names = {storage_of(p): build.global_name(name) for name, p in model.named_parameters()}
-        self._kept: list[torch.Tensor] = []  # freed storage would be another's
+        self._alive: list[torch.Tensor] = []  # the address of a freed storage would be reused
         self._parts: set[int] = set()
         self._inside = 0
-        for path, word in styles.items():
-            if word != "replicate":
+        for path, style in styles.items():
+            if style != "replicate":
                 model.get_submodule(path).register_forward_pre_hook(self._enter)
-                # Before the script's own hooks, which compute with parts too.
-                model.get_submodule(path).register_forward_hook(self._leave(path, word), prepend=True)
+                # Before the script's own hooks, which compute with partial features too.
+                model.get_submodule(path).register_forward_hook(self._leave(path, style), prepend=True)
 
     def end(self, loss: Any) -> None:
-        """After all else; what the loss leaves out may be parts (maps of attention)."""
+        """Check the loss after the pass; other outputs (attention maps) may be partial."""
         if any(storage_of(t) in self._parts for t in _tensors(loss)):
-            self.unlike = self.unlike or "the loss is computed of a part of features on each"
+            self.problem = self.problem or "each computes the loss from a part of the features"
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
@@ -55,35 +54,35 @@ class Shards(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         given, name = _tensors((arguments, options)), function.__name__
         whole = [t for t in given if storage_of(t) not in self._parts]
         if len(whole) == len(given):
-            if len(given) == 1 and storage_of(given[0]) in self._names:  # another view of it, or precision
+            if len(given) == 1 and storage_of(given[0]) in self._names:  # a view, or another dtype
                 self._keep(result, lambda made: self._names.setdefault(made, self._names[storage_of(given[0])]))
-        elif "_like" not in name and not name.startswith("new_"):  # these take the shape alone
-            if torch.is_grad_enabled() and (learns := [t for t in whole if t.requires_grad]):
-                what = self._names.get(
-                    storage_of(learns[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
+        elif "_like" not in name and not name.startswith("new_"):  # these use the shape alone
+            if torch.is_grad_enabled() and (trainable := [t for t in whole if t.requires_grad]):
+                tensor_name = self._names.get(
+                    storage_of(trainable[0]), f"a tensor that needs a gradient ({name.partition('.')[0]})"
                 )
-                self.unlike = self.unlike or f"{what} is whole and computed with parts of features"
-            for storage in map(storage_of, written(function, arguments, options)):
+                self.problem = self.problem or f"{tensor_name} is replicated but computed with partial features"
+            for storage in map(storage_of, written_tensors(function, arguments, options)):
                 if storage in self._names and storage not in self._parts:
-                    said = f"{self._names[storage]} is whole, and parts of features are written into it"
-                    self.unlike = self.unlike or said
+                    problem = f"{self._names[storage]} is replicated, but partial features are written into it"
+                    self.problem = self.problem or problem
             self._keep(result, self._parts.add)
         return result
 
     def _keep(self, result: Any, note: Callable[[int], object]) -> None:
         for tensor in _tensors(result):
-            self._kept.append(tensor)
+            self._alive.append(tensor)
             note(storage_of(tensor))
 
     def _enter(self, *_: Any) -> None:
         self._inside += 1
 
-    def _leave(self, path: str, word: str) -> Callable[..., None]:
+    def _leave(self, path: str, style: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: Any, outputs: Any) -> None:
             self._inside -= 1
-            if word == SUMMED and not any(storage_of(t) in self._parts for t in _tensors(inputs)):
-                self.unlike = self.unlike or f"{path} is given whole features, and {word} would add them up"
-            elif word == SUMMED or word in COLWISE - GATHERING:
+            if style == SUMMED and not any(storage_of(t) in self._parts for t in _tensors(inputs)):
+                self.problem = self.problem or f"{path} gets whole features, whose gradients {style} would sum"
+            elif style == SUMMED or style in COLWISE - GATHERING:
                 self._keep(outputs, self._parts.add)
 
         return hook

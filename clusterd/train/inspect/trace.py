@@ -1,4 +1,4 @@
-"""What a forward pass of one sample counts, layer by layer: bytes kept, results, sums over shards, operations."""
+"""Costs of a forward pass of one sample by layer: saved bytes, outputs, tensor-parallel traffic, FLOPs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return int(sdpa_flop_count(query, key, value))
 
 
-# The kernel that CPUs have; torch counts only those of accelerators.
+# Attention kernel of CPUs; torch counts only those of accelerators.
 _FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 _OUTSIDE, LOSS = -1, -2
-"""Where in a forward pass, beside the index of a layer."""
+"""Places in a forward pass, beside the index of a layer."""
 
 
 class Trace:
-    """Counts, by place in the model, over one forward pass of one sample.
+    """Counts costs by place in the model over one forward pass of one sample.
 
     Attributes:
-        place: in which the pass is: index of a layer, LOSS, or outside.
-        counter: of operations; to be entered around the pass, as `casts`, with `save` as a hook of autograd.
+        place: current place: index of a layer, LOSS, or outside.
+        counter: FLOP counter; enter it around the pass, and `casts`, with `save` as an autograd hook.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -45,7 +45,7 @@ class Trace:
         self._entered_at = 0
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called with all that autograd keeps."""
+        """Autograd hook: count a saved tensor."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
@@ -54,7 +54,7 @@ class Trace:
         return tensor
 
     def enter(self, place: int) -> Callable[..., None]:
-        """A hook for before the layer with this index."""
+        """Hook for before the layer with this index."""
 
         def hook(*_: Any) -> None:
             self.place, self._entered_at = place, self.counter.get_total_flops()
@@ -62,7 +62,7 @@ class Trace:
         return hook
 
     def leave(self, place: int) -> Callable[..., None]:
-        """A hook for after it."""
+        """Hook for after the layer with this index."""
 
         def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
             self.flops[place] = self.flops.get(place, 0) + self.counter.get_total_flops() - self._entered_at
@@ -72,17 +72,17 @@ class Trace:
         return hook
 
     def reduced(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        """A hook for after a module whose results shards add up or gather."""
+        """Hook for after a module whose results the shards sum or gather."""
         self.reduced_bytes[self.place] = self.reduced_bytes.get(self.place, 0) + _tensor_bytes(outputs)
 
 
 class _Casts(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Notes the copies of parameters in another precision, as autocast makes them: no batch makes these larger."""
+    """Tracks copies of parameters in another dtype, as autocast makes them; their size is independent of the batch."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-        self._made: dict[int, torch.Tensor] = {}  # by storage; alive: freed storage would be another's
+        self._made: dict[int, torch.Tensor] = {}  # by storage; kept alive: a freed address would be reused
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
@@ -91,14 +91,14 @@ class _Casts(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
         return result
 
     def made(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of them, or a view of one."""
+        """True if `tensor` is such a copy, or a view of one."""
         return storage_of(tensor) in self._made
 
 
 def layer_shapes(
     paths: list[str], blocks: set[str], whole: Trace, part: Trace | None, degree: int
 ) -> tuple[list[LayerShape], int]:
-    """Layers with counts; what lies outside all of them is one more, without a name."""
+    """Layers with their counts; operations outside all layers are one more, without a name."""
     layers = []
     for place in [*range(len(paths)), _OUTSIDE]:
         saved = whole.saved_bytes.get(place, 0)

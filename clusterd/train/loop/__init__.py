@@ -1,1 +1,1 @@
-"""The training loop of one rank and what may happen between two steps."""
+"""Training loop of one rank and the events between two steps."""

@@ -1,10 +1,10 @@
-"""What all ranks must agree on after each step: the global loss, what anyone was asked to do, and what was trained.
+"""Consensus of all ranks after each step: global loss, raised request flags, parameters without gradient.
 
-One reduction of a few numbers carries both. It is started in step k, once gradients are complete, and read after step
-k + 1, so no rank, and no GPU, waits for it; a request therefore takes effect at most two steps after it came.
+One all-reduce of a few numbers carries all three. It starts in step k, once gradients are complete, and is read after
+step k + 1, so no rank and no GPU waits for it; a request therefore takes effect at most two steps after it arrived.
 
-Where replicas could take over from a rank that dies, all ranks do wait for it before they change a parameter: whoever
-gets through knows that every rank has the gradients of this step, so that survivors are never a step apart for good.
+Where replicas could take over from a rank that dies, all ranks do wait for it before they change a parameter. A rank
+that passes knows that every rank has the gradients of this step, so survivors never stay a step apart.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import torch.distributed as dist
 from clusterd.train.process.control import SIGNALS
 
 
-class Agreement:
-    """The reduction of one step, under way.
+class StepConsensus:
+    """All-reduce of one step, in flight.
 
     Args:
         flags: of `SIGNALS`, in their order.
-        lacking: names of the parameters that got no gradient here.
+        missing: names of the parameters that got no gradient on this rank.
     """
 
-    def __init__(self, loss: torch.Tensor, flags: list[float], lacking: Sequence[str] = ()) -> None:
+    def __init__(self, loss: torch.Tensor, flags: list[float], missing: Sequence[str] = ()) -> None:
         device = loss.device
-        self.lacking = list(lacking)
-        # Whole numbers, whose sum differs, almost surely, when what any rank lacks does.
-        odd = float(sum(zlib.crc32(name.encode()) for name in self.lacking) % (1 << 32))
+        self.missing = list(missing)
+        # Integers whose sum almost surely changes when the missing set of any rank does.
+        checksum = float(sum(zlib.crc32(name.encode()) for name in self.missing) % (1 << 32))
         self._vector = torch.stack(
-            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (odd, *flags))]
+            [loss.double(), *(torch.full((), f, dtype=torch.float64, device=device) for f in (checksum, *flags))]
         )
         self._work: Any = dist.all_reduce(self._vector, async_op=True) if dist.is_initialized() else None
         self._event: Any = None
         if device.type == "cuda":
-            # Read through a side stream: the next step's kernels, queued on the main one, are not waited for.
+            # Read through a side stream, so as not to wait for the next step's kernels on the main one.
             side = _side_stream(device)
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
@@ -51,20 +51,20 @@ class Agreement:
                 self._vector.record_stream(side)
 
     def wait(self) -> None:
-        """Until all ranks have come here."""
+        """Wait until all ranks have joined."""
         if self._event is not None:
             self._event.synchronize()
         elif self._work is not None:
             self._work.wait()
             self._work = None
 
-    def settle(self) -> tuple[float, set[str]]:
-        """The global loss, and which of `SIGNALS` any rank was asked for; the same on every rank."""
+    def result(self) -> tuple[float, set[str]]:
+        """Global loss, and the `SIGNALS` raised on any rank; the same on every rank."""
         loss, _, *counts = self._values()
         return loss, {name for name, count in zip(SIGNALS, counts, strict=True) if count > 0}
 
-    def all_lack(self) -> float:
-        """0 where every rank has a gradient for each of its parameters; else what tells such sums apart."""
+    def missing_checksum(self) -> float:
+        """Checksum of the missing gradients of all ranks; 0 if none is missing."""
         return self._values()[1]
 
     def _values(self) -> list[float]:

@@ -1,7 +1,7 @@
-"""Peers that are gone: how it is seen, and how those are told who only wait for each other.
+"""Loss of peers: detection, and disconnection of the ranks that still wait for each other.
 
-A rank whose peer dies gets an error from its next collective; its other peers wait for it, and would for half an hour.
-So it closes its connections too, and the news spreads over all groups.
+A rank whose peer dies gets an error from its next collective. Its other peers wait for it, for up to half an hour. So
+the rank closes its own connections too, and the failure propagates to all groups.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 ABORT_S = 30.0
-"""For NCCL to end its kernels; beyond it, nothing is got out of the device any more."""
+"""Time for NCCL to end its kernels; after it, nothing can be copied from the device any more."""
 
-LOOK_S = 1.0
+POLL_S = 1.0
 
 _aborting = threading.Lock()
 
-_SIGNS = (
+_ERROR_TEXTS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -38,24 +38,24 @@ _SIGNS = (
 )
 
 
-def are_lost(error: BaseException) -> bool:
-    """Whether `error` is what a collective raises when another rank is gone."""
+def is_peer_loss(error: BaseException) -> bool:
+    """True if `error` is raised by collectives when another rank is gone."""
     if not dist.is_initialized():
         return False
     cause: BaseException | None = error
-    while cause is not None:  # a pipeline stage wraps what happened in it
+    while cause is not None:  # a pipeline stage wraps the error
         if isinstance(cause, (dist.DistBackendError, dist.DistNetworkError)):
             return True
-        if isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in _SIGNS):
+        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _ERROR_TEXTS):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
 
 
-def cut_off() -> None:
-    """Ends every TCP connection of this process, so that whoever waits for it, here or there, gets an error.
+def shut_down_connections() -> None:
+    """Shut down every TCP connection of this process, so that local and remote waiters get an error.
 
-    For a rank that will not talk to its peers again. The line to the agent is a Unix socket and stays.
+    For a rank that stops talking to its peers. The connection to the agent is a Unix socket and stays.
     """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -65,30 +65,30 @@ def cut_off() -> None:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                # A listening socket has no peer, and gloo ends the process when its own fails.
+                # A listening socket has no peer, and gloo aborts the process when its own fails.
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     connection.shutdown(socket.SHUT_RDWR)
     if torch.cuda.is_initialized():
         with _aborting:
-            if dist.is_initialized():  # not once more, if another thread did it
+            if dist.is_initialized():  # another thread may have done it
                 _abort_groups()
 
 
 def _abort_groups() -> None:
-    """Ends what waits for a peer on the device: it would keep the device from copying anything out."""
+    """Abort the kernels that wait for a peer; they would block copies from the device."""
     from torch.distributed import distributed_c10d
 
-    if abort_together(list(_nccl())):
-        distributed_c10d._abort_process_group()  # what torch keeps in books
+    if abort_together(list(_nccl_backends())):
+        distributed_c10d._abort_process_group()  # torch's own bookkeeping
     else:
         print(f"clusterd: NCCL did not end within {ABORT_S:.0f} s", flush=True)
 
 
 def abort_together(backends: Sequence[Any]) -> bool:
-    """Aborts all of them, and whether all were done in time.
+    """Abort all backends in parallel; return True if all ended in time.
 
-    The kernel of one may hold the device until that one is aborted, and the others' aborts wait for the device: one
-    after another, as torch has it, the first may wait for the last (pytorch issue 119797).
+    The kernel of one may hold the device until that one is aborted, and the others' aborts wait for the device: in
+    sequence, as torch does it, the first may wait for the last (pytorch issue 119797).
     """
     aborts = [threading.Thread(target=backend.abort, name="clusterd-abort", daemon=True) for backend in backends]
     for abort in aborts:
@@ -99,59 +99,60 @@ def abort_together(backends: Sequence[Any]) -> bool:
     return not any(abort.is_alive() for abort in aborts)
 
 
-def _nccl() -> Iterator[Any]:
-    """What carries the collectives of each group on the device."""
+def _nccl_backends() -> Iterator[Any]:
+    """NCCL backend of each process group."""
     from torch.distributed import distributed_c10d
 
     for group in list(distributed_c10d._world.pg_names):
-        with contextlib.suppress(RuntimeError):  # a group of hosts' memory alone
+        with contextlib.suppress(RuntimeError):  # a gloo-only group
             yield group._get_backend(torch.device("cuda"))
 
 
-def _errors() -> list[str]:
-    """What NCCL knows to be wrong: told to leave processes alone (`SURVIVES_PEERS`), torch keeps it to itself."""
-    # Not every torch can be asked.
-    asked = (get_error() for backend in _nccl() if (get_error := getattr(backend, "get_error", None)) is not None)
-    return [error.name for error in asked if error.name != "SUCCESS"]
+def _nccl_errors() -> list[str]:
+    """Errors that NCCL has recorded; with `SURVIVES_PEERS` torch does not raise them."""
+    # Not every torch version has get_error.
+    getters = (getattr(backend, "get_error", None) for backend in _nccl_backends())
+    errors = (get_error() for get_error in getters if get_error is not None)
+    return [error.name for error in errors if error.name != "SUCCESS"]
 
 
-class HangWatch:
-    """Notices a step that does not end although nobody is known to be gone: a rank on a GPU would wait for ever.
+class HangDetector:
+    """Detects a step that does not end although no peer is known to be gone; a rank on a GPU would wait forever.
 
-    A connection that broke is known at once; else only time tells.
+    A broken connection is noticed at once; without one, only a timeout helps.
 
     Args:
-        patience_s: with a step; none: gloo's collectives, and a lone rank, need no watch.
-        tell: called once, on a thread of its own, with the reason.
+        patience_s: limit for a step; None: no detection (gloo's collectives and a lone rank need none).
+        on_hang: called once, on a thread of its own, with the reason.
     """
 
-    def __init__(self, patience_s: float | None, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, patience_s: float | None, on_hang: Callable[[str], None]) -> None:
+        self._on_hang = on_hang
         self._since_s: float | None = None
         self._over = threading.Event()
         if patience_s is not None:
             threading.Thread(target=self._watch, args=[patience_s], name="clusterd-hangs", daemon=True).start()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start timing a step."""
         self._since_s = time.monotonic()
 
     def end(self) -> None:
-        """It is done, and the one before it was settled."""
+        """Stop timing: the step is done and the one before it settled."""
         self._since_s = None
 
     def close(self) -> None:
-        """No step will follow."""
+        """End the thread; no step follows."""
         self._over.set()
 
     def _watch(self, patience_s: float) -> None:
-        while not self._over.wait(min(LOOK_S, patience_s / 10)):
+        while not self._over.wait(min(POLL_S, patience_s / 10)):
             since_s = self._since_s
             if since_s is None:
                 continue
             waited_s = time.monotonic() - since_s
-            errors = _errors()
+            errors = _nccl_errors()
             if errors or waited_s > patience_s:
-                why = f": NCCL says {errors[0]}" if errors else ""
-                self._tell(f"a step has not ended for {waited_s:.0f} s{why}")
+                detail = f": NCCL says {errors[0]}" if errors else ""
+                self._on_hang(f"a step has not ended for {waited_s:.0f} s{detail}")
                 return

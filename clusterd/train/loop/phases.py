@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and the most memory a rank has had: what the performance model learns from."""
+"""Step time by phase and peak memory of a rank: input of the performance model."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import torch
 
 EVERY = 5
-"""Steps between two that are timed in parts."""
+"""Interval, in steps, between two steps that are timed by phase."""
 
 
 class PhaseClock:
-    """Parts of one step in seconds: by the device's own events on CUDA, by the monotonic clock elsewhere.
+    """Seconds of each phase of a step: by CUDA events on GPUs, by the monotonic clock elsewhere.
 
-    Costs nothing on steps that are not timed, and never makes the device wait: the next step is queued before a timed
-    one is read.
+    Costs nothing on steps that are not timed, and never makes the device wait: a timed step is read after the next one
+    is queued.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
-        self._before: list[tuple[str, Any]] = []  # of the step before
+        self._before: list[tuple[str, Any]] = []  # of the previous step
         self._on = False
 
     def begin(self, step: int) -> None:
-        """A step begins; every `EVERY`-th is timed."""
+        """Begin a step; every `EVERY`-th is timed."""
         self._on = step % EVERY == 0
         self._before, self._marks = self._marks, []
         self.lap("")
 
     def lap(self, name: str) -> None:
-        """What was done since the last lap was `name`."""
+        """End the phase `name`, which began at the last lap."""
         if not self._on:
             return
         mark: Any = time.perf_counter()
@@ -42,10 +42,10 @@ class PhaseClock:
         self._marks.append((name, mark))
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase of the step before the one under way; empty where it was not timed."""
+        """Seconds of each phase of the previous step; empty if it was not timed."""
         marks, self._before = self._before, []
         if self._cuda and marks:
-            marks[-1][1].synchronize()  # it may have just begun to update parameters
+            marks[-1][1].synchronize()  # its optimizer update may still be running
         phases: dict[str, float] = {}
         for (_, before), (name, after) in itertools.pairwise(marks):
             if self._cuda:
@@ -57,7 +57,7 @@ class PhaseClock:
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """The most bytes that this rank has had on its device and in host memory; a CPU device is host memory."""
+    """Peak bytes of this rank on its device and in host memory; for a CPU device both are host memory."""
     host = 0
     with open("/proc/self/status", encoding="ascii") as status:
         for line in status:

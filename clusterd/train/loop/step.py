@@ -1,41 +1,41 @@
-"""One training step under a plan: forward, backward, gradients complete, clip, update."""
+"""One training step under a plan: forward, backward, gradient reduction, clipping, update."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.data.loader import check_cut, cut, micro_batch_sizes
-from clusterd.train.loop.clip import clip_gradients
+from clusterd.train.data.loader import check_sliceable, micro_batch_sizes, slice_batch
 from clusterd.train.loop.phases import PhaseClock
-from clusterd.train.parallel.apply_plan import Parallel
-from clusterd.train.parallel.buffers import spare_first_pass
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.buffers import isolate_first_pass
+from clusterd.train.parallel.gradient_sync import local_gradient
 from clusterd.train.parallel.optimizers import RankOptimizer
-from clusterd.train.parallel.pipeline_send import send_row_by_row
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.process.job import LossFunction
-from plans.plan import Coordinates
+from plans.plan import Coordinates, Plan
 
 
 class Stepper:
-    """Steps of one rank.
+    """Executes the steps of one rank.
 
     Loss and gradient of a step are those of the mean over the global batch, whatever the shares: the mean over a
-    micro-batch of m samples counts m / global_batch.
+    micro-batch of m samples is weighted by m / global_batch.
 
     Attributes:
-        complete: between the end of the gradients and the end of the update: what is left of the step needs no peer.
-        updating: between the first change of a parameter and the last; a step that fails there leaves neither the old
-            state nor the new one.
+        complete: True from the end of gradient reduction to the end of the update; the rest of the step needs no peer.
+        updating: True from the first to the last change of a parameter; a step that fails in between leaves neither the
+            old state nor the new one.
     """
 
     def __init__(
         self,
-        parallel: Parallel,
+        parallel: ParallelModel,
         optimizer: RankOptimizer,
         scheduler: Any,
         loss: LossFunction,
@@ -48,59 +48,59 @@ class Stepper:
             try:
                 inspect.signature(scheduler.step).bind()
             except TypeError:
-                raise Refused(
-                    f"{type(scheduler).__name__} needs a metric at every step, and a schedule here knows steps only"
-                ) from None
+                raise Refused(f"schedulers that need a metric are not supported: {type(scheduler).__name__}") from None
         plan = parallel.plan
-        self._parallel, self._optimizer, self._scheduler, self._loss = parallel, optimizer, scheduler, _scalar(loss)
+        self._parallel, self._optimizer, self._scheduler = parallel, optimizer, scheduler
+        self._loss = _checked_loss(loss)
         self._stage = coordinates.stage
         self.complete = self.updating = False
         self.phases = PhaseClock(parallel.device)
         self._global_batch, self._clip_norm = global_batch, clip_norm
         self._sizes = micro_batch_sizes(plan.batch_shares(global_batch)[coordinates.replica], plan.accumulation)
-        self._checks = plan.accumulation > 1  # whether batches can be cut, by the first one
+        self._batch_unchecked = plan.accumulation > 1  # the first batch tells if batches can be cut
         self._gradient_factor = plan.dp if parallel.averages else 1
         self._trainable: list[nn.Parameter] = [p for p in parallel.module.parameters() if p.requires_grad]
         self._pipeline_stage: Any = None
-        self._quiet: dict[str, bool] = {}
-        self._schedule = self._pipeline() if plan.pp > 1 else None
-        # Shards of one replica have the same loss; it is counted once.
-        self._counts_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
+        self._schedule_options: dict[str, bool] = {}
+        self._schedule = self._build_schedule() if plan.pp > 1 else None
+        # Shards of one replica have the same loss; one of them reports it.
+        self._reports_loss = coordinates.shard == 0 and coordinates.stage == plan.pp - 1
 
     @property
     def wants_inputs(self) -> bool:
-        """Whether this stage reads samples at all; those in the middle of a pipeline do not."""
+        """True if this stage reads samples; stages in the middle of a pipeline do not."""
         return self._stage in (0, self._parallel.plan.pp - 1)
 
-    def step(self, inputs: Any, targets: Any, agree: Callable[[torch.Tensor], None] = lambda _: None) -> None:
-        """One step on this replica's share of a global batch.
+    def step(self, inputs: Any, targets: Any, on_gradients: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+        """Run one step on this replica's share of a global batch.
 
         Args:
-            agree: called when gradients are complete, before any parameter changes, with this rank's contribution to
+            on_gradients: called when gradients are complete, before any parameter changes, with this rank's
+                contribution to
                 the mean loss over the global batch: a scalar on the device, not yet summed over ranks.
         Raises:
             PlanRefused: micro-batches cannot be cut from such batches.
         """
-        if self._checks and self.wants_inputs:
+        if self._batch_unchecked and self.wants_inputs:
             for part in (inputs, targets):
-                check_cut(part, sum(self._sizes))
-            self._checks = False
+                check_sliceable(part, sum(self._sizes))
+            self._batch_unchecked = False
         self.complete = False
         self._optimizer.zero_grad()
-        self._parallel.settle()
+        self._parallel.refresh_replication()
         loss = self._through_pipeline(inputs, targets) if self._schedule else self._accumulate(inputs, targets)
         self._parallel.finish_gradients()
         self.phases.lap("sync")
         if self._clip_norm is not None:
             clip_gradients(self._trainable, self._parallel.plan, self._parallel.device, self._clip_norm)
         self.complete = True
-        agree(loss if self._counts_loss else torch.zeros_like(loss))
+        on_gradients(loss if self._reports_loss else torch.zeros_like(loss))
         self.phases.lap("agree")
         self.update()
         self.phases.lap("optimizer")
 
     def update(self) -> None:
-        """The end of a step: parameters follow their gradients."""
+        """Finish a step: update the parameters from their gradients."""
         self.updating = True
         self._optimizer.step()
         if self._scheduler is not None:
@@ -108,10 +108,10 @@ class Stepper:
         self.complete = self.updating = False
 
     def clear(self, *, gradients: bool) -> None:
-        """Gives up activations, and what torch keeps of the device's memory for another step.
+        """Free activations, and device memory that torch caches.
 
         Args:
-            gradients: those too; the step that they were for can be made again.
+            gradients: free them too; their step can then be repeated, but not finished.
         """
         if gradients:
             self._optimizer.zero_grad()
@@ -121,25 +121,27 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def rehearse(self, inputs: Any, targets: Any) -> None:
-        """A step that means nothing, for what torch makes at the first one: connections, buckets, shapes, kernels.
+        """Run a step whose result is discarded, so that torch creates connections, buckets and kernels in advance.
 
-        Every rank of the plan must take part. Parameters and optimizer state are worth nothing afterwards.
+        Every rank of the plan must take part. Parameters and optimizer state are garbage afterwards.
         """
         scheduler, self._scheduler = self._scheduler, None
         self.step(inputs, targets)
         self._scheduler = scheduler
         self._optimizer.make_state()
-        self._parallel.settle()
+        self._parallel.refresh_replication()
 
     def _accumulate(self, inputs: Any, targets: Any) -> torch.Tensor:
         total = torch.zeros((), device=self._parallel.device)
         start = 0
         for index, size in enumerate(self._sizes):
             stop = start + size
-            # A batch in one piece is the script's own, whatever it has made it of.
-            some, wanted = (cut(part, start, stop) if len(self._sizes) > 1 else part for part in (inputs, targets))
-            with self._parallel.last_of(index):
-                loss = self._loss(self._parallel.runner(some), wanted) * (size / self._global_batch)
+            # A single micro-batch is passed on unsliced: it may be of a type that cannot be sliced.
+            part_inputs, part_targets = inputs, targets
+            if len(self._sizes) > 1:
+                part_inputs, part_targets = (slice_batch(part, start, stop) for part in (inputs, targets))
+            with self._parallel.micro_batch_context(index):
+                loss = self._loss(self._parallel.runner(part_inputs), part_targets) * (size / self._global_batch)
                 self.phases.lap("forward")
                 (loss * self._gradient_factor if self._gradient_factor != 1 else loss).backward()
             self.phases.lap("backward")
@@ -148,55 +150,55 @@ class Stepper:
         return total
 
     def _through_pipeline(self, inputs: Any, targets: Any) -> torch.Tensor:
-        loss = self._scheduled(inputs, targets)
+        loss = self._run_schedule(inputs, targets)
         self.phases.lap("pipeline")
         return loss
 
-    def _scheduled(self, inputs: Any, targets: Any) -> torch.Tensor:
+    def _run_schedule(self, inputs: Any, targets: Any) -> torch.Tensor:
         assert self._schedule is not None
         device = self._parallel.device
         if self._stage == 0:
-            self._schedule.step(inputs, **self._quiet)
+            self._schedule.step(inputs, **self._schedule_options)
         elif self._stage == self._parallel.plan.pp - 1:
             losses: list[torch.Tensor] = []
-            self._schedule.step(target=targets, losses=losses, **self._quiet)
+            self._schedule.step(target=targets, losses=losses, **self._schedule_options)
             return torch.stack([loss.detach() for loss in losses]).sum().float() / self._gradient_factor
         else:
-            self._schedule.step(**self._quiet)
+            self._schedule.step(**self._schedule_options)
         return torch.zeros((), device=device)
 
-    def _pipeline(self) -> Any:
+    def _build_schedule(self) -> Any:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
         parallel, plan = self._parallel, self._parallel.plan
-        send_row_by_row(parallel.runner)
-        spare_first_pass(parallel.runner, parallel.device)
+        send_contiguous(parallel.runner)
+        isolate_first_pass(parallel.runner, parallel.device)
         stage = PipelineStage(parallel.runner, self._stage, plan.pp, parallel.device, group=parallel.pp_group)
         if parallel.device.type == "cpu":
-            # A greeting that makes NCCL's communicators. torch before 2.10 sends 8 bytes for 4, at which gloo ends the
-            # process.
+            # The initial exchange creates NCCL communicators. torch before 2.10 sends 8 bytes for 4 in it, and gloo
+            # then aborts the process.
             stage._get_init_p2p_neighbors_ops = list
         self._pipeline_stage = stage
-        kind = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
-        # Outputs are not wanted; torch before 2.10 gives them all the same, and hands the word on to the model.
-        knows = "return_outputs" in inspect.signature(kind.step).parameters
-        self._quiet = {"return_outputs": False} if knows else {}
-        # All micro-batches of a replica are of one size here (`plans.legality`), so the factor is one number. The
-        # schedule's own scaling divides by their count, which is wrong as soon as replicas have unequal shares.
+        schedule_class = Schedule1F1B if plan.schedule == "1f1b" else ScheduleGPipe
+        # Outputs are not needed; torch before 2.10 has no such option and would pass it on to the model.
+        knows = "return_outputs" in inspect.signature(schedule_class.step).parameters
+        self._schedule_options = {"return_outputs": False} if knows else {}
+        # All micro-batches of a replica have one size here (`plans.legality`), so one factor suffices. The schedule's
+        # own scaling divides by their count, which is wrong when replicas have unequal shares.
         factor = self._gradient_factor * self._sizes[0] / self._global_batch
         try:
-            return kind(
+            return schedule_class(
                 stage,
                 n_microbatches=plan.accumulation,
                 loss_fn=lambda outputs, targets: self._loss(outputs, targets) * factor,
                 scale_grads=False,
             )
-        except ValueError as error:  # fewer micro-batches than stages, for one, with some versions
-            raise PlanRefused(f"torch {torch.__version__} does not run {plan}: {error}") from error
+        except ValueError as error:  # such as fewer micro-batches than stages, in some versions
+            raise PlanRefused(f"torch {torch.__version__} cannot run {plan}: {error}") from error
 
 
-def _scalar(loss: LossFunction) -> LossFunction:
-    """The loss as a tensor without dimensions; `Refused` is raised of what is no mean over the samples given."""
+def _checked_loss(loss: LossFunction) -> LossFunction:
+    """Wrap the loss to return a tensor without dimensions; raises `Refused` for other results."""
 
     def computed(outputs: Any, targets: Any) -> torch.Tensor:
         value = loss(outputs, targets)
@@ -206,3 +208,78 @@ def _scalar(loss: LossFunction) -> LossFunction:
         return value.reshape(())
 
     return computed
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], plan: Plan, device: torch.device, limit: float) -> torch.Tensor:
+    """Scale gradients so that their global 2-norm is at most `limit`.
+
+    Every element counts once: the squares of a rank's gradients are divided by the number of ranks that hold the same
+    elements, and summed over all ranks.
+
+    Returns:
+        The norm before clipping, on `device`.
+    """
+    groups: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None and (gradient := _gradient_values(parameter)).numel():
+            # A norm in bfloat16 has three digits, and would differ between a shard and the whole.
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            groups.setdefault((_holders(parameter, plan), gradient.device, wide), []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (copies, _, wide), gradients in groups.items():
+        norms = torch.stack(torch._foreach_norm(gradients, dtype=wide))
+        total += (norms.double().square().sum() / copies).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for (_, target, _), gradients in groups.items():
+        torch._foreach_mul_(gradients, scale.to(target))
+    return norm
+
+
+def _gradient_values(parameter: nn.Parameter) -> torch.Tensor:
+    """Stored values of the local gradient; a sparse gradient is coalesced first."""
+    gradient = local_gradient(parameter)
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient.coalesce()
+    values: torch.Tensor = parameter.grad.values()
+    return values
+
+
+def _holders(parameter: nn.Parameter, plan: Plan) -> int:
+    """Number of ranks of the stage that hold the same part of this parameter."""
+    shards = 1
+    for dim, placement in enumerate(getattr(parameter, "placements", ())):
+        if not placement.is_replicate():
+            shards *= parameter.device_mesh.size(dim)
+    return plan.dp * plan.tp // shards
+
+
+def send_contiguous(module: nn.Module) -> None:
+    """Make a stage send contiguous activations and gradients.
+
+    Process groups neither send nor receive a transposed tensor ("input tensor has to be contiguous").
+    """
+    forward = module.forward
+
+    def computed(*inputs: Any, **options: Any) -> Any:
+        outputs = forward(*(_contiguous(value) for value in inputs), **options)
+        return tuple(map(_contiguous, outputs)) if isinstance(outputs, tuple) else _contiguous(outputs)
+
+    module.forward = computed
+
+
+def _contiguous(value: Any) -> Any:
+    return _Contiguous.apply(value) if isinstance(value, torch.Tensor) else value
+
+
+class _Contiguous(torch.autograd.Function):  # type: ignore[misc]  # torch is not followed
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor) if tensor.is_contiguous() else tensor.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.contiguous()

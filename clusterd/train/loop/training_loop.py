@@ -1,4 +1,4 @@
-"""The steps of one rank, and what can happen between two of them: a stop, a move, the loss of peers."""
+"""Training loop of one rank, and events between two steps: a stop, a migration, the loss of peers."""
 
 from __future__ import annotations
 
@@ -11,48 +11,51 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from clusterd.train.checkpoint.asynchronous import Checkpoints
+from clusterd.train.checkpoint.asynchronous import AsyncCheckpointer
 from clusterd.train.loop import peers
-from clusterd.train.loop.consensus import Agreement
+from clusterd.train.loop.consensus import StepConsensus
 from clusterd.train.loop.phases import peak_bytes
 from clusterd.train.loop.step import Stepper
-from clusterd.train.migration.snapshots import Snapshots
-from clusterd.train.migration.source import Leaving
-from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.migration.snapshots import StateSnapshots
+from clusterd.train.migration.source import MigrationSource
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
 from clusterd.train.process.job import Job, Outcome
+from clusterd.train.process.seeding import seed_step
 from clusterd.train.state import scalars
 from clusterd.train.state.attributes import Attributes
-from clusterd.train.state.plain_data import CannotTravel
+from clusterd.train.state.plain_data import NotSerializable
 from plans.model_shape import ModelShape
 
 ORPHAN_WAIT_S = 600.0
 
-FIRST_STEPS = 5
-"""After a move; in them all wait for each other: where memory runs out it does so then, and nobody may be ahead."""
+SYNCHRONOUS_STEPS = 5
+"""First steps after a migration, in which all ranks wait for each other.
 
-SETTLES_S = 2.0
-"""For a device to end an update that waits for nobody."""
+If memory runs out, it does so in these steps, and then no rank may be ahead of the others.
+"""
 
-TORN = -1
-"""The step of a rank whose parameters are of none."""
+UPDATE_WAIT_S = 2.0
+"""Time for a device to finish an update that waits for no peer."""
 
-StepSeen = Callable[[int, float, float, "dict[str, Any]"], None]
-"""Called on every rank with a finished step: its number, the global loss, its seconds; now and then where they went."""
+INCONSISTENT_STEP = -1
+"""Step reported by a rank whose parameters belong to no step."""
+
+OnStep = Callable[[int, float, float, "dict[str, Any]"], None]
+"""Called on every rank with a finished step: its number, the global loss, its seconds; on timed steps, its phases."""
 
 
-class Trained(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that steps."""
+class SteppedTraining(Protocol):
+    """Part of `clusterd.train.rank_main.Training` that the loop uses."""
 
     job: Job
     context: Context
     device: torch.device
-    parallel: Parallel
+    parallel: ParallelModel
     optimizer: RankOptimizer
     attributes: Attributes
     scheduler: Any
@@ -61,172 +64,172 @@ class Trained(Protocol):
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
-        """This replica's share of each step that is left."""
+        """Batches of this replica's share, one per remaining step."""
 
 
-class Loop:
-    """Steps to the last one, or until all ranks agree to stop.
+class TrainingLoop:
+    """Runs steps to the last one, or until all ranks agree to stop.
 
     Args:
-        arrived_by: the move that made this rank; the daemon is told when it trains.
+        migration_id: the migration that created this rank; the rank reports its first step under it.
     """
 
-    def __init__(self, training: Trained, control: Control, seen: StepSeen, *, arrived_by: str = "") -> None:
-        self._training, self._control, self._seen = training, control, seen
-        self._arrived_by = arrived_by
-        self._leaving = Leaving(training, control)
-        self._checkpoints = Checkpoints(training, control)
-        self._snapshots = Snapshots(training, control, training.context.snapshot_every)
-        self._pending: tuple[int, float, Agreement] | None = None
+    def __init__(self, training: SteppedTraining, control: Control, on_step: OnStep, *, migration_id: str = "") -> None:
+        self._training, self._control, self._on_step = training, control, on_step
+        self._migration_id = migration_id
+        self._migration = MigrationSource(training, control)
+        self._checkpointer = AsyncCheckpointer(training, control)
+        self._snapshots = StateSnapshots(training, control, training.context.snapshot_every)
+        self._pending: tuple[int, float, StepConsensus] | None = None
         self._loss = float("nan")
-        self._lacking = 0.0  # as the last agreement had it that was looked into
+        self._missing_checksum = 0.0  # of the last consensus that was examined
         self._ended_at_s = time.time()
-        self._cut_off = False
-        self._tearing = threading.Lock()
-        self._done = False  # when it is stopped: it is where it was to get
-        self._agreement: Agreement | None = None
+        self._disconnected = False
+        self._disconnecting = threading.Lock()
+        self._target_reached = False  # at a stop: the job has met its goal
+        self._consensus: StepConsensus | None = None
         plan = training.context.plan
         self._replicated = plan.dp > 1 and plan.zero == 0 and training.context.launcher == "clusterd"
-        self._waits_until = training.step + FIRST_STEPS if training.context.move is not None else 0
-        self._updated: Any = None  # event on the device: the last step is done there
-        self._whole = 0  # a step that was, when connections were torn up
-        self._cores = 0  # to compute on from the next step on; 0: as it is
-        watched = training.device.type == "cuda" and dist.is_initialized()
-        self._hangs = peers.HangWatch(COLLECTIVE_TIMEOUT_S if watched else None, self._lose_peers)
-        control.on("peers_lost", lambda message: self._lose_peers(str(message.get("reason", ""))))
+        self._synchronous_until = training.step + SYNCHRONOUS_STEPS if training.context.migration is not None else 0
+        self._update_done: Any = None  # device event: the last step's update is done
+        self._last_whole_step = 0  # step that was complete on the device at the disconnect
+        self._cores = 0  # CPU threads from the next step on; 0: no change
+        needs_watch = training.device.type == "cuda" and dist.is_initialized()
+        self._hang_detector = peers.HangDetector(COLLECTIVE_TIMEOUT_S if needs_watch else None, self._on_peers_lost)
+        control.on("peers_lost", lambda message: self._on_peers_lost(str(message.get("reason", ""))))
         control.on("cores", self._on_cores)
 
     def run(self) -> Outcome:
-        """All steps.
+        """Run all steps.
 
         Returns:
-            How it ended; the last step is logged.
+            The outcome; the last step is logged.
         Raises:
-            CheckpointFailed: the job is to leave a checkpoint, and its state cannot be in one.
-            SystemExit: code 0: peers died, and what this rank held was handed over or is not needed.
+            CheckpointFailed: the job must leave a checkpoint, and its state cannot be saved in one.
+            SystemExit: code 0: peers died, and this rank's state was handed over or is not needed.
         """
         training = self._training
         if training.context.final:
-            # What cannot be in a checkpoint is better known now than after the last step.
+            # Fail before the first step, not after the last, if the state cannot be saved.
             try:
-                scalars.collect(training, training.shape, late_apart=True)
-            except CannotTravel as error:
-                raise exits.CheckpointFailed(f"the job is to leave a checkpoint, and cannot: {error}") from error
+                scalars.collect(training, training.shape, lazy_saved_separately=True)
+            except NotSerializable as error:
+                raise exits.CheckpointFailed(f"the job must leave a checkpoint, and cannot: {error}") from error
         try:
             stopped = self._steps()
         except Exception as error:
-            no_memory = self._ran_out_of_memory(error)
-            if not (no_memory or self._is_orphaned(error)):
+            out_of_memory = self._ran_out_of_memory(error)
+            if not (out_of_memory or self._is_orphaned(error)):
                 raise
-            self._wait_as_orphan(error, no_memory)
+            self._wait_as_orphan(error, out_of_memory)
             raise SystemExit(0) from error
         finally:
-            self._hangs.close()
-        self._checkpoints.finish()
+            self._hang_detector.close()
+        self._checkpointer.finish()
         if stopped:
             print(f"clusterd: stopped after step {training.step} of {training.job.steps}: {stopped}", flush=True)
-        return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=not stopped or self._done)
+        return Outcome(step=training.step, loss=self._loss, stopped=stopped, done=not stopped or self._target_reached)
 
     def leave_checkpoint(self) -> None:
-        """After the last step, on every rank, and after all else that is to be left of it.
+        """Write the final checkpoint, on every rank, after the last step and after everything else that the job leaves.
 
         Raises:
             CheckpointFailed: it could not be written.
         """
         if self._training.context.final:
-            self._checkpoints.take_last(self._training.context.final)
+            self._checkpointer.take_final(self._training.context.final)
 
     def _steps(self) -> str:
-        """Returns why it was stopped, if it was."""
+        """Run the steps; return the reason for a stop, or an empty string."""
         training, control = self._training, self._control
-        job, place = training.job, training.context.coordinates
-        began = time.perf_counter()
+        job, coordinates = training.job, training.context.coordinates
+        started = time.perf_counter()
         training.stepper.phases.begin(training.step + 1)
         for inputs, targets in training.batches():
-            if self._arrived_by:
-                control.say("trains", id=self._arrived_by, step=training.step, at_s=time.time())
-                self._arrived_by = ""
+            if self._migration_id:
+                control.report("trains", id=self._migration_id, step=training.step, at_s=time.time())
+                self._migration_id = ""
             if self._cores:
-                self._use_cores()
-            build.seed_step(job.seed, training.step, place.replica, place.stage)
+                self._apply_cores()
+            seed_step(job.seed, training.step, coordinates.replica, coordinates.stage)
             training.stepper.phases.lap("input")
-            self._hangs.begin()
-            training.stepper.step(inputs, targets, self._agree)
+            self._hang_detector.begin()
+            training.stepper.step(inputs, targets, self._reach_consensus)
             self._ended_at_s = time.time()
             if training.device.type == "cuda":
-                self._updated = torch.cuda.Event()
-                self._updated.record()
+                self._update_done = torch.cuda.Event()
+                self._update_done.record()
             training.step += 1
-            agreement = self._agreement
-            assert agreement is not None
+            consensus = self._consensus
+            assert consensus is not None
             self._snapshots.begin()
-            # A step is settled after the next one: nobody waits for a reduction.
+            # A step is settled after the next one, so that no rank waits for the reduction.
             signals = self._settle()
-            self._hangs.end()
+            self._hang_detector.end()
             now = time.perf_counter()
-            self._pending = (training.step, now - began, agreement)
-            began = now
+            self._pending = (training.step, now - started, consensus)
+            started = now
             training.stepper.phases.begin(training.step + 1)
             if "stop" in signals:
                 self._settle()
-                self._done = "done" in signals
+                self._target_reached = "done" in signals
                 if "keep" in signals:
-                    self._snapshots.keep()
-                return control.why("stop")
+                    self._snapshots.publish_final()
+                return control.reason_for("stop")
             if "checkpoint" in signals:
-                # What the step under way was asked for too is asked again with the next one.
+                # A flag that this step carries too is carried again by the next one.
                 self._settle()
-                self._checkpoints.take()
-                began = time.perf_counter()
+                self._checkpointer.take()
+                started = time.perf_counter()
             if "quiesce" in signals and training.step < job.steps:
                 self._end_of_step()
                 self._settle()
-                if self._leaving.depart(self._ended_at_s) == "stop":
+                if self._migration.hand_over(self._ended_at_s) == "stop":
                     if control.requested("keep"):
-                        self._snapshots.keep()
-                    return control.why("stop")
-                began = time.perf_counter()
+                        self._snapshots.publish_final()
+                    return control.reason_for("stop")
+                started = time.perf_counter()
         self._settle()
         return ""
 
-    def _use_cores(self) -> None:
-        """On the thread that computes: others have a number of their own."""
+    def _apply_cores(self) -> None:
+        """Set the thread count on the thread that computes: each thread has its own."""
         torch.set_num_threads(self._cores)
         self._cores = 0
         count, step = torch.get_num_threads(), self._training.step + 1
-        print(f"clusterd: computes on {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
+        print(f"clusterd: using {count} CPU thread{'s' * (count > 1)} from step {step} on", flush=True)
 
-    def _agree(self, contribution: torch.Tensor) -> None:
-        self._agreement = Agreement(contribution, self._control.flags(), self._training.parallel.without_gradient())
-        if self._replicated or self._training.step < self._waits_until:
-            self._agreement.wait()
-        self._check_cut_off()
+    def _reach_consensus(self, contribution: torch.Tensor) -> None:
+        self._consensus = StepConsensus(contribution, self._control.flags(), self._training.parallel.without_gradient())
+        if self._replicated or self._training.step < self._synchronous_until:
+            self._consensus.wait()
+        self._check_connected()
         self._snapshots.copied()
 
-    def _check_cut_off(self) -> None:
-        """Groups that were torn down on a GPU raise nothing: what was reduced may be anything."""
-        if self._cut_off:
+    def _check_connected(self) -> None:
+        """Raise after a disconnect: on a GPU, aborted groups raise nothing and their results may be garbage."""
+        if self._disconnected:
             raise ConnectionError("peers are gone")
 
     def _settle(self) -> set[str]:
-        """Logs the pending step; returns what all ranks were asked for in it."""
+        """Log the pending step; return the flags that all ranks agreed on in it."""
         if self._pending is None:
             return set()
-        step, time_s, agreement = self._pending
-        self._loss, signals = agreement.settle()
-        self._check_cut_off()
-        if (lacking := agreement.all_lack()) != self._lacking:
-            self._training.parallel.check_alike(agreement.lacking)
-            self._lacking = lacking
+        step, time_s, consensus = self._pending
+        self._loss, signals = consensus.result()
+        self._check_connected()
+        if (missing := consensus.missing_checksum()) != self._missing_checksum:
+            self._training.parallel.check_same_gradients(consensus.missing)
+            self._missing_checksum = missing
         self._pending = None
-        self._seen(step, self._loss, time_s, self._details())
+        self._on_step(step, self._loss, time_s, self._details())
         return signals
 
     def _details(self) -> dict[str, Any]:
-        """Phases and peak memory of the step that is settled, where they were taken."""
+        """Phases and peak memory of the settled step, if it was timed."""
         phases = self._training.stepper.phases.read()
         if not phases:
             return {}
@@ -238,96 +241,97 @@ class Loop:
             torch.cuda.synchronize(self._training.device)
             self._ended_at_s = time.time()
 
-    # --- when peers are gone ------------------------------------------------------------------------------------------
+    # --- loss of peers -----------------------------------------------------------------------------------------------
 
     def _is_orphaned(self, error: Exception) -> bool:
-        """Whether others are gone and not this rank is at fault, and what it holds is whole."""
+        """True if peers are lost, this rank is not at fault, and its state is consistent."""
         training = self._training
         if training.context.launcher != "clusterd" or not self._control.connected or training.stepper.updating:
             return False
-        return self._cut_off or (peers.are_lost(error) and exits.of(error, where="") is None)
+        return self._disconnected or (peers.is_peer_loss(error) and exits.classify_error(error, where="") is None)
 
     def _ran_out_of_memory(self, error: Exception) -> bool:
-        """Whether a plan that the job was moved to does not fit: what it had before does, and can have it back.
+        """True if the plan of a migration does not fit; the previous plan did, and the job can return to it.
 
-        The first plan of an attempt has nothing to go back to, and ends it.
+        The first plan of an attempt has no predecessor, and its failure ends the attempt.
         """
         training = self._training
-        if training.context.move is None or not self._control.connected or training.stepper.updating:
+        if training.context.migration is None or not self._control.connected or training.stepper.updating:
             return False
-        return isinstance(exits.of(error, where=""), exits.DeviceOutOfMemory)
+        return isinstance(exits.classify_error(error, where=""), exits.DeviceOutOfMemory)
 
-    def _wait_as_orphan(self, error: Exception, no_memory: bool) -> None:
-        """Keeps the state of the last full step until somebody takes it, or nobody wants it.
+    def _wait_as_orphan(self, error: Exception, out_of_memory: bool) -> None:
+        """Keep the state of the last full step until a migration takes it over or a stop arrives.
 
         Raises:
-            Exception: `error`, when nobody came.
+            Exception: `error`, if neither came in time.
         """
         training = self._training
-        what = "out of memory" if no_memory else "peers are gone"
-        print(f"clusterd: {what} after step {training.step}: {exits.first_line(error)}", flush=True)
-        may_finish = training.stepper.complete and self._replicated and self._gradients_arrived()
-        self._tear_up()
-        whole = training.device.type != "cuda" or self._replicated or self._whole == training.step
+        cause_text = "out of memory" if out_of_memory else "peers are gone"
+        print(f"clusterd: {cause_text} after step {training.step}: {exits.first_line(error)}", flush=True)
+        may_finish = training.stepper.complete and self._replicated and self._gradients_complete()
+        self._disconnect()
+        is_whole = training.device.type != "cuda" or self._replicated or self._last_whole_step == training.step
         if self._pending is not None:
-            # Done, though its loss may never have been summed up; replicas waited for that within the step.
-            step, time_s, agreement = self._pending
-            self._seen(step, agreement.settle()[0] if self._replicated else float("nan"), time_s, {})
-        # The step's activations hang on the frames of its traceback, and the ranks to come need their room.
+            # Done, though its loss may never have been summed; replicas wait for the sum within the step.
+            step, time_s, consensus = self._pending
+            self._on_step(step, consensus.result()[0] if self._replicated else float("nan"), time_s, {})
+        # The traceback's frames hold the step's activations; the next ranks need that memory.
         cause: BaseException | None = error
-        while cause is not None:  # a pipeline stage wraps what happened in it
+        while cause is not None:  # a pipeline stage wraps the error
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__
         training.stepper.clear(gradients=not may_finish)
-        step = training.step if whole else TORN
-        self._control.say("orphaned", step=step, updated=True, may_finish=may_finish, out_of_memory=no_memory)
+        step = training.step if is_whole else INCONSISTENT_STEP
+        self._control.report("orphaned", step=step, updated=True, may_finish=may_finish, out_of_memory=out_of_memory)
         deadline = time.monotonic() + ORPHAN_WAIT_S
-        while (move := self._leaving.wait_for_move(deadline - time.monotonic())) is not None:
-            if may_finish and move.step == training.step + 1:
-                # Another survivor got through the reduction and changed its parameters: so must this one.
+        while (migration := self._migration.wait_for_migration(deadline - time.monotonic())) is not None:
+            if may_finish and migration.step == training.step + 1:
+                # Another survivor completed the reduction and updated its parameters; this rank must follow.
                 self._snapshots.copied()
                 training.stepper.update()
                 training.step += 1
                 may_finish = False
-            if self._leaving.depart(self._ended_at_s) == "stop" or move.makes_room:
+            if self._migration.hand_over(self._ended_at_s) == "stop" or migration.frees_source_memory:
                 break
         if not self._control.requested("stop"):
             raise error
-        print(f"clusterd: stopped after step {training.step}: {self._control.why('stop')}", flush=True)
+        print(f"clusterd: stopped after step {training.step}: {self._control.reason_for('stop')}", flush=True)
 
-    def _gradients_arrived(self) -> bool:
-        """Whether what is complete for the interpreter is so for the device too, before its streams are torn up."""
+    def _gradients_complete(self) -> bool:
+        """True if gradients are complete on the device too, and not just queued."""
         device = self._training.device
-        return device.type != "cuda" or (not self._cut_off and bool(torch.cuda.current_stream(device).query()))
+        return device.type != "cuda" or (not self._disconnected and bool(torch.cuda.current_stream(device).query()))
 
     def _on_cores(self, message: Message) -> None:
         self._cores = max(int(message["each"]), 1)
 
-    def _lose_peers(self, reason: str) -> None:
-        """Somebody knows before the connections do: a host that is gone closes none."""
+    def _on_peers_lost(self, reason: str) -> None:
+        """Handle a report that peers are gone, which may precede a connection error: a dead host closes none."""
         print(f"clusterd: peers are gone: {reason}", flush=True)
-        self._tear_up()
+        self._disconnect()
 
-    def _tear_up(self) -> None:
-        """Ends all connections, having noted which step the device has ended.
+    def _disconnect(self) -> None:
+        """Shut down all connections, after recording the step that the device has completed.
 
-        It may hold the next update already, queued behind a sum that never came and that this makes up.
+        The next update may already be queued on the device, behind a reduction that never completed; aborting it lets
+        the update run with garbage.
         """
-        with self._tearing:  # of two threads, the one that comes second would see what the first has made up
+        with self._disconnecting:  # a second thread would see the effect of the first one's abort
             step = self._training.step
-            if not self._cut_off:
-                self._whole = step if self._is_done() else TORN
-            self._cut_off = True
-        peers.cut_off()
+            if not self._disconnected:
+                self._last_whole_step = step if self._is_update_done() else INCONSISTENT_STEP
+            self._disconnected = True
+        peers.shut_down_connections()
 
-    def _is_done(self) -> bool:
-        """Whether the update of the last step is made on the device too, or is in a moment."""
-        deadline = time.monotonic() + SETTLES_S
+    def _is_update_done(self) -> bool:
+        """True if the last step's update is complete on the device, or completes within `UPDATE_WAIT_S`."""
+        deadline = time.monotonic() + UPDATE_WAIT_S
         try:
-            while self._updated is not None and not self._updated.query():
+            while self._update_done is not None and not self._update_done.query():
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(0.01)
-        except RuntimeError:  # the device is gone itself
+        except RuntimeError:  # the device itself failed
             return False
         return True

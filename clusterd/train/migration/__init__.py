@@ -1,1 +1,1 @@
-"""Live migration as seen by ranks: the source side, the target side, and state snapshots."""
+"""Live migration on the ranks: source side, target side, and state snapshots."""

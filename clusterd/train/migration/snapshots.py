@@ -1,11 +1,10 @@
-"""Snapshots in memory: every few steps a copy of this rank's share of the state, in the agent's hands.
+"""State snapshots: every few steps a copy of this rank's share of the state, in shared memory of the agent.
 
-The copy is taken beside the next step's forward and backward pass, and is complete before a parameter changes. Two
-segments take turns, so that one is whole at any moment.
+The copy runs beside the next step's forward and backward pass, and completes before a parameter changes. Two segments
+alternate, so that one is complete at any moment. Buffers, and parameters that a forward pass writes into, are cloned
+before that pass begins.
 
-Buffers are the exception, and parameters that a forward pass writes into: they are copied apart before it begins.
-
-A rank that is stopped so that its job can go on elsewhere leaves one more, of its last step.
+A rank that is stopped so that its job can go on elsewhere leaves one more state snapshot, of its last step.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from clusterd.train.process.context import Context
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.process.job import Job
 from clusterd.train.state import scalars
-from clusterd.train.state.copy_plan import piece_of
-from clusterd.train.state.copying import Piece, fills
-from clusterd.train.state.local_shards import Trained, holdings
-from clusterd.train.state.plain_data import CannotTravel
+from clusterd.train.state.copy_plan import segment_part
+from clusterd.train.state.copying import SegmentPart, copies_to_segment
+from clusterd.train.state.local_shards import ShardedTraining, local_shards
+from clusterd.train.state.plain_data import NotSerializable
 from clusterd.train.state.segments import Segment
 from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Outbox
-from plans.snapshots import snapshot_of
+from plans.snapshots import state_snapshot_outbox
 
 
-class Kept(Trained, Protocol):
-    """The part of `clusterd.train.rank_main.Training` that is kept."""
+class SnapshottedTraining(ShardedTraining, Protocol):
+    """Part of `clusterd.train.rank_main.Training` that a state snapshot needs."""
 
     context: Context
     device: torch.device
@@ -45,17 +44,17 @@ class Kept(Trained, Protocol):
 
     @property
     def shape(self) -> ModelShape:
-        """Of the whole model."""
+        """Shape of the whole model."""
 
 
-class Snapshots:
-    """Of one running rank.
+class StateSnapshots:
+    """State snapshots of one running rank.
 
     Args:
-        every: steps from one to the next; 0: none are taken.
+        every: steps between two state snapshots; 0: none.
     """
 
-    def __init__(self, training: Kept, control: Control, every: int) -> None:
+    def __init__(self, training: SnapshottedTraining, control: Control, every: int) -> None:
         self._training, self._control, self._every = training, control, every
         self._segments: list[Segment] = []
         self._newest = 1  # index of the segment that was published last
@@ -64,28 +63,28 @@ class Snapshots:
         self._copied.set()
         self._thread: threading.Thread | None = None
         if every > 0 and training.context.control_socket:
-            # The layout is found out here, between steps, and not on the thread.
-            room = [self._outbox.size_bytes, 2]
-            # No daemon: a process that ends while a thread is within torch is ended by C++, with SIGABRT.
-            self._thread = threading.Thread(target=self._make_room, args=room, name="clusterd-snapshots")
+            # The layout is computed here, between steps, and not on the thread.
+            arguments = [self._outbox.size_bytes, 2]
+            # Not a daemon thread: a process that exits while a thread is inside torch is aborted by C++ (SIGABRT).
+            self._thread = threading.Thread(target=self._allocate_segments, args=arguments, name="clusterd-snapshots")
             self._thread.start()
 
     def begin(self) -> None:
-        """After a step: begins a snapshot if it is time for one, there is room, and the last one is done."""
+        """Start a state snapshot after a step, if one is due, a segment is free and the last one is done."""
         training = self._training
         if not self._every or training.step % self._every or training.step >= training.job.steps:
             return
-        if len(self._segments) < 2 or self._busy():
+        if len(self._segments) < 2 or self._is_busy():
             return
-        which = 1 - self._newest
+        slot = 1 - self._newest
         try:
-            pieces, meta = self._state()
-        except CannotTravel as error:
-            print(f"clusterd: no snapshots: {error}", flush=True)
+            parts, meta = self._state()
+        except NotSerializable as error:
+            print(f"clusterd: no state snapshots: {error}", flush=True)
             self._every = 0
             return
         self._copied.clear()
-        done = None  # of what is queued after it, the next step, the copy need not wait
+        done = None  # the copy need not wait for the next step, queued after this event
         if training.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
@@ -93,21 +92,21 @@ class Snapshots:
         def take() -> None:
             try:
                 be_patient()
-                meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run(after=done))
+                meta["sums"] = sums_to_bytes(copies_to_segment(self._segments[slot], parts).run(after=done))
             finally:
                 self._copied.set()
-            if self._tell("publish", name=self._name(which), meta=meta) is not None:
-                self._newest, self._step = which, meta["step"]
+            if self._ask_agent("publish", name=self._name(slot), meta=meta) is not None:
+                self._newest, self._step = slot, meta["step"]
 
         self._thread = threading.Thread(target=take, name="clusterd-snapshot")
         self._thread.start()
 
     def copied(self) -> None:
-        """Returns when nothing reads the state any more; before it changes."""
+        """Wait until no copy reads the state any more; call before the state changes."""
         self._copied.wait()
 
-    def keep(self) -> None:
-        """After the last step: leaves its state in the agent's hands, whether or not any was taken before."""
+    def publish_final(self) -> None:
+        """Publish the state of the last step, even if state snapshots are off."""
         training = self._training
         if not training.context.control_socket:
             return
@@ -116,53 +115,53 @@ class Snapshots:
         if self._step == training.step:
             return
         if not self._segments:
-            self._make_room(self._outbox.size_bytes, 1)
+            self._allocate_segments(self._outbox.size_bytes, 1)
         if not self._segments:
             return
-        which = 1 - self._newest
+        slot = 1 - self._newest
         try:
-            pieces, meta = self._state()
-        except CannotTravel as error:
-            print(f"clusterd: no snapshot of step {training.step}: {error}", flush=True)
+            parts, meta = self._state()
+        except NotSerializable as error:
+            print(f"clusterd: no state snapshot of step {training.step}: {error}", flush=True)
             return
-        meta["sums"] = sums_to_bytes(fills(self._segments[which], pieces).run())
-        # Whoever goes on from it may be on this very host: nobody waits for the copy on a second one.
-        self._tell("publish", name=self._name(which), meta=meta, wait=False)
+        meta["sums"] = sums_to_bytes(copies_to_segment(self._segments[slot], parts).run())
+        # The next ranks may run on this very host: do not wait for the replica on a second one.
+        self._ask_agent("publish", name=self._name(slot), meta=meta, wait=False)
 
-    def _state(self) -> tuple[list[Piece], dict[str, Any]]:
-        """Where this rank's share of the state lies now, and what goes with it."""
+    def _state(self) -> tuple[list[SegmentPart], dict[str, Any]]:
+        """Live tensors of this rank's share of the state, and the metadata that accompanies them."""
         training = self._training
-        told = scalars.collect(training, training.shape)  # first: it says what there is no room for
-        live = holdings(training, training.shape)
+        rank_scalars = scalars.collect(training, training.shape)  # first: it refuses state that cannot be stored
+        live = local_shards(training, training.shape)
         tensors = self._shared.tensors
         for tensor in (tensors[part.tensor] for part in self._outbox.parts):
             written = tensor.kind == "parameter" and tensor.name in training.shape.written
             if tensor.kind == "buffer" or written:
                 key = tensor.name, tensor.kind
                 live[key] = replace(live[key], tensors=tuple(t.clone() for t in live[key].tensors if t is not None))
-        pieces = [piece_of(part, tensors[part.tensor], live, part.offset) for part in self._outbox.parts]
+        parts = [segment_part(part, tensors[part.tensor], live, part.offset) for part in self._outbox.parts]
         meta = {
             "step": training.step,
             "plan": training.context.plan.to_dict(),
-            "scalars": told,
+            "scalars": rank_scalars,
         }
-        return pieces, meta
+        return parts, meta
 
-    def _busy(self) -> bool:
+    def _is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     @cached_property
     def _shared(self) -> Layout:
-        return layout(self._training.shape, self._training.context.plan).shared_out()
+        return layout(self._training.shape, self._training.context.plan).deduplicated()
 
     @cached_property
     def _outbox(self) -> Outbox:
-        return snapshot_of(self._shared, self._training.context.rank)
+        return state_snapshot_outbox(self._shared, self._training.context.rank)
 
-    def _make_room(self, size_bytes: int, count: int) -> None:
-        size = max(size_bytes, 8)  # a rank that has nothing to write says that too: the step is whole
-        for which in range(count):
-            answer = self._tell("segment", name=self._name(which), bytes=size)
+    def _allocate_segments(self, size_bytes: int, count: int) -> None:
+        size = max(size_bytes, 8)  # a rank with nothing to write publishes too, so that the step is complete
+        for slot in range(count):
+            answer = self._ask_agent("segment", name=self._name(slot), bytes=size)
             if answer is None:
                 return
             segment = Segment(answer["path"], size_bytes=size)
@@ -171,14 +170,14 @@ class Snapshots:
                 segment.pin()
             self._segments.append(segment)
 
-    def _tell(self, verb: str, **arguments: Any) -> dict[str, Any] | None:
-        """Training does not depend on it: without an agent, or without room, there is no snapshot."""
+    def _ask_agent(self, verb: str, **arguments: Any) -> dict[str, Any] | None:
+        """Ask the agent; training goes on without a state snapshot if it is absent or refuses."""
         try:
             return self._control.ask(verb, **arguments)
         except (AgentRefused, AgentAbsent) as error:
-            print(f"clusterd: no snapshot of step {self._training.step}: {error}", flush=True)
+            print(f"clusterd: no state snapshot of step {self._training.step}: {error}", flush=True)
             return None
 
-    def _name(self, which: int) -> str:
+    def _name(self, slot: int) -> str:
         context = self._training.context
-        return f"{context.job}.{context.attempt}.g{context.generation}.snap{context.rank}.{which}"
+        return f"{context.job}.{context.attempt}.g{context.generation}.snap{context.rank}.{slot}"

@@ -1,4 +1,4 @@
-"""One move from a plan to another, as every rank of both sides computes it from the same message."""
+"""One migration from a plan to another: its message, and layouts and transfers that every rank derives from it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from plans.layout import Layout, layout
 from plans.model_shape import ModelShape
 from plans.packing import Packing
 from plans.plan import Plan
-from plans.reshard import Moves, plan_moves
-from plans.snapshots import SnapshotPacking
+from plans.reshard import Transfers, plan_transfers
+from plans.snapshots import StateSnapshotPacking
 
 
 @dataclass(frozen=True)
-class Side:
-    """The old ranks, or the new ones."""
+class MigrationSide:
+    """Source ranks, or target ranks."""
 
     generation: int
     plan: Plan
@@ -25,8 +25,8 @@ class Side:
     devices: tuple[str, ...]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Side:
-        """Of the message."""
+    def from_dict(cls, values: Mapping[str, Any]) -> MigrationSide:
+        """Parse the message."""
         return cls(
             int(values["generation"]),
             Plan.from_dict(values["plan"]),
@@ -36,70 +36,70 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Segments that old ranks published at one step, by rank: their names, and the hosts that have them."""
+class StateSnapshot:
+    """Segments that ranks published at one step, by rank: their names, and the hosts that have them."""
 
     names: tuple[str, ...]
     hosts: tuple[str, ...]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Snapshot:
-        """Of the message."""
+    def from_dict(cls, values: Mapping[str, Any]) -> StateSnapshot:
+        """Parse the message."""
         return cls(tuple(values["names"]), tuple(values["hosts"]))
 
 
 @dataclass(frozen=True)
-class Move:
-    """A move's message, and what follows from it."""
+class MigrationSpec:
+    """Message of a migration, with derived layouts and transfers."""
 
     id: str
     shape: ModelShape
-    old: Side
-    new: Side
+    old: MigrationSide
+    new: MigrationSide
     lost: tuple[int, ...]
     fabric: Mapping[str, tuple[str, int]]
-    snapshot: Snapshot | None  # that the old side is, instead of ranks
-    step: int | None  # with lost ranks: that survivors are to end, if they can and have not
-    makes_room: bool  # the old ranks let go of their memory once they have handed over, for the new ones to be made
+    snapshot: StateSnapshot | None  # source of the state, instead of ranks
+    step: int | None  # with lost ranks: step that survivors must complete, if they can
+    frees_source_memory: bool  # source ranks free their memory before target ranks start
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Move:
-        """Of the message.
+    def from_dict(cls, values: Mapping[str, Any]) -> MigrationSpec:
+        """Parse the message.
 
         Raises:
-            ValueError, KeyError: it is none.
+            ValueError, KeyError: it is malformed.
         """
         return cls(
             str(values["id"]),
             ModelShape.from_dict(values["shape"]),
-            Side.from_dict(values["old"]),
-            Side.from_dict(values["new"]),
+            MigrationSide.from_dict(values["old"]),
+            MigrationSide.from_dict(values["new"]),
             tuple(values.get("lost") or ()),
             {host: (str(a), int(p)) for host, (a, p) in (values.get("fabric") or {}).items()},
-            Snapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
+            StateSnapshot.from_dict(values["snapshot"]) if values.get("snapshot") else None,
             None if values.get("step") is None else int(values["step"]),
             bool(values.get("makes_room")),
         )
 
     @cached_property
     def old_layout(self) -> Layout:
-        """Who held what, lost ranks included."""
+        """Layout of the source ranks, lost ones included."""
         return layout(self.shape, self.old.plan)
 
     @cached_property
     def new_layout(self) -> Layout:
-        """Who is to hold what."""
+        """Layout of the target ranks."""
         return layout(self.shape, self.new.plan)
 
     @cached_property
-    def moves(self) -> Moves:
-        """What goes where.
+    def transfers(self) -> Transfers:
+        """Transfers from the source to the target layout.
 
         Raises:
-            IncompleteLayout: with the lost ranks, parts of the state are gone.
+            IncompleteLayout: parts of the state are lost with their ranks.
         """
-        return plan_moves(
-            self.old_layout.shared_out() if self.snapshot is not None else self.old_layout.without(self.lost),
+        return plan_transfers(
+            self.old_layout.deduplicated() if self.snapshot is not None else self.old_layout.without(self.lost),
             self.new_layout,
             self.snapshot.hosts if self.snapshot is not None else self.old.hosts,
             self.new.hosts,
@@ -109,24 +109,24 @@ class Move:
 
     @cached_property
     def packing(self) -> Packing:
-        """Where it lies on its way."""
-        return Packing(self.moves) if self.snapshot is None else SnapshotPacking(self.moves)
+        """Positions of the transferred boxes in the segments."""
+        return Packing(self.transfers) if self.snapshot is None else StateSnapshotPacking(self.transfers)
 
     def outbox_name(self, old_rank: int) -> str:
-        """Name of the segment that an old rank fills."""
+        """Name of the segment that a source rank fills."""
         return f"{self.id}.out{old_rank}" if self.snapshot is None else self.snapshot.names[old_rank]
 
     @property
     def inbox_name(self) -> str:
-        """Name of the segment of what a host fetches."""
+        """Name of the segment into which a host fetches."""
         return f"{self.id}.in"
 
 
 def sums_to_bytes(sums: list[int]) -> bytes:
-    """For the message: eight bytes each, little-endian."""
+    """Encode checksums for the message: eight bytes each, little-endian."""
     return b"".join(s.to_bytes(8, "little") for s in sums)
 
 
 def sums_from_bytes(data: bytes) -> list[int]:
-    """What `sums_to_bytes` made."""
+    """Decode the result of `sums_to_bytes`."""
     return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]

@@ -1,8 +1,8 @@
-"""The new side of a move: everything is made while the old ranks train, then filled from what they hand over.
+"""Target side of a migration: build the rank while the source ranks train, then load the state they publish.
 
-A rank in standby has no values of its own. It builds the model without them, meets the other new ranks, rehearses one
-step so that nothing is left for the first real one, and then overwrites all there is: parameters, optimizer state,
-buffers, counters. Until it is told to resume it may be ended at any moment and nothing is lost.
+A standby rank has no values of its own. It builds the model without them, rendezvous with the other target ranks,
+rehearses one step so that the first real one finds everything warm, and then overwrites parameters, optimizer state,
+buffers and counters. Until it gets the resume message it may be killed at any moment without loss.
 """
 
 from __future__ import annotations
@@ -16,128 +16,131 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from clusterd.train.migration.spec import Move, sums_from_bytes
-from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
 from clusterd.train.state import scalars
 from clusterd.train.state.attributes import Attributes
-from clusterd.train.state.copy_plan import Live, copy_threads, piece_of
-from clusterd.train.state.copying import Copies, loads
-from clusterd.train.state.local_shards import check_boxes
-from clusterd.train.state.segments import Segment, give_back, room_bytes
+from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
+from clusterd.train.state.copying import CopyBatch, copies_from_segment
+from clusterd.train.state.local_shards import check_shards
+from clusterd.train.state.segments import Segment, memory_headroom_bytes, trim_heap
 from plans.packing import Read
 
 POLL_S = 0.1
 
 MAPPED_AHEAD_BYTES = 256 << 20
-"""Of other ranks' segments, that a CPU rank maps before they are filled, or more, up to a share of a step's memory;
-what is beyond that is mapped source by source, and counts as this process's memory for as long as it is read."""
+"""Segment bytes that a CPU rank maps before they are filled, or more, up to a share of a step's memory.
+
+The rest is mapped source by source, and counts as this process's memory while it is read."""
 PEAK_SHARE = 1.25
 
 
-class MoveFailed(exits.TrainError):
-    """This rank cannot take over; the old ones go on."""
+class MigrationFailed(exits.TrainError):
+    """This rank cannot take over; the source ranks go on."""
 
 
-class Trained(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that arrives."""
+class TargetTraining(Protocol):
+    """Part of `clusterd.train.rank_main.Training` that a target rank needs."""
 
     context: Context
     device: torch.device
-    parallel: Parallel
+    parallel: ParallelModel
     optimizer: RankOptimizer
     attributes: Attributes
     scheduler: Any
     step: int
 
     def rehearse(self) -> None:
-        """One step that means nothing."""
+        """Run a step whose result is discarded."""
 
     def read_ahead(self) -> None:
-        """Reads the samples of the next step."""
+        """Read the samples of the next step in advance."""
 
 
-Arrived = TypeVar("Arrived", bound=Trained)
+Target = TypeVar("Target", bound=TargetTraining)
 
 
-class Arriving:
-    """The move that a rank in standby is for.
+class MigrationTarget:
+    """Target side of the migration that a standby rank was started for.
 
     Attributes:
-        move_id: of that move.
+        migration_id: id of that migration.
     """
 
     def __init__(self, context: Context, control: Control) -> None:
-        assert context.move is not None
+        assert context.migration is not None
         self._context, self._control = context, control
         self._phase = "prepare"
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.move_id = str(context.move.get("id", ""))
+        self.migration_id = str(context.migration.get("id", ""))
         self._mapped: dict[str, Segment] = {}  # by path
-        self._copies: dict[tuple[str, int], Copies] = {}  # out of mapped segments, by path and source
-        self._ahead_bytes = MAPPED_AHEAD_BYTES
+        self._copies: dict[tuple[str, int], CopyBatch] = {}  # out of mapped segments, by path and source
+        self._map_budget_bytes = MAPPED_AHEAD_BYTES
         self._pins = False
         for event in ("segment", "room", "fetch_failed", "resume"):
             control.on(event, self._messages.put)
         control.on("connected", self._messages.put)
-        control.on("stop", self._not_needed)
+        control.on("stop", self._exit_unneeded)
 
-    def arrive(self, make: Callable[[], Arrived]) -> Arrived:
-        """Makes the rank's training and returns it at the moment at which it may go on with the next step.
+    def take_over(self, make: Callable[[], Target]) -> Target:
+        """Make the rank's training and return it once it may run the next step.
 
         Raises:
-            MoveFailed: after the daemon was told.
-            SystemExit: code 0 after SIGTERM: this rank is not needed after all.
+            MigrationFailed: after reporting the failure to the daemon.
+            SystemExit: code 0 after SIGTERM: this rank is not needed.
         """
         try:
-            training = self._arrive(make)
+            training = self._prepare_and_load(make)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            known = exits.of(error, where="")
+            known = exits.classify_error(error, where="")
             full = isinstance(known, exits.DeviceOutOfMemory)
             refused = str(known) if isinstance(known, exits.PlanRefused) else ""
-            self._control.say(
-                "failed", id=self.move_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
+            self._control.report(
+                "failed", id=self.migration_id, phase=self._phase, why=why, out_of_memory=full, refused=refused
             )
-            raise MoveFailed(f"move {self.move_id} failed in phase {self._phase}: {why}") from error
-        self._control.on("stop", lambda _: None)  # from now on between two steps
-        # A daemon that says it once more did not hear that this rank trains.
-        self._control.on("resume", lambda _: self._control.say_again())
+            raise MigrationFailed(f"migration {self.migration_id} failed in phase {self._phase}: {why}") from error
+        self._control.on("stop", lambda _: None)  # from now on the loop handles stops, between two steps
+        # A daemon that repeats the resume message missed the report that this rank trains.
+        self._control.on("resume", lambda _: self._control.resend_report())
         return training
 
-    def _arrive(self, make: Callable[[], Arrived]) -> Arrived:
-        move = Move.from_dict(self._context.move or {})
+    def _prepare_and_load(self, make: Callable[[], Target]) -> Target:
+        migration = MigrationSpec.from_dict(self._context.migration or {})
         rank = self._context.rank
         training = make()
         training.rehearse()
-        give_back()
+        trim_heap()
         self._pins = training.device.type == "cuda"
-        self._ahead_bytes = sys.maxsize if self._pins else max(MAPPED_AHEAD_BYTES, room_bytes(PEAK_SHARE))
-        live = check_boxes(training, move.shape, move.new_layout, rank)
-        reads = move.packing.reads(rank)
-        self._fetch(move)
-        for room in self._control.ask("segments", move=move.id).get("rooms", ()):
-            self._map(move, live, reads, room)
-        self._control.say("prepared", id=move.id, digest=move.moves.digest)
+        self._map_budget_bytes = (
+            sys.maxsize if self._pins else max(MAPPED_AHEAD_BYTES, memory_headroom_bytes(PEAK_SHARE))
+        )
+        live = check_shards(training, migration.shape, migration.new_layout, rank)
+        reads = migration.packing.reads(rank)
+        self._fetch(migration)
+        for segment in self._control.ask("segments", move=migration.id).get("rooms", ()):
+            self._map(migration, live, reads, segment)
+        self._control.report("prepared", id=migration.id, digest=migration.transfers.digest)
         self._phase = "transfer"
-        metas, copied = self._load(move, live, reads, copy_threads(move.new.hosts, rank))
+        metas, copied = self._load(migration, live, reads, copy_threads(migration.new.hosts, rank))
         self._phase = "verify"
         steps = {int(meta["step"]) for meta in metas}
         if len(steps) != 1:
-            raise ValueError(f"the old ranks ended different steps: {sorted(steps)}")
+            raise ValueError(f"the source ranks ended different steps: {sorted(steps)}")
         training.step = steps.pop()
-        scalars.restore(training, move.shape, [meta["scalars"] for meta in metas])
-        host = move.new.hosts[rank]
-        self._control.say(
+        scalars.restore(training, migration.shape, [meta["scalars"] for meta in metas])
+        host = migration.new.hosts[rank]
+        self._control.report(
             "loaded",
-            id=move.id,
+            id=migration.id,
             step=training.step,
             verified=True,
             bytes_local=sum(read.bytes for read in reads if read.local),
-            bytes_network=sum(fetch.bytes for fetch in move.packing.fetches(host)),
+            bytes_network=sum(fetch.bytes for fetch in migration.packing.fetches(host)),
             copied=copied,
         )
         self._unmap()
@@ -147,23 +150,23 @@ class Arriving:
             pass
         return training
 
-    def _fetch(self, move: Move) -> None:
-        """What this host lacks, asked for by its lowest rank."""
+    def _fetch(self, migration: MigrationSpec) -> None:
+        """Have the agent fetch the boxes that this host lacks; the lowest rank of the host asks."""
         rank = self._context.rank
-        host = move.new.hosts[rank]
-        fetches = move.packing.fetches(host)
-        if not fetches or move.new.hosts.index(host) != rank:
+        host = migration.new.hosts[rank]
+        fetches = migration.packing.fetches(host)
+        if not fetches or migration.new.hosts.index(host) != rank:
             return
         self._control.ask(
             "fetch",
-            move=move.id,
-            name=move.inbox_name,
-            bytes=move.packing.inbox_bytes(host),
+            move=migration.id,
+            name=migration.inbox_name,
+            bytes=migration.packing.inbox_bytes(host),
             sources=[
                 {
-                    "name": move.outbox_name(fetch.source),
+                    "name": migration.outbox_name(fetch.source),
                     "source": fetch.source,
-                    "address": list(move.fabric[fetch.source_host]),
+                    "address": list(migration.fabric[fetch.source_host]),
                     "ranges": [list(r) for r in fetch.ranges],
                     "offset": fetch.offset,
                 }
@@ -171,63 +174,69 @@ class Arriving:
             ],
         )
 
-    def _load(self, move: Move, live: Live, reads: list[Read], threads: int) -> tuple[list[Message], list[float]]:
-        """Reads every source as it comes; returns what came with each, by source, and when it began and ended."""
-        waiting: dict[int, list[Read]] = {}
+    def _load(
+        self, migration: MigrationSpec, live: LocalShards, reads: list[Read], threads: int
+    ) -> tuple[list[Message], list[float]]:
+        """Read every source as it arrives; return the metadata by source, and start and end times."""
+        pending: dict[int, list[Read]] = {}
         for read in reads:
-            waiting.setdefault(read.source, []).append(read)
-        if not waiting:
-            raise ValueError(f"rank {self._context.rank} of {move.new.plan} has nothing to read: it holds no state")
+            pending.setdefault(read.source, []).append(read)
+        if not pending:
+            raise ValueError(
+                f"rank {self._context.rank} of {migration.new.plan} has nothing to read: it would hold no state"
+            )
         metas: dict[int, Message] = {}
         began_s = 0.0
-        self._ask_what_came(move)
-        while waiting:
+        self._request_published(migration)
+        while pending:
             message = self._next()
             if message["event"] == "connected":
-                self._ask_what_came(move)
-            if message.get("move") != move.id:
+                self._request_published(migration)
+            if message.get("move") != migration.id:
                 continue
             if message["event"] == "room":
-                self._map(move, live, reads, message)
+                self._map(migration, live, reads, message)
             if message["event"] != "segment":
                 continue
             source = int(message["source"])
-            mine = waiting.get(source, [])
-            if not mine or mine[0].local != (message["where"] == "outbox"):
+            own_reads = pending.get(source, [])
+            if not own_reads or own_reads[0].local != (message["where"] == "outbox"):
                 continue
             began_s = began_s or time.time()
-            self._read(move, live, mine, message, threads)
+            self._read_source(migration, live, own_reads, message, threads)
             metas[source] = message["meta"]
-            del waiting[source]
-        for holding in live.values():
-            if holding.mirror is not None and (local := holding.tensors[0]) is not None:
-                holding.mirror.copy_(local)
+            del pending[source]
+        for shard in live.values():
+            if shard.mirror is not None and (local := shard.tensors[0]) is not None:
+                shard.mirror.copy_(local)
         return [metas[source] for source in sorted(metas)], [began_s, time.time()]
 
-    def _map(self, move: Move, live: Live, reads: list[Read], room: Message) -> None:
-        """Maps a segment that this rank will read from, while there is time, and lays out what it will copy from it.
+    def _map(self, migration: MigrationSpec, live: LocalShards, reads: list[Read], announcement: Message) -> None:
+        """Map a segment that this rank will read, and prepare the copies from it, before the downtime.
 
-        Its own pages of it only.
+        Maps only this rank's own pages.
         """
-        name, path = os.path.basename(room["path"]), str(room["path"])
-        local = {move.outbox_name(read.source) for read in reads if read.local}
-        if path in self._mapped or not (name == move.inbox_name or name in local):
+        name, path = os.path.basename(announcement["path"]), str(announcement["path"])
+        local = {migration.outbox_name(read.source) for read in reads if read.local}
+        if path in self._mapped or not (name == migration.inbox_name or name in local):
             return
-        mine = [r for r in reads if (move.outbox_name(r.source) == name if r.local else name == move.inbox_name)]
-        size_bytes = sum(read.bytes for read in mine)
-        if size_bytes > self._ahead_bytes:
+        own_reads = [
+            r for r in reads if (migration.outbox_name(r.source) == name if r.local else name == migration.inbox_name)
+        ]
+        size_bytes = sum(read.bytes for read in own_reads)
+        if size_bytes > self._map_budget_bytes:
             return
         try:
             segment = Segment(path)
         except FileNotFoundError:
-            return  # dropped meanwhile: somebody says why
-        segment.map_in((read.offset, read.bytes) for read in mine)
+            return  # dropped meanwhile; the reason arrives as a message
+        segment.populate_for_reading((read.offset, read.bytes) for read in own_reads)
         if self._pins:
-            segment.pin(min(read.offset for read in mine), max(read.offset + read.bytes for read in mine))
+            segment.pin(min(read.offset for read in own_reads), max(read.offset + read.bytes for read in own_reads))
         self._mapped[path] = segment
-        self._ahead_bytes -= size_bytes
-        for source in {read.source for read in mine}:
-            self._copies[path, source] = _copies(move, live, segment, [r for r in mine if r.source == source])
+        self._map_budget_bytes -= size_bytes
+        for source in {read.source for read in own_reads}:
+            self._copies[path, source] = _copies(migration, live, segment, [r for r in own_reads if r.source == source])
 
     def _unmap(self) -> None:
         self._copies.clear()
@@ -235,43 +244,45 @@ class Arriving:
             segment.close()
         self._mapped.clear()
 
-    def _read(
+    def _read_source(
         self,
-        move: Move,
-        live: Live,
+        migration: MigrationSpec,
+        live: LocalShards,
         reads: list[Read],
         message: Message,
         threads: int,
     ) -> None:
-        """The parts of one source.
+        """Read the parts of one source.
 
         Raises:
-            ValueError: a part is not what the old rank had.
+            ValueError: a checksum differs from that of the source rank.
         """
         source = int(message["source"])
-        tensors = move.moves.new.tensors
+        tensors = migration.transfers.new.tensors
         path = str(message["path"])
         segment = self._mapped.get(path)
         if segment is not None and segment.is_at(path):
             sums = self._copies[path, source].run(threads)
         else:
             segment = Segment(path)
-            segment.map_in((read.offset, read.bytes) for read in reads)
-            sums = _copies(move, live, segment, reads).run(threads)
+            segment.populate_for_reading((read.offset, read.bytes) for read in reads)
+            sums = _copies(migration, live, segment, reads).run(threads)
             segment.close()
         sent = sums_from_bytes(message["meta"]["sums"])
-        place = {(p.tensor, p.low, p.high): i for i, p in enumerate(move.packing.outbox(source).parts)}
+        place = {(p.tensor, p.low, p.high): i for i, p in enumerate(migration.packing.outbox(source).parts)}
         for read, found in zip(reads, sums, strict=True):
             low, high = read.within or (read.low, read.high)
             if sent[place[read.tensor, low, high]] != found:
                 name = tensors[read.tensor].name
-                raise ValueError(f"{name} {list(read.low)}:{list(read.high)} from rank {source} has another sum here")
+                raise ValueError(
+                    f"{name} {list(read.low)}:{list(read.high)} from rank {source} has a different checksum here"
+                )
 
-    def _ask_what_came(self, move: Move) -> None:
-        """For the segments that were announced before this rank listened."""
-        for segment in self._control.ask("segments", move=move.id)["segments"]:
-            where = "inbox" if os.path.basename(segment["path"]) == move.inbox_name else "outbox"
-            self._messages.put({"event": "segment", "move": move.id, "where": where, **segment})
+    def _request_published(self, migration: MigrationSpec) -> None:
+        """Ask for the segments that were published before this rank listened."""
+        for segment in self._control.ask("segments", move=migration.id)["segments"]:
+            where = "inbox" if os.path.basename(segment["path"]) == migration.inbox_name else "outbox"
+            self._messages.put({"event": "segment", "move": migration.id, "where": where, **segment})
 
     def _next(self) -> Message:
         while True:
@@ -282,17 +293,17 @@ class Arriving:
             except queue.Empty:
                 continue
             break
-        if message["event"] == "fetch_failed" and message.get("move") == self.move_id:
+        if message["event"] == "fetch_failed" and message.get("move") == self.migration_id:
             raise ConnectionError(f"{message.get('name')}: {message.get('why')}")
         return message
 
-    def _not_needed(self, message: Message) -> None:
-        # The main thread may wait in a collective for ranks that are gone; nothing here is worth a tidy end.
+    def _exit_unneeded(self, message: Message) -> None:
+        # The main thread may wait in a collective for ranks that are gone; there is no state to save.
         print(f"clusterd: not needed: {message.get('reason', '')}", flush=True)
         sys.stderr.flush()
         os._exit(0)
 
 
-def _copies(move: Move, live: Live, segment: Segment, reads: list[Read]) -> Copies:
-    tensors = move.moves.new.tensors
-    return loads(segment, [piece_of(read, tensors[read.tensor], live, read.offset) for read in reads])
+def _copies(migration: MigrationSpec, live: LocalShards, segment: Segment, reads: list[Read]) -> CopyBatch:
+    tensors = migration.transfers.new.tensors
+    return copies_from_segment(segment, [segment_part(read, tensors[read.tensor], live, read.offset) for read in reads])

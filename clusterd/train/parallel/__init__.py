@@ -1,1 +1,1 @@
-"""A parallel plan applied to a model and its optimizer with torch's own facilities."""
+"""Application of a parallel plan to a model and its optimizer, with torch's own facilities."""

@@ -1,4 +1,4 @@
-"""A plan, applied to a module with torch's own facilities.
+"""Application of a plan to a module with torch's own facilities.
 
 ===================  =====================================================================================
 tensor parallel      `parallelize_module` from the job's tp_plan
@@ -9,8 +9,8 @@ ZeRO-2, ZeRO-3       `fully_shard` (FSDP2), without and with resharding after th
 offload=parameters   `CPUOffloadPolicy` of `fully_shard` (ZeRO-3)
 ===================  =====================================================================================
 
-The optimizer's part (ZeRO-1, offload=optimizer) is in `clusterd.train.parallel.optimizers`. Ranks form a mesh of
-(pp, dp, tp), as `plans.plan` numbers them.
+`clusterd.train.parallel.optimizers` implements the optimizer's part (ZeRO-1, offload=optimizer). Ranks form a mesh of
+(pp, dp, tp), numbered as in `plans.plan`.
 """
 
 from __future__ import annotations
@@ -24,42 +24,43 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterd.train.inspect.parameter_mutation import Watch
 from clusterd.train.parallel import build
-from clusterd.train.parallel.buffers import Recomputing, keeping_shared
+from clusterd.train.parallel.buffers import RecomputeContexts, preserve_shared_buffers
 from clusterd.train.parallel.gradient_sync import GradientSum, mean_gradients, sum_gradients
 from clusterd.train.parallel.meta_build import allocate
+from clusterd.train.parallel.mutation_guard import ParameterMutationGuard
 from clusterd.train.parallel.tp_styles import SUMMED, style_of, styles_in
-from clusterd.train.process.exits import PlanRefused, Refused, UsedUnlike
+from clusterd.train.process.exits import PlanRefused, Refused, UnevenParameterUse
 from clusterd.train.process.job import NAME
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
-# Buffers count as replica 0 has them. The option's name has changed, and its old one warns.
+# Buffers are taken from replica 0, not synchronised. The option was renamed, and its old name warns.
 _DDP_OPTIONS = inspect.signature(nn.parallel.DistributedDataParallel).parameters
 _NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_OPTIONS else "broadcast_buffers": False}
 
 
-SAY_SO = (
-    "where that differs between steps or replicas, give find_unused_parameters=True to clusterd.train.run (gradients "
-    "may have been added up wrongly under the present plan)"
+FIND_UNUSED_HINT = (
+    "if that differs between steps or replicas, pass find_unused_parameters=True to clusterd.train.run (gradients "
+    "may have been summed wrongly under the current plan)"
 )
 
 
-class Parallel:
+class ParallelModel:
     """A module under a plan, on this rank.
 
     A module on the meta device gets memory here, without values.
 
     Args:
-        find_unused_parameters: which parameters get a gradient may differ between steps and between replicas.
+        find_unused_parameters: the set of parameters that get a gradient may differ between steps and replicas.
 
     Attributes:
-        module: the rank's own module; parameters bear global names, sharded ones are DTensors.
-        parameters: all of them, by global name, as they are between steps; may be asked at any time.
-        runner: what is called in its place (the same, or DistributedDataParallel around it).
-        averages: whether gradients come out as the mean over replicas (else as their sum).
-        marks: what the script wrote onto each parameter (``p.no_decay = True``), and its name, by global name.
+        module: the rank's own module; parameters have global names, sharded ones are DTensors.
+        parameters: all parameters by global name, as they are between steps; may be read at any time.
+        runner: the module to call (the same, or DistributedDataParallel around it).
+        averages: True if gradients come out as the mean over replicas (else as their sum).
+        parameter_attributes: attributes that the script set on each parameter (``p.no_decay = True``), and its name, by
+            global name.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Parallel:
         self.module, self.plan, self.device, self.mesh = module, plan, device, mesh
         self.runner: nn.Module = module
         self.averages = False
-        self.marks = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
+        self.parameter_attributes = {name: {**vars(p), NAME: name} for name, p in build.named_parameters(module)}
         self._gradient_sum: GradientSum | None = None
-        self._reduces_by_torch = False  # by DistributedDataParallel, from the second step on if not from the first
+        self._mean_by_ddp = False  # by DistributedDataParallel, from the first or second step on
         self._find_unused = find_unused_parameters
-        self._summed: frozenset[str] = frozenset()  # whole on every shard, which has the gradient of its part alone
-        self._all_trained: bool | None = None  # every parameter got a gradient in the last step; None: there was none
+        self._tp_summed: frozenset[str] = frozenset()  # replicated over shards that each have a partial gradient
+        self._all_trained: bool | None = None  # all parameters got a gradient in the last step; None: no step yet
         if plan.tp > 1:
             self._shard_tensors(tp_plan or {})
         if plan.checkpointing:
@@ -91,137 +92,149 @@ class Parallel:
             allocate(module, device)
             if plan.dp > 1:
                 self._replicate()
-        # While a step runs, FSDP2 puts whole parameters in the place of the shards.
+        # During a step, FSDP2 replaces the shards by whole parameters.
         self.parameters: list[tuple[str, nn.Parameter]] = list(build.named_parameters(module))
         self._trained = [(name, p) for name, p in self.parameters if p.requires_grad]
-        self._still = [(name, p) for name, p in self.parameters if not p.requires_grad]
+        self._frozen = [(name, p) for name, p in self.parameters if not p.requires_grad]
         for name, parameter in self.parameters:
-            vars(parameter).update(self.marks[name])
+            vars(parameter).update(self.parameter_attributes[name])
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shard of the same stage."""
+        """Ranks that hold the same shard of the same stage."""
         return self.mesh["dp"].get_group() if self.mesh is not None and self.plan.dp > 1 else None
 
     @property
     def pp_group(self) -> dist.ProcessGroup | None:
-        """The stages of this replica."""
+        """Ranks of the stages of this replica."""
         return self.mesh["pp"].get_group() if self.mesh is not None and self.plan.pp > 1 else None
 
-    def watch(self, shape: ModelShape) -> None:
-        """From the next pass on, has forward passes raise that write into parameters, where the plan would lose that.
+    def guard_parameters(self, shape: ModelShape) -> None:
+        """Make forward passes raise if they write into parameters and the plan would lose the write.
 
         Args:
-            shape: of the whole model, in which what is written is known as far as fake tensors could tell.
+            shape: of the whole model; it lists the writes that fake tensors could detect.
         """
         plan = self.plan
         several_passes = plan.pp > 1 or plan.accumulation > 1 or plan.checkpointing
         if plan.dp > 1 or plan.offload != "none" or several_passes:
-            units = [m for m in self.module.modules() if hasattr(m, "set_reshard_after_backward")]  # of FSDP2
-            Watch(self.module, units or [self.module], shape.written, values=not shape.written_known)
+            units = [m for m in self.module.modules() if hasattr(m, "set_reshard_after_backward")]  # FSDP2 units
+            ParameterMutationGuard(self.module, units or [self.module], shape.written, values=not shape.written_known)
 
-    def last_of(self, micro_batch: int) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch without pipeline: replicas talk with the last one only."""
+    def micro_batch_context(self, micro_batch: int) -> AbstractContextManager[Any]:
+        """Context around a micro-batch outside of pipelines: replicas communicate in the last one only."""
         if isinstance(self.runner, nn.parallel.DistributedDataParallel) and micro_batch < self.plan.accumulation - 1:
             no_sync: AbstractContextManager[Any] = self.runner.no_sync()
             return no_sync
         if self.plan.zero == 2 and self.plan.pp == 1:
-            # Parameters stay whole from one micro-batch to the next, as ZeRO-2 has the memory for; gradients do not.
+            # Under ZeRO-2 parameters stay gathered between micro-batches; gradients do not.
             self.runner.set_reshard_after_backward(micro_batch == self.plan.accumulation - 1)
         return nullcontext()
 
     def finish_gradients(self) -> None:
-        """After the last backward pass of a step: gradients are complete when this returns.
+        """Complete the gradients after the last backward pass of a step.
 
         Raises:
-            Refused: a parameter trains that did not when the model was made.
-            UsedUnlike: the step left out parameters that steps before it used.
+            Refused: a parameter is trainable now that was not when the model was made.
+            UnevenParameterUse: the step left out parameters that earlier steps used.
         """
-        if name := next((name for name, p in self._still if p.requires_grad), ""):
+        if name := next((name for name, p in self._frozen if p.requires_grad), ""):
             raise Refused(
-                f"{name} trains since this step (requires_grad), and which parameters do is settled when the model is "
-                "made: have it train from the first, in a group of the optimizer whose rate a scheduler keeps at zero"
+                f"{name} became trainable in this step (requires_grad), but the set of trainable parameters is fixed "
+                "when the model is made: make it trainable from the start, in an optimizer group whose learning rate "
+                "a scheduler keeps at zero"
             )
         if self._gradient_sum is not None:
             self._gradient_sum.finish()
-        if self._summed:
-            sum_gradients([p for name, p in self.parameters if name in self._summed], self.mesh["tp"].get_group())
-        if not self._reduces_by_torch:
+        if self._tp_summed:
+            sum_gradients([p for name, p in self.parameters if name in self._tp_summed], self.mesh["tp"].get_group())
+        if not self._mean_by_ddp:
             return
-        is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
-        if not is_torchs:
+        is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
+        if not is_ddp:
             assert self.dp_group is not None
             mean_gradients([p for _, p in self.parameters if p.requires_grad], self.dp_group)
         lacking = self.without_gradient()
-        if lacking and is_torchs and not self.runner.find_unused_parameters:
-            raise UsedUnlike(f"this step gave {lacking[0]} no gradient, and one before it did: {SAY_SO}")
+        if lacking and is_ddp and not self.runner.find_unused_parameters:
+            raise UnevenParameterUse(
+                f"this step gave {lacking[0]} no gradient, but an earlier one did: {FIND_UNUSED_HINT}"
+            )
         self._all_trained = not lacking
 
-    def settle(self) -> None:
-        """Between two steps, without gradients: where the last one trained every parameter, the next need not look."""
-        if not self._reduces_by_torch or self._all_trained is None:
+    def refresh_replication(self) -> None:
+        """Rebuild the DistributedDataParallel wrapper between two steps, without gradients, if it can or must change.
+
+        After a step that trained every parameter, the next need not search for unused ones.
+        """
+        if not self._mean_by_ddp or self._all_trained is None:
             return
-        is_torchs = isinstance(self.runner, nn.parallel.DistributedDataParallel)
-        if not is_torchs or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
+        is_ddp = isinstance(self.runner, nn.parallel.DistributedDataParallel)
+        if not is_ddp or (self.runner.find_unused_parameters and self._all_trained and not self._find_unused):
             self.runner = self._replicated(look_for_unused=not self._all_trained)
 
     def drop_buckets(self) -> None:
-        """Frees what gradients are summed in; no step follows."""
+        """Free the buckets in which gradients are summed; no step follows."""
         self.runner = self.module
         if self._gradient_sum is not None:
             self._gradient_sum.drop()
 
     def without_gradient(self) -> list[str]:
-        """Global names of the parameters that train and got no gradient in this step."""
+        """Global names of the trainable parameters that got no gradient in this step."""
         return [name for name, p in self._trained if p.grad is None]
 
-    def frozen_since(self) -> list[str]:
-        """Global names of the parameters that trained when the model was made, and do no more."""
+    def newly_frozen(self) -> list[str]:
+        """Global names of the parameters that were trainable when the model was made, and are not now."""
         return [name for name, p in self._trained if not p.requires_grad]
 
     def freeze(self, names: Set[str]) -> None:
-        """Those of them that are here train no more.
+        """Make these parameters, as far as this rank has them, no longer trainable.
 
         Raises:
-            PlanRefused: they would all the same.
+            PlanRefused: FSDP2 would train them all the same.
         """
         frozen = [(name, parameter) for name, parameter in self._trained if name in names]
         if frozen and self.plan.zero >= 2:
-            raise PlanRefused(f"{frozen[0][0]} trains no more (requires_grad), and FSDP2 would train it again")
+            raise PlanRefused(f"{frozen[0][0]} is no longer trainable (requires_grad), but FSDP2 would train it again")
         for _, parameter in frozen:
             parameter.requires_grad_(False)
-        if frozen and self._reduces_by_torch:  # it would wait for their gradients
+        if frozen and self._mean_by_ddp:  # DistributedDataParallel would wait for their gradients
             self.runner, self._all_trained = self.module, None
 
-    def check_alike(self, lacking: list[str]) -> None:
-        """Every rank calls it: ZeRO-2 and ZeRO-3 add up what replicas have, whatever that is the gradient of.
+    def check_same_gradients(self, lacking: list[str]) -> None:
+        """Check on every rank that replicas have gradients for the same parameters; ZeRO-2 and ZeRO-3 sum them blindly.
 
         Args:
-            lacking: what `without_gradient` was in a step.
+            lacking: result of `without_gradient` in a step.
         Raises:
-            UsedUnlike: the replicas of some shard differ.
+            UnevenParameterUse: the replicas of some shard differ.
         """
         group = self.dp_group
         if group is None or self.plan.zero < 2:
             return
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, lacking, group=group)
-        if unlike := {name for names in said for name in names if any(name not in other for other in said)}:
-            raise UsedUnlike(f"some replicas gave {min(unlike)} a gradient, and others did not: {SAY_SO}")
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, lacking, group=group)
+        if unlike := {name for names in reports for name in names if any(name not in other for other in reports)}:
+            raise UnevenParameterUse(
+                f"some replicas gave {min(unlike)} a gradient and others did not: {FIND_UNUSED_HINT}"
+            )
 
     def _shard_tensors(self, tp_plan: Mapping[str, str]) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        words = styles_in(tp_plan, self.module, stage=isinstance(self.module, build.Stage))
-        styles = {name: style for name, word in words.items() if (style := style_of(word)) is not None}
+        style_names = styles_in(tp_plan, self.module, stage=isinstance(self.module, build.Stage))
+        styles = {
+            name: style for name, style_name in style_names.items() if (style := style_of(style_name)) is not None
+        }
         trains = {name: p.requires_grad for name, p in self.module.named_parameters(remove_duplicate=False)}
-        # Every rank built the same whole tensors under the same seed: each cuts its own, nothing is sent.
+        # Every rank built the same whole tensors under the same seed and keeps its own shard; nothing is sent.
         parallelize_module(self.module, self.mesh["tp"], styles, src_data_rank=None)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            parameter.requires_grad_(trains[name])  # torch before 2.10 has all of them train
-        here = {id(p) for n, w in words.items() if w == SUMMED for p in self.module.get_submodule(n).parameters(False)}
+            parameter.requires_grad_(trains[name])  # torch before 2.10 makes all of them trainable
+        summed_ids = {
+            id(p) for n, w in style_names.items() if w == SUMMED for p in self.module.get_submodule(n).parameters(False)
+        }
         trained = [(name, p) for name, p in build.named_parameters(self.module) if p.requires_grad]
-        self._summed = frozenset(name for name, p in trained if id(p) in here)
+        self._tp_summed = frozenset(name for name, p in trained if id(p) in summed_ids)
 
     def _recompute_blocks(self) -> None:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -229,12 +242,12 @@ class Parallel:
         for path in build.block_paths(self.module):
             if "_orig_mod." in path:
                 raise PlanRefused(
-                    "checkpointing recomputes blocks, and torch.compile of the whole model has none left: compile each "
-                    "of them"
+                    "checkpointing recomputes blocks, and torch.compile of the whole model leaves none: compile each "
+                    "block instead"
                 )
             parent, _, name = path.rpartition(".")
             block = self.module.get_submodule(path)
-            wrapped = checkpoint_wrapper(block, context_fn=Recomputing(block).contexts)
+            wrapped = checkpoint_wrapper(block, context_fn=RecomputeContexts(block).contexts)
             setattr_path(self.module.get_submodule(parent), name, wrapped)
 
     def _shard_fully(self) -> None:
@@ -242,10 +255,10 @@ class Parallel:
 
         offload = OffloadPolicy()
         if self.plan.offload == "parameters":
-            # Pinned memory belongs to an accelerator; asking for it without one raises.
+            # Pinning memory without an accelerator raises.
             offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         options: dict[str, Any] = {"mesh": self.mesh["dp"], "offload_policy": offload}
-        # ZeRO-3 has torch's own rule: blocks are given back, what the backward pass begins with is not.
+        # ZeRO-3 uses torch's default: blocks are resharded after the forward pass, the root module is not.
         if self.plan.zero == 2:
             options["reshard_after_forward"] = False
         for path in build.block_paths(self.module):
@@ -257,14 +270,14 @@ class Parallel:
             self._average_on_cpu()
         if any(p.is_meta for p in self.module.parameters()):
             allocate(self.module, torch.device("cpu") if self.plan.offload == "parameters" else self.device)
-            with keeping_shared(self.module):  # what is offloaded is parameters: buffers are computed with
+            with preserve_shared_buffers(self.module):  # only parameters are offloaded; buffers stay on the device
                 for module in self.module.modules():
                     for name, buffer in module._buffers.items():
                         module._buffers[name] = buffer if buffer is None else buffer.to(self.device)
         self.averages = True
 
     def _average_on_cpu(self) -> None:
-        """Has FSDP2 divide gradients itself: gloo gave sums for averages before torch 2.9."""
+        """Make FSDP2 divide gradients itself: gloo returned sums for averages before torch 2.9."""
         from torch.distributed.fsdp import FSDPModule
 
         for module in self.module.modules():
@@ -278,9 +291,9 @@ class Parallel:
             assert group is not None
             self._gradient_sum = GradientSum(parameters, group, micro_batches=self.plan.accumulation)
             return
-        # Only a step tells whether the model leaves parameters out; without looking for them DDP fails at the second
-        # step, and looking costs a walk of the graph. So the first step does without DDP, unless the script says so.
-        self._reduces_by_torch = self.averages = True
+        # Only a step shows if the model leaves parameters unused. Without searching for them DDP fails at the second
+        # step, and searching costs a walk of the graph. So the first step runs without DDP, unless the script asks.
+        self._mean_by_ddp = self.averages = True
         if self._find_unused:
             self.runner = self._replicated(look_for_unused=True)
 
@@ -296,12 +309,12 @@ class Parallel:
 
 
 def shares_parameters(root: nn.Module, block: nn.Module) -> bool:
-    """Whether a parameter of `block` is used outside it too (tied weights): such a block is not sharded on its own."""
+    """True if a parameter of `block` is used outside it too (tied weights); such a block is not sharded on its own."""
     inside = {id(p) for p in block.parameters()}
     own = {id(m) for m in block.modules()}
     return any(id(p) in inside for m in root.modules() if id(m) not in own for p in m.parameters(recurse=False))
 
 
 def setattr_path(parent: nn.Module, name: str, child: nn.Module) -> None:
-    """Puts `child` in the place of the submodule `name`, in lists and containers too."""
+    """Replace the submodule `name` by `child`, in lists and containers too."""
     parent._modules[name] = child

@@ -1,80 +1,83 @@
-"""Buffers that several modules share, and forward passes that must leave no trace: not in any, and nowhere else."""
+"""Forward passes without side effects: recomputations and trial passes that restore buffers and counters.
+
+Random generators are restored too, and buffers that several modules share stay shared.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from clusterd.train.parallel.recompute_state import Moment
-
 Buffers = list[tuple[nn.Module, str, Any]]
-"""Each with the module that has it, and its name there."""
+"""(owning module, name there, buffer) of each buffer."""
 
 
 @contextmanager
-def untouched(module: nn.Module, values: Sequence[tuple[nn.Module, str, Any]] = ()) -> Iterator[None]:
-    """Within, the module computes with copies of its buffers, some with `values`: what it does to them is forgotten."""
-    kept = _buffers(module)
+def with_copied_buffers(module: nn.Module, values: Sequence[tuple[nn.Module, str, Any]] = ()) -> Iterator[None]:
+    """Let the module compute with copies of its buffers, some replaced by `values`; changes to them are discarded."""
+    originals = _buffers(module)
     try:
-        for owner, name, buffer in _copied([*kept, *values]):
+        for owner, name, buffer in _copies([*originals, *values]):
             owner._buffers[name] = buffer
         yield
     finally:
-        for owner, name, buffer in kept:
+        for owner, name, buffer in originals:
             owner._buffers[name] = buffer
 
 
-class Recomputing:
+class RecomputeContexts:
     """Contexts for the forward passes of a module under activation checkpointing, and for their recomputations.
 
-    These see the buffers as their pass saw them (a mask that is drawn, vectors of a power iteration), what modules
-    count, and the random numbers of Python and NumPy (torch sees to its own), and leave all of them as they are:
-    running statistics have seen the samples. Buffers that no pass has changed yet are not copied for it.
+    A recomputation sees buffers as the forward pass saw them (a random mask, vectors of a power iteration), plain
+    attributes of modules, and the random state of Python and NumPy (torch restores its own), and leaves all of them
+    unchanged: running statistics count the samples once. Buffers that no pass has changed yet are not copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._changing: set[tuple[int, str]] | None = None  # None: no pass has been seen
+        self._changing: set[tuple[int, str]] | None = None  # None: before the first pass
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of one pass; either may be entered several times, as for a gradient of a gradient."""
+        """Contexts of one forward pass and of its recomputation; each may be entered several times."""
         seen: Buffers = []
-        began: list[Moment] = []
-        return _Entered(lambda: self._remember(seen, began)), _Entered(lambda: self._again(seen, began[0]))
+        started: list[ForwardState] = []
+        return _Reentrant(lambda: self._record(seen, started)), _Reentrant(lambda: self._recompute(seen, started[0]))
 
     @contextmanager
-    def _again(self, seen: Buffers, began: Moment) -> Iterator[None]:
-        with began.again(), untouched(self._module, seen):
+    def _recompute(self, seen: Buffers, started: ForwardState) -> Iterator[None]:
+        with started.restored(), with_copied_buffers(self._module, seen):
             yield
 
     @contextmanager
-    def _remember(self, seen: Buffers, began: list[Moment]) -> Iterator[None]:
-        began[:] = [Moment(self._module)]
-        there = [place for place in _buffers(self._module) if place[2] is not None]
-        versions = [buffer._version for _, _, buffer in there]
+    def _record(self, seen: Buffers, started: list[ForwardState]) -> Iterator[None]:
+        started[:] = [ForwardState(self._module)]
+        present = [place for place in _buffers(self._module) if place[2] is not None]
+        versions = [buffer._version for _, _, buffer in present]
         first = self._changing is None
         known = self._changing = self._changing or set()
-        seen[:] = _copied([p for p in there if first or (id(p[0]), p[1]) in known])
+        seen[:] = _copies([p for p in present if first or (id(p[0]), p[1]) in known])
         yield
-        for (owner, name, buffer), version in zip(there, versions, strict=True):
+        for (owner, name, buffer), version in zip(present, versions, strict=True):
             if buffer._version != version or owner._buffers.get(name) is not buffer:
                 known.add((id(owner), name))
         seen[:] = [p for p in seen if (id(p[0]), p[1]) in known]
 
 
-class _Entered(AbstractContextManager[None]):
-    """A context manager made anew at each entry."""
+class _Reentrant(AbstractContextManager[None]):
+    """Context manager that creates a new inner one at each entry."""
 
-    def __init__(self, made: Callable[[], AbstractContextManager[None]]) -> None:
-        self._made = made
+    def __init__(self, factory: Callable[[], AbstractContextManager[None]]) -> None:
+        self._factory = factory
         self._open: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        self._open.append(self._made())
+        self._open.append(self._factory())
         self._open[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -85,38 +88,76 @@ def _buffers(module: nn.Module) -> Buffers:
     return [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
 
 
-def _copied(buffers: Buffers) -> Buffers:
-    """With copies of their values; what several modules share they share again."""
+def _copies(buffers: Buffers) -> Buffers:
+    """Same buffers with copied values; modules that share a buffer share its copy."""
     copies = {id(buffer): buffer.clone() for _, _, buffer in buffers if buffer is not None}
     return [(owner, name, None if buffer is None else copies[id(buffer)]) for owner, name, buffer in buffers]
 
 
-def spare_first_pass(module: nn.Module, device: torch.device) -> None:
-    """The next forward pass changes no buffer, counts nothing and draws no random number; all later ones are as ever.
+def isolate_first_pass(module: nn.Module, device: torch.device) -> None:
+    """Make the next forward pass change no buffer or counter and draw no random number; later passes are normal.
 
-    For torch's pipelines, which send something through each stage to see its shapes before the first micro-batch, and
-    past the first stage that is memory as it comes.
+    For torch's pipelines, which send a tensor through each stage to learn its shapes before the first micro-batch;
+    after the first stage that tensor is uninitialised memory.
     """
     forward = module.forward
 
-    def spared(*args: object, **options: object) -> object:
+    def isolated(*args: object, **options: object) -> object:
         module.forward = forward
         drawn = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with Moment(module).again(), untouched(module), drawn:
+        with ForwardState(module).restored(), with_copied_buffers(module), drawn:
             return forward(*args, **options)
 
-    module.forward = spared
+    module.forward = isolated
 
 
 @contextmanager
-def keeping_shared(module: nn.Module) -> Iterator[None]:
-    """Buffers that are one tensor in several modules are one again at the end, whatever moved them apart."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+def preserve_shared_buffers(module: nn.Module) -> Iterator[None]:
+    """Make buffers that are one tensor in several modules one tensor again at the end."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
-                places.setdefault(id(buffer), []).append((owner, name))
+                owners.setdefault(id(buffer), []).append((owner, name))
     yield
-    for (first, first_name), *others in places.values():
+    for (first, first_name), *others in owners.values():
         for owner, name in others:
             owner._buffers[name] = first._buffers[first_name]
+
+
+_PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
+
+
+class ForwardState:
+    """Plain attributes, tensors included, of a module and its submodules, and states of random generators."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Copying a dict is cheaper than inspecting it, and this runs in every pass.
+        self._attributes = [(vars(part), dict(vars(part))) for part in module.modules()]
+        self._python, self._numpy = random.getstate(), np.random.get_state()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore this state within the context, and the current one afterwards."""
+        now = ForwardState(self._module)
+        self._apply()
+        try:
+            yield
+        finally:
+            now._apply()
+
+    def _apply(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        for attributes, then in self._attributes:
+            _change(attributes, then)
+
+
+def _change(attributes: dict[str, Any], then: dict[str, Any]) -> None:
+    for name, value in then.items():
+        now = attributes.get(name)
+        if now is not value and isinstance(value, _PLAIN_TYPES) and isinstance(now, _PLAIN_TYPES):
+            attributes[name] = value
+    for name in [n for n, value in attributes.items() if n not in then and isinstance(value, _PLAIN_TYPES)]:
+        del attributes[name]

@@ -1,8 +1,7 @@
-"""The module of one rank: built from the factory, cut to a stage, every tensor under its global name."""
+"""Construction of a rank's module: from the factory, cut to a stage, every tensor under its global name."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from clusterd.train.process.exits import PlanRefused, Refused
-from plans.sample_order import mix
+from clusterd.train.process.seeding import seed_everything
 from plans.stages import split_layers
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -36,20 +35,20 @@ class Stage(nn.Module):  # type: ignore[misc]  # torch is not followed
             parent.add_module(last, model.get_submodule(path))
 
     def forward(self, *inputs: Any) -> Any:
-        """The output of the last layer; a tuple is passed on as several arguments."""
+        """Apply the layers; a tuple is passed on as several arguments."""
         for path in self._layer_paths:
             outputs = self.get_submodule(path)(*inputs)
             inputs = outputs if isinstance(outputs, tuple) else (outputs,)
         return inputs if len(inputs) > 1 else inputs[0]
 
 
-def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) -> nn.Module:
-    """The whole model, as every rank and a lone process build it under the job's seed.
+def build_model(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) -> nn.Module:
+    """Build the whole model under the job's seed, the same on every rank.
 
     Args:
-        meta: without memory and without values, for descriptions and for layouts.
+        meta: without memory and values, for descriptions and layouts.
     Raises:
-        Refused: the factory returns no module, or has made a module before under another plan's hands.
+        Refused: the factory does not return a usable module.
     """
     seed_everything(seed)
     if meta:
@@ -60,31 +59,12 @@ def build(factory: Callable[[], nn.Module], seed: int, *, meta: bool = False) ->
     if not isinstance(model, nn.Module):
         raise Refused(f"model() returned {type(model).__name__}; it must return a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
-        raise Refused(
-            "model() returned a module of TorchScript, which cannot be taken apart; give the one it is made of"
-        )
+        raise Refused("model() returned a TorchScript module, which cannot be split; return the original module")
     if lazy := next((name for name, p in model.named_parameters() if is_lazy(p)), ""):
-        raise Refused(f"{lazy} has no shape yet: have model() call its lazy modules once, or give them their sizes")
-    if not model.training:  # as `from_pretrained` gives it; parts that are to stay so are so in a model that is not
+        raise Refused(f"{lazy} has no shape yet: call the lazy modules once in model(), or give them their sizes")
+    if not model.training:  # as from `from_pretrained`; a model with some submodules in evaluation mode keeps them
         model.train()
     return model
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds torch, Python and, where it is used, NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    import numpy as np
-
-    np.random.seed(seed % (1 << 32))
-
-
-def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
-    """Seeds all for one step: what dropout draws depends on (seed, step, replica, stage) only.
-
-    Shards of one replica draw alike, which keeps what they hold twice equal; a repeated step draws the same again.
-    """
-    seed_everything(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
 
 
 def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -108,13 +88,13 @@ def layer_paths(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[list[str]]:
-    """Paths of the layers of each stage, cut by parameter bytes as `plans.stages` says.
+    """Paths of the layers of each stage, cut by parameter bytes as in `plans.stages`.
 
     Raises:
         PlanRefused: there are fewer layers with parameters than stages.
     """
     paths = layer_paths(model, layers)
-    # A parameter that several layers share counts once, as in the model's description: both must cut alike.
+    # A parameter that several layers share counts once, as in the model's description, so that both give the same cut.
     weights = [0] * len(paths)
     for name, parameter in named_parameters(model):
         if (layer := layer_of(name, paths)) >= 0:
@@ -126,15 +106,15 @@ def stage_paths(model: nn.Module, layers: Sequence[str], stages: int) -> list[li
 
 
 def layer_of(name: str, paths: Sequence[str]) -> int:
-    """Index of the layer in which a parameter or a buffer lies; -1: in none."""
+    """Index of the layer that contains a parameter or a buffer; -1: none."""
     return next((i for i, path in enumerate(paths) if name.startswith(path + ".")), -1)
 
 
 def block_paths(model: nn.Module) -> list[str]:
-    """Paths of the repeated blocks (items of the outermost module lists): the units of sharding and of recomputing.
+    """Paths of the repeated blocks (items of the outermost module lists): the units of sharding and recomputation.
 
-    A list of lists has the items of these. A model without a list has its direct children as blocks. A container
-    that is never called is no block: nothing would put its parameters together.
+    The blocks of a list of lists are the items of the inner lists. A model without a list has its direct children as
+    blocks. A container that is never called is no block: no hook would gather its parameters.
     """
     found: list[str] = []
 
@@ -153,11 +133,11 @@ def block_paths(model: nn.Module) -> list[str]:
 
 
 def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)  # as torch.compile has it
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)  # set by torch.compile
 
 
 def global_name(name: str) -> str:
-    """A parameter's name without the prefixes that wrappers add."""
+    """Name of a parameter without the prefixes that wrappers add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -170,7 +150,7 @@ def named_parameters(module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 
 
 def fingerprint(model: nn.Module) -> int:
-    """A number that differs, almost surely, when initial weights do: a few values of every parameter."""
+    """Number that almost surely differs when initial weights do: a few values of every parameter, hashed."""
     total = 0
     for index, (_, parameter) in enumerate(named_parameters(model)):
         flat = parameter.detach().reshape(-1)

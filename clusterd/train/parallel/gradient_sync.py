@@ -1,9 +1,9 @@
-"""Gradient sums over replicas that are themselves spread over tensor-parallel shards or pipeline stages.
+"""Gradient reduction over replicas that are themselves tensor-parallel shards or pipeline stages.
 
-torch's DistributedDataParallel takes no DTensor parameters ("got mixed torch.Tensor and DTensor"), and miscounts its
-buckets where the 1f1b schedule runs a forward pass before the backward pass of the one before ("rebuilt parameter
-indices size is not same as original model parameters size"). `fully_shard` over groups of one keeps a second copy of
-all parameters. So gradients are summed here, in buckets, while the backward pass still runs.
+torch's DistributedDataParallel rejects DTensor parameters ("got mixed torch.Tensor and DTensor"), and miscounts its
+buckets when the 1f1b schedule runs a forward pass before the previous backward pass ("rebuilt parameter indices size is
+not same as original model parameters size"). `fully_shard` over groups of one keeps a second copy of all parameters.
+So gradients are summed here, in buckets, while the backward pass still runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BUCKET_BYTES = 25 << 20
 class GradientSum:
     """Sums gradients over a group, in buckets that are the same on every replica.
 
-    A bucket is sent as soon as all its parameters have seen all micro-batches of the step, and those before it are on
-    their way. What a replica's samples did not use counts as zero there; what no replica used has no gradient.
+    A bucket is sent once all its parameters have seen all micro-batches of the step and the buckets before it are in
+    flight. A parameter that a replica did not use counts as zero there; one that no replica used gets no gradient.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, *, micro_batches: int) -> None:
@@ -35,7 +35,7 @@ class GradientSum:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def finish(self) -> None:
-        """Waits until every gradient of the step is summed; to be called after the last backward pass."""
+        """Wait until every gradient of the step is summed; call after the last backward pass."""
         while len(self._in_flight) < len(self._buckets):
             self._send()
         for bucket, (work, flat) in zip(self._buckets, self._in_flight, strict=True):
@@ -51,7 +51,7 @@ class GradientSum:
         self._begin()
 
     def drop(self) -> None:
-        """Frees the sums of a step that did not end."""
+        """Free the buckets of an unfinished step."""
         self._begin()
 
     def _begin(self) -> None:
@@ -67,7 +67,7 @@ class GradientSum:
                 self._send()
 
     def _send(self) -> None:
-        """The next bucket: its gradients, and for each whether there is one."""
+        """Send the next bucket: its gradients, and a flag for each that exists."""
         bucket = self._buckets[len(self._in_flight)]
         gradients = [
             torch.zeros_like(local_tensor(p.detach())) if p.grad is None else local_gradient(p) for p in bucket
@@ -81,10 +81,11 @@ class GradientSum:
 
 
 def mean_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """What DistributedDataParallel would have made of the gradients of a step, once its backward pass is over.
+    """Average gradients as DistributedDataParallel would, after the backward pass of a step.
 
-    It tells what no replica used by walking the graph of the outputs, in which what reentrant checkpoints
-    (`torch.utils.checkpoint`) compute is not: it takes their parameters for unused, and fails when they come.
+    DistributedDataParallel finds unused parameters by walking the graph of the outputs, which lacks the operations
+    inside reentrant checkpoints (`torch.utils.checkpoint`): it takes their parameters for unused, and fails when their
+    gradients arrive.
     """
     sum_gradients(parameters, group)
     replicas = dist.get_world_size(group)
@@ -94,7 +95,7 @@ def mean_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup)
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Of each parameter over the group, at once; what is nobody's stays without a gradient."""
+    """Sum the gradient of each parameter over the group; a parameter without gradient on all ranks gets none."""
     kinds = [0 if p.grad is None else 2 if p.grad.is_sparse else 1 for p in parameters]
     known = torch.tensor(kinds, device=parameters[0].device)
     dist.all_reduce(known, op=dist.ReduceOp.MAX, group=group)
@@ -116,7 +117,7 @@ def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
 
 
 def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Of one dtype each, in the order in which a backward pass is likely to come by."""
+    """Buckets of one dtype each, in the likely order of the backward pass."""
     done: list[list[nn.Parameter]] = []
     filling: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in reversed(parameters):
@@ -128,12 +129,12 @@ def _buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """What of `tensor` lies on this rank."""
+    """Part of `tensor` that lies on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """What of the gradient lies on this rank, laid out as the parameter is."""
+    """Part of the gradient that lies on this rank, sharded like the parameter."""
     gradient: Any = parameter.grad
     if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
         gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)

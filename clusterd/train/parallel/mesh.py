@@ -1,4 +1,4 @@
-"""Process groups and the mesh of a plan; made and destroyed as one thing."""
+"""Process groups and device mesh of a plan, created and destroyed together."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 
 
 def device_of(context: Context) -> torch.device:
-    """This rank's device; CUDA is initialised here, and not before.
+    """Select this rank's device; CUDA is initialised here and not before.
 
     Raises:
-        NoTorch: a CUDA device was given, and torch sees none or cannot compute on it.
+        NoTorch: a CUDA device was assigned, but torch sees none or cannot compute on it.
     """
     kind = context.device_kind or ("cuda" if torch.cuda.is_available() else "cpu")
     if context.threads:
@@ -32,16 +32,16 @@ def device_of(context: Context) -> torch.device:
     if not torch.cuda.is_available():
         built = torch.version.cuda or "none"
         raise NoTorch(
-            f"{context} has a CUDA device, but torch {torch.__version__} (CUDA {built}) can use none; "
+            f"{context} has a CUDA device, but torch {torch.__version__} (CUDA {built}) cannot use it; "
             "the job's Python needs a torch built for this driver"
         )
     # The agent makes exactly one device visible; torchrun makes all.
     device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
     try:
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device).add_(1).item()  # a driver may list what it can run nothing on
+        torch.zeros(1, device=device).add_(1).item()  # a driver may list a device that cannot run kernels
     except RuntimeError as error:
-        if exits.of(error, where="") is not None:
+        if exits.classify_error(error, where="") is not None:
             raise
         raise NoTorch(f"{context} cannot compute on its CUDA device: {exits.first_line(error)}") from error
     return device
@@ -49,7 +49,7 @@ def device_of(context: Context) -> torch.device:
 
 @contextmanager
 def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
-    """The mesh (pp, dp, tp) of the context's plan, None for a lone process that needs none.
+    """Mesh (pp, dp, tp) of the context's plan; None for a single process that needs none.
 
     All groups are destroyed at the end: they hold threads and sockets.
 
@@ -63,7 +63,7 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"rank": context.rank, "world_size": context.world_size}
     options["timeout"] = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    # No device_id: with two backends torch would split the mesh's groups from the first one, which it cannot
+    # No device_id: with two backends torch would try to split the mesh's groups from the first one, and fail
     # (pytorch issue 159200).
     try:
         if context.world_size == 1:
@@ -74,7 +74,7 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
             options["store"] = _store(context)
         dist.init_process_group(backend, **options)
     except Exception as error:
-        refusal = exits.of(error, where=f"{context} at {context.master_addr}:{context.master_port}")
+        refusal = exits.classify_error(error, where=f"{context} at {context.master_addr}:{context.master_port}")
         if refusal is None:
             raise
         raise refusal from error
@@ -91,15 +91,15 @@ def process_groups(context: Context, device: torch.device) -> Iterator[Any]:
         if device.type == "cpu":
             dist.destroy_process_group()
         raise
-    if dist.is_initialized():  # and not torn down because peers were said to be gone
+    if dist.is_initialized():  # not if it was aborted after a loss of peers
         dist.destroy_process_group()
 
 
 def _connect(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Has NCCL make its communicators, which it does at the first collective, in one order on every rank.
+    """Make NCCL create its communicators now, in one order on every rank; it does so at the first collective.
 
-    Left to the training, a pipeline's would come up with messages between two of its stages, which not all of its
-    ranks take part in.
+    Otherwise a pipeline's communicator would be created by a send between two stages, in which not all of its ranks
+    take part.
     """
     one = torch.ones(1, device=device)
     for group in groups:
@@ -116,12 +116,12 @@ def _store(context: Context) -> Any:
         timeout=datetime.timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
         wait_for_workers=False,
     )
-    # A rank of an older generation that is slow to die must not meet ranks of this one.
+    # A rank of an older generation that is slow to exit must not rendezvous with ranks of this one.
     return dist.PrefixStore(f"{context.job}.{context.attempt}.{context.generation}", store)
 
 
-def same_everywhere(value: int, device: torch.device) -> bool:
-    """Whether all ranks hold the same number (below 2**62)."""
+def same_on_all_ranks(value: int, device: torch.device) -> bool:
+    """True if all ranks hold the same number (below 2**62)."""
     if not dist.is_initialized():
         return True
     pair = torch.tensor([value, -value], dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""A model without values: built on the meta device, given memory where it will live, and filled from elsewhere."""
+"""Models without values: built on the meta device and allocated on their device; values come from elsewhere."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.buffers import keeping_shared
+from clusterd.train.parallel.buffers import preserve_shared_buffers
 from clusterd.train.process.exits import Refused
-from clusterd.train.process.run_in_fork import apart
+from clusterd.train.process.run_in_fork import run_in_fork
 
 
-def build_blank(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The whole model on the meta device; with memory and values after all if it cannot live without.
+def build_uninitialized(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build the whole model on the meta device, or with values if the factory requires it.
 
-    A factory that computes with what it initialises fails on the meta device, and a tensor that is neither parameter
-    nor buffer, wherever it is kept, is filled by nobody: such models are built as ever, at the cost of that time and
-    memory.
+    A factory that computes with its initial values fails on the meta device, and a tensor that is neither parameter nor
+    buffer would never be filled. Such models are built normally, at the cost of time and memory.
     """
-    return build.build(factory, seed, meta=apart(lambda: _is_blank_throughout(factory, seed)))
+    return build.build_model(factory, seed, meta=run_in_fork(lambda: _all_on_meta(factory, seed)))
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Gives memory on `device` to what is on the meta device, and moves the rest there; what is shared stays shared.
+    """Allocate meta tensors on `device` and move the rest there; shared tensors stay shared.
 
-    New memory is written once, so that no later write waits for pages.
+    New memory is written once, so that later writes cause no page faults.
     """
-    with keeping_shared(module):
+    with preserve_shared_buffers(module):
         _allocate(module, device)
 
 
@@ -38,9 +37,9 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
         module.to(device)
         return
-    hung_on = [(parameter, *_hung_on(parameter)) for parameter in module.parameters()]
+    user_state = [(parameter, *_take_user_state(parameter)) for parameter in module.parameters()]
     before = torch.__future__.get_swap_module_params_on_conversion()
-    # In place: a parameter that is replaced would be another one for each module that has it.
+    # In place: replacing a shared parameter would give each module its own copy.
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         module.to_empty(device=device)
@@ -49,18 +48,18 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.zero_()
-    for parameter, marks, hooks, accumulated in hung_on:
-        vars(parameter).update(marks)
+    for parameter, attributes, hooks, accumulated in user_state:
+        vars(parameter).update(attributes)
         for hook in hooks:
             parameter.register_hook(hook)
         for hook in accumulated:
             parameter.register_post_accumulate_grad_hook(hook)
 
 
-def _hung_on(parameter: nn.Parameter) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """What the script has hung on a parameter, which then has no hooks any more: attributes, and hooks of two kinds.
+def _take_user_state(parameter: nn.Parameter) -> tuple[dict[str, Any], list[Any], list[Any]]:
+    """Remove and return the attributes and the two kinds of hooks that the script set on a parameter.
 
-    Memory that is put in place leaves the attributes behind, and the hooks on what was there before.
+    Swapping in new memory loses the attributes and leaves the hooks on the old tensor.
     """
     hooks = list((parameter._backward_hooks or {}).values())
     accumulated = list((parameter._post_accumulate_grad_hooks or {}).values())
@@ -68,13 +67,13 @@ def _hung_on(parameter: nn.Parameter) -> tuple[dict[str, Any], list[Any], list[A
     return dict(vars(parameter)), hooks, accumulated
 
 
-def _is_blank_throughout(factory: Callable[[], nn.Module], seed: int) -> bool:
-    """Whether parameters and buffers are all that the factory makes and keeps; to be called where it may keep it."""
+def _all_on_meta(factory: Callable[[], nn.Module], seed: int) -> bool:
+    """True if parameters and buffers are the only tensors that the factory creates; run it in a fork."""
     try:
-        model = build.build(factory, seed, meta=True)
+        model = build.build_model(factory, seed, meta=True)
     except Refused:
         raise
-    except Exception:  # whatever the factory raises there, it may work with real tensors
+    except Exception:  # the factory may still work with real tensors
         return False
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     gc.collect()

@@ -1,7 +1,7 @@
-"""What an optimizer keeps for each parameter: found by trying it on small stand-ins of the same model.
+"""Optimizer state of each parameter, found by a trial update on small stand-ins of the model's parameters.
 
-An optimizer tells of its state only by making it. The factory is given one small tensor per parameter, with as many
-dimensions and of the same dtype, and updates it; what appears beside it tells names, shapes and sizes for the real one.
+An optimizer creates its state only by an update. The factory gets one small tensor per parameter, with the same number
+of dimensions and dtype; names, shapes and sizes of the state it creates tell those for the real parameter.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from clusterd.train.process.job import OptimizerFactory, SchedulerFactory
 from plans.model_shape import OddSlot, Slots
 
 _SIZES = (7, 5, 3, 2)
-"""Of the stand-ins' dimensions, all different, so that a slot's shape tells which of them it follows."""
+"""Sizes of the stand-ins' dimensions, all different: a slot's shape tells which dimensions it follows."""
 
 
-class Outline(NamedTuple):
-    """What an optimizer may see of a parameter, but its values."""
+class ParameterSpec(NamedTuple):
+    """Properties of a parameter that an optimizer may see, except its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
-    marks: Mapping[str, Any]  # what the script wrote onto it
+    attributes: Mapping[str, Any]  # set by the script
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The fields of `plans.model_shape.ModelShape` that tell of the optimizer's state."""
+    """Fields of `plans.model_shape.ModelShape` that describe the optimizer state."""
 
     slots: tuple[Slots, ...]
     parameter_slots: tuple[int, ...]
@@ -44,97 +44,104 @@ class OptimizerState:
 
 
 def optimizer_state(
-    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+    factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> OptimizerState:
-    """Of an optimizer over the trainable ones of `parameters`.
+    """Describe the state of an optimizer over the trainable ones of `parameters`.
 
     Raises:
-        Exception: whatever the factory or its optimizer raises when tried.
+        Exception: any error of the factory or its optimizer in the trial.
     """
     indices = [i for i, outline in enumerate(parameters) if outline.trainable]
-    optimizer, plain = tried(factory, [parameters[i] for i in indices], scheduler)
-    index_of = {id(parameter): index for index, parameter in zip(indices, plain, strict=True)}
-    kept = {
+    optimizer, stand_ins = trial_update(factory, [parameters[i] for i in indices], scheduler)
+    index_of = {id(parameter): index for index, parameter in zip(indices, stand_ins, strict=True)}
+    states = {
         index: {n: v for n, v in optimizer.state.get(parameter, {}).items() if isinstance(v, torch.Tensor)}
-        for index, parameter in zip(indices, plain, strict=True)
+        for index, parameter in zip(indices, stand_ins, strict=True)
     }
-    shapes = {index: tuple(parameter.shape) for index, parameter in zip(indices, plain, strict=True)}
-    shaped = {
-        name for i, state in kept.items() for name, v in state.items() if v.numel() > 1 and tuple(v.shape) == shapes[i]
+    shapes = {index: tuple(parameter.shape) for index, parameter in zip(indices, stand_ins, strict=True)}
+    elementwise_slots = {
+        name
+        for i, state in states.items()
+        for name, v in state.items()
+        if v.numel() > 1 and tuple(v.shape) == shapes[i]
     }
     kinds: dict[Slots, int] = {}
-    of_parameter = [-1] * len(parameters)
+    kind_of_parameter = [-1] * len(parameters)
     odd: list[OddSlot] = []
-    for index, state in kept.items():
-        follows = {n: v for n, v in state.items() if n in shaped and tuple(v.shape) == shapes[index]}
-        # The widest first: within a part, each slot then begins where its elements may begin.
-        slots = tuple(sorted(((n, v.element_size()) for n, v in follows.items()), key=lambda s: (-s[1], s[0])))
+    for index, state in states.items():
+        own_shape = {n: v for n, v in state.items() if n in elementwise_slots and tuple(v.shape) == shapes[index]}
+        # Widest dtype first, so that each slot is aligned within a part.
+        slots = tuple(sorted(((n, v.element_size()) for n, v in own_shape.items()), key=lambda s: (-s[1], s[0])))
         if slots:
-            of_parameter[index] = kinds.setdefault(slots, len(kinds))
+            kind_of_parameter[index] = kinds.setdefault(slots, len(kinds))
         real = parameters[index].shape
         odd += [
-            OddSlot(index, n, _real(tuple(v.shape), shapes[index], real), v.element_size())
+            OddSlot(index, n, _full_shape(tuple(v.shape), shapes[index], real), v.element_size())
             for n, v in sorted(state.items())
-            if n not in follows and v.numel() > 1
+            if n not in own_shape and v.numel() > 1
         ]
-    state_bytes = sum(_numel(parameters[i].shape) * b for i in indices for _, b in _kind(kinds, of_parameter[i]))
+    state_bytes = sum(
+        _numel(parameters[i].shape) * b for i in indices for _, b in _slots_of_kind(kinds, kind_of_parameter[i])
+    )
     own_bytes = sum(_numel(parameters[i].shape) * parameters[i].dtype.itemsize for i in indices)
     groups = tuple(tuple(index_of[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     return OptimizerState(
-        tuple(kinds), tuple(of_parameter), tuple(odd), groups, state_bytes / own_bytes if own_bytes else 0.0
+        tuple(kinds), tuple(kind_of_parameter), tuple(odd), groups, state_bytes / own_bytes if own_bytes else 0.0
     )
 
 
-def tried(
-    factory: OptimizerFactory, parameters: Sequence[Outline], scheduler: SchedulerFactory | None = None
+def trial_update(
+    factory: OptimizerFactory, parameters: Sequence[ParameterSpec], scheduler: SchedulerFactory | None = None
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """An optimizer over small stand-ins of `parameters`, after its first update; they have their gradients still.
+    """Run the first update of an optimizer over small stand-ins of `parameters`; gradients stay on them.
 
     Args:
-        scheduler: may have it keep more, as one that cycles momentum does.
+        scheduler: may add state, as one that cycles momentum does.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        plain = [nn.Parameter(torch.randn(small(outline.shape)).to(outline.dtype)) for outline in parameters]
-        for parameter, outline in zip(plain, parameters, strict=True):
-            vars(parameter).update(outline.marks)
-        optimizer = made(factory, plain)
+        stand_ins = [
+            nn.Parameter(torch.randn(stand_in_shape(outline.shape)).to(outline.dtype)) for outline in parameters
+        ]
+        for parameter, outline in zip(stand_ins, parameters, strict=True):
+            vars(parameter).update(outline.attributes)
+        optimizer = make_optimizer(factory, stand_ins)
         if scheduler is not None:
             scheduler(optimizer)
-        for parameter in plain:
+        for parameter in stand_ins:
             parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
         optimizer.step()
-    return optimizer, plain
+    return optimizer, stand_ins
 
 
-def made(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The job's optimizer over `parameters`.
+def make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the job's optimizer over `parameters`.
 
     Raises:
-        Refused: a step could not update it, or it has parameters of its own, whose gradients no plan adds up.
+        Refused: it needs a closure, or has parameters that are not the model's, whose gradients no plan would reduce.
     """
     optimizer = factory(list(parameters))
     try:
         inspect.signature(optimizer.step).bind()
     except TypeError:
         raise Refused(
-            f"{type(optimizer).__name__} computes the loss several times in a step (its step() needs a closure), which "
-            "is not carried"
+            f"{type(optimizer).__name__} computes the loss several times per step (its step() needs a closure), which "
+            "is not supported"
         ) from None
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise Refused(
-            "the optimizer has parameters that are not the model's: make what the loss learns a part of the model"
+            "the optimizer has parameters that are not the model's: make parameters of the loss a part of the model"
         )
     return optimizer
 
 
-def small(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a stand-in."""
+def stand_in_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the stand-in for a parameter of this shape."""
     return tuple(1 if n == 1 else _SIZES[d % len(_SIZES)] for d, n in enumerate(shape))
 
 
-def _real(slot: tuple[int, ...], small: tuple[int, ...], real: tuple[int, ...]) -> tuple[int, ...]:
+def _full_shape(slot: tuple[int, ...], small: tuple[int, ...], real: tuple[int, ...]) -> tuple[int, ...]:
     follows = {s: n for s, n in zip(small, real, strict=True) if s > 1}
     return tuple(follows.get(n, n) for n in slot)
 
@@ -143,5 +150,5 @@ def _numel(shape: tuple[int, ...]) -> int:
     return math.prod(shape)
 
 
-def _kind(kinds: dict[Slots, int], number: int) -> Slots:
+def _slots_of_kind(kinds: dict[Slots, int], number: int) -> Slots:
     return next((slots for slots, n in kinds.items() if n == number), ())

@@ -1,9 +1,9 @@
-"""The optimizer under a plan: over what lies on this rank, sharded (ZeRO-1), or in host memory.
+"""The optimizer under a plan: over this rank's tensors, sharded (ZeRO-1), or in host memory.
 
-An optimizer is always built over plain local tensors that share memory with the shards on this rank: torch's
-fused and foreach kernels then run at full speed, whatever mixture of shards and whole tensors a plan makes. For
-optimizers that treat every element alike this changes nothing; others are refused under plans that cut tensors
-(`clusterd.train.inspect.describe` finds out which are).
+The optimizer is always built over plain local tensors that share memory with this rank's shards: torch's fused and
+foreach kernels then run at full speed under any mix of shards and whole tensors. For elementwise optimizers this
+changes nothing; others are refused under plans that cut tensors (`clusterd.train.inspect.optimizer_traits` detects
+them).
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_gradient, local_tensor
-from clusterd.train.parallel.optimizer_slots import made
+from clusterd.train.parallel.optimizer_slots import make_optimizer
 from clusterd.train.process.exits import PlanRefused
 from clusterd.train.process.job import OptimizerFactory
 
 MAKE_STATE_BYTES = 64 << 20
-"""Of gradients at a time: a rank that waits needs no second copy of its parameters."""
+"""Gradient bytes per trial update: a waiting rank needs no second copy of its parameters."""
 
 
 class RankOptimizer:
     """The job's optimizer on this rank.
 
     Attributes:
-        optimizer: what the factory made (under ZeRO-1: torch's ZeroRedundancyOptimizer around it); a scheduler
-            works on it.
-        in_host_memory: whether it works on copies of the parameters there (offload=optimizer).
-        local: (global name, parameter, the plain tensor that the optimizer works on), of every trainable parameter.
+        optimizer: the factory's optimizer (under ZeRO-1: torch's ZeroRedundancyOptimizer around it); the scheduler
+            acts on it.
+        in_host_memory: True if it updates copies of the parameters in host memory (offload=optimizer).
+        local: (global name, parameter, plain tensor that the optimizer updates) of every trainable parameter.
     """
 
-    def __init__(self, parallel: Parallel, factory: OptimizerFactory) -> None:
+    def __init__(self, parallel: ParallelModel, factory: OptimizerFactory) -> None:
         self._parallel = parallel
         self.in_host_memory = parallel.plan.offload == "optimizer"
         self.local: list[tuple[str, nn.Parameter, nn.Parameter]] = [
-            (name, parameter, self._plain(name, parameter))
+            (name, parameter, self._local_parameter(name, parameter))
             for name, parameter in parallel.parameters
             if parameter.requires_grad
         ]
@@ -47,10 +47,10 @@ class RankOptimizer:
             are_whole = all(plain is parameter for _, parameter, plain in self.local)
             self.optimizer = _sharded(factory, plain, parallel.dp_group, are_whole)
         else:
-            self.optimizer = made(factory, plain)
+            self.optimizer = make_optimizer(factory, plain)
 
     def step(self) -> None:
-        """One update of the parameters from their gradients."""
+        """Update the parameters from their gradients."""
         for _, parameter, plain in self.local:
             if plain is parameter:
                 continue
@@ -65,7 +65,7 @@ class RankOptimizer:
                     plain.grad = _host_like(gradient)
                 plain.grad.copy_(gradient, non_blocking=True)
             else:
-                # FSDP2 may move a shard to new memory at its first forward pass.
+                # FSDP2 may reallocate a shard at its first forward pass.
                 plain.data = local_tensor(parameter.detach())
                 plain.grad = gradient
         if self.in_host_memory and self._parallel.device.type == "cuda":
@@ -77,51 +77,51 @@ class RankOptimizer:
                     local_tensor(parameter.detach()).copy_(plain, non_blocking=True)
 
     def make_state(self) -> None:
-        """Makes the optimizer keep what it keeps for every parameter, by updates that mean nothing, a few at a time.
+        """Make the optimizer create its state for every parameter, by updates on zero gradients.
 
-        For an optimizer whose state and whose parameters are then overwritten.
+        A few parameters at a time, to save memory. State and parameters must be overwritten afterwards.
         """
         self.zero_grad()
         holder = self.holder
-        lacking = [p for g in holder.param_groups for p in g["params"] if not holder.state.get(p)]
-        while lacking:
-            few, size = [], 0
-            while lacking and size < MAKE_STATE_BYTES:
-                few.append(lacking.pop())
-                size += few[-1].nbytes
-            for plain in few:
+        without_state = [p for g in holder.param_groups for p in g["params"] if not holder.state.get(p)]
+        while without_state:
+            batch, size = [], 0
+            while without_state and size < MAKE_STATE_BYTES:
+                batch.append(without_state.pop())
+                size += batch[-1].nbytes
+            for plain in batch:
                 plain.grad = torch.zeros_like(plain)
             holder.step()
-            for plain in few:
+            for plain in batch:
                 plain.grad = None
 
     def zero_grad(self) -> None:
-        """Frees all gradients."""
+        """Free all gradients."""
         for _, parameter, plain in self.local:
             parameter.grad = None
             if not self.in_host_memory:
                 plain.grad = None
 
     def state_by_name(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps on this rank, by global parameter name and slot; boxes are the parameters'.
+        """Optimizer state on this rank, by global parameter name and slot; boxes are the parameters'.
 
-        Under ZeRO-1 only the parameters that this rank updates are there.
+        Under ZeRO-1 it contains only the parameters that this rank updates.
         """
         state = self.holder.state
         return {name: dict(state[plain]) for name, _, plain in self.local if plain in state}
 
     @property
     def holder(self) -> torch.optim.Optimizer:
-        """The optimizer that keeps this rank's state: under ZeRO-1 the one inside."""
+        """Optimizer that holds this rank's state: under ZeRO-1 the inner one."""
         inner: torch.optim.Optimizer = getattr(self.optimizer, "optim", self.optimizer)
         return inner
 
     def updated(self) -> set[str]:
-        """Global names of the parameters whose state is this rank's to keep."""
+        """Global names of the parameters that this rank updates and whose state it holds."""
         here = {id(p) for group in self.holder.param_groups for p in group["params"]}
         return {name for name, _, plain in self.local if id(plain) in here}
 
-    def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    def _local_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         local = local_tensor(parameter.detach())
         if self.in_host_memory:
             plain = nn.Parameter(_host_like(local).copy_(local))
@@ -129,12 +129,12 @@ class RankOptimizer:
             plain = nn.Parameter(local)
         else:
             return parameter
-        vars(plain).update(self._parallel.marks[name])  # by which the factory may choose groups
+        vars(plain).update(self._parallel.parameter_attributes[name])  # the factory may form groups by them
         return plain
 
 
-def holding_tensors(optimizer: torch.optim.Optimizer) -> str:
-    """The attribute in which an optimizer keeps tensors that are neither parameters nor in its `state`; empty: none."""
+def attribute_with_tensors(optimizer: torch.optim.Optimizer) -> str:
+    """Name of an attribute that holds tensors which are neither parameters nor in `state`; empty: none."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor) and t.numel() > 1)
@@ -144,7 +144,7 @@ def holding_tensors(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for `tensor`; pinned where a GPU copies from it."""
+    """Host memory for `tensor`; pinned if a GPU copies from it."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
 
 
@@ -153,28 +153,28 @@ def _sharded(
 ) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    whole = made(factory, parameters)
-    if own := holding_tensors(whole):
+    whole = make_optimizer(factory, parameters)
+    if attribute := attribute_with_tensors(whole):
         raise PlanRefused(
-            f"zero=1 gives each replica some of the parameters, and {type(whole).__name__} keeps tensors for all of "
-            f"them in its attribute {own}: have it keep them in `state`"
+            f"zero=1 gives each replica some of the parameters, but {type(whole).__name__} keeps tensors for all of "
+            f"them in its attribute {attribute}: keep them in `state` instead"
         )
 
-    def over(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-        # ZeroRedundancyOptimizer wants a class and its arguments; the job has a factory. Its groups hold all the
-        # arguments already, so an optimizer made by the factory and given these groups is the one wanted.
-        mine = factory(parameters)
-        for group, given in zip(mine.param_groups, groups, strict=True):
-            group.update(given)  # the same map: an optimizer within this one may hold it too
-        return mine
+    def from_groups(groups: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        # ZeroRedundancyOptimizer takes a class and its arguments; the job has a factory. The groups already hold all
+        # arguments, so an optimizer from the factory with these groups is equivalent.
+        inner = factory(parameters)
+        for group, given in zip(inner.param_groups, groups, strict=True):
+            group.update(given)  # in place: an inner optimizer may hold the same dict
+        return inner
 
     sharded: torch.optim.Optimizer = ZeroRedundancyOptimizer(
         whole.param_groups,
-        optimizer_class=over,
+        optimizer_class=from_groups,
         process_group=group,
-        # One message per rank instead of one per parameter. It gives parameters new memory: shards of a DTensor, which
-        # share theirs with it, would be updated and never seen; and torch has it for parameters of one type only.
+        # One message per rank instead of one per parameter. It reallocates parameters, so plain tensors would no longer
+        # share memory with their DTensor shards; and torch supports it for parameters of one dtype only.
         parameters_as_bucket_view=are_whole and len({p.dtype for p in parameters}) == 1,
     )
-    sharded.defaults.update(whole.defaults)  # schedulers look there for what the optimizer has: momentum, betas
+    sharded.defaults.update(whole.defaults)  # schedulers read momentum and betas there
     return sharded

@@ -1,7 +1,7 @@
-"""Mixed precision: forward pass and loss in bfloat16, parameters, gradients and optimizer state as the model has them.
+"""Mixed precision: forward pass and loss in bfloat16, all state in the model's dtype.
 
-By torch's autocast under every plan, FSDP2 included: its own policy would round what is gathered, and a job that moves
-between plans would compute other losses before and after.
+Uses torch's autocast under every plan, FSDP2 included: FSDP2's own policy would round gathered parameters, and losses
+of a job would change when it migrates between plans.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def check(precision: str) -> None:
-    """Refuses what is no precision.
+    """Check the name of a precision.
 
     Raises:
-        Refused: naming those that there are.
+        Refused: it is none of `PRECISIONS`.
     """
     if precision not in PRECISIONS:
-        raise Refused(f"precision is {precision!r}; it can be {' or '.join(PRECISIONS)}")
+        raise Refused(f"precision is {precision!r}; it must be {' or '.join(PRECISIONS)}")
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """In which products are computed."""
+    """Dtype of matrix products."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def under(precision: str, device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, computing in that precision."""
+def with_precision(precision: str, device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function` to compute in this precision."""
     if precision == "fp32":
         return function
     computing: Callable[..., Any] = torch.autocast(device_type, dtype_of(precision))(function)

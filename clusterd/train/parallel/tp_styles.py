@@ -1,4 +1,4 @@
-"""Tensor-parallel styles: from Hugging Face's words to torch's."""
+"""Tensor-parallel styles: translation of Hugging Face's names to torch's."""
 
 from __future__ import annotations
 
@@ -16,62 +16,65 @@ GATHERING = frozenset({"colwise_rep", "colwise_gather_output"})
 SPLITTING = frozenset({"rowwise_rep", "rowwise_split_input"})
 """Cut by input features; every shard takes its part of a whole input."""
 ROWWISE = frozenset({"rowwise", "embedding_rowwise"}) | SPLITTING
-"""Cut by input features (an embedding: by its rows); shards' results are added up."""
+"""Cut by input features (an embedding: by its rows); the shards' results are summed."""
 COLWISE = frozenset({"colwise"}) | GATHERING
 WHOLE_AROUND = GATHERING | SPLITTING | {"embedding_rowwise"}
-"""What comes in and what goes out is whole on every shard."""
+"""Styles whose input and output are whole on every shard."""
 SUMMED = "replicated_with_grad_allreduce"
-"""Whole, but given each shard's own part of the features (a norm that all heads share): gradients are added up."""
+"""Replicated, but applied to each shard's own features (a norm that all heads share): gradients are summed."""
 WHOLE = frozenset({"replicate", SUMMED})
 STYLES = (*sorted(COLWISE), *sorted(ROWWISE), *sorted(WHOLE))
 
 
-def style_of(word: str) -> Any:
-    """torch's style for `word`, one of `STYLES`; None where the module stays whole."""
+def style_of(style: str) -> Any:
+    """torch's style for `style`, one of `STYLES`; None if the module stays whole."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    if word == "colwise":
+    if style == "colwise":
         return ColwiseParallel()
-    if word == "rowwise":
+    if style == "rowwise":
         return RowwiseParallel()
-    if word in GATHERING:
+    if style in GATHERING:
         return ColwiseParallel(output_layouts=Replicate())
-    if word in ROWWISE:
+    if style in ROWWISE:
         return RowwiseParallel(input_layouts=Replicate())
     return None
 
 
 def styles_in(tp_plan: Mapping[str, str], module: nn.Module, *, stage: bool = False) -> dict[str, str]:
-    """Style word by the name of each module that has one.
+    """Style name of each module that has one.
 
-    A parameter that two modules share (an embedding that is the output layer too) stays whole where that changes
-    nothing for the modules around it: torch would cut it for one of the two, and train them apart.
+    A parameter that two modules share (an embedding that is also the output layer) stays whole if that changes nothing
+    for
+    the modules around it: torch would cut it for one of the two and train them separately.
 
     Args:
-        stage: whether `module` may lack some of what `tp_plan` names.
+        stage: `module` may lack some modules that `tp_plan` names.
     Raises:
         Refused: a pattern matches no module, or a style is none of `STYLES`.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, str] = {}
-    for pattern, word in tp_plan.items():
-        hits = _hits(pattern, names)
-        if not hits and _hits(pattern, [name for name, _ in module.named_parameters()]):
+    for pattern, style in tp_plan.items():
+        matching = _matching(pattern, names)
+        if not matching and _matching(pattern, [name for name, _ in module.named_parameters()]):
             raise Refused(f"tp_plan cuts {pattern!r}, a parameter by itself; torch cuts Linear and Embedding")
-        if not hits and not stage:
+        if not matching and not stage:
             raise Refused(f"tp_plan names {pattern!r}, which is no module of the model")
-        if word not in STYLES:
-            raise Refused(f"tp_plan has style {word!r}; it can have {', '.join(STYLES)}")
-        for name in hits:
-            found.setdefault(name, word)
+        if style not in STYLES:
+            raise Refused(f"tp_plan has style {style!r}; it must be one of {', '.join(STYLES)}")
+        for name in matching:
+            found.setdefault(name, style)
     users = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    for name, word in found.items():
-        if word in WHOLE_AROUND and any(users[id(p)] > 1 for p in module.get_submodule(name).parameters(recurse=False)):
+    for name, style in found.items():
+        if style in WHOLE_AROUND and any(
+            users[id(p)] > 1 for p in module.get_submodule(name).parameters(recurse=False)
+        ):
             found[name] = "replicate"
     return found
 
 
-def _hits(pattern: str, names: Iterable[str]) -> list[str]:
-    """``*`` stands for one part of a name."""
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names that match; ``*`` stands for one component of a name."""
     return [n for n in names if n.count(".") == pattern.count(".") and fnmatch.fnmatchcase(n, pattern)]

@@ -1,4 +1,4 @@
-"""Where this process stands: the agent's rank file, torchrun's environment, or alone."""
+"""Context of a rank: from the agent's rank file, from torchrun's environment, or a single process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from clusterd.train.process.exits import PlanRefused
 from plans.plan import Coordinates, Plan, PlanError
 
-_ALONE = Plan()
+_ONE_PROCESS = Plan()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a rank is told from outside; everything else it derives."""
+    """Everything that a rank receives from outside; it derives the rest."""
 
     launcher: str = "alone"  # "clusterd", "torchrun" or "alone"
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    plan: Plan = _ALONE
-    device_kind: str = ""  # "cuda", "cpu", or "": cuda where there is one
-    threads: int = 0  # of intra-op parallelism; 0: as torch finds it
+    plan: Plan = _ONE_PROCESS
+    device_kind: str = ""  # "cuda", "cpu", or "": cuda if available
+    threads: int = 0  # of intra-op parallelism; 0: torch's default
     master_addr: str = ""
     master_port: int = 0
     job: str = ""
@@ -35,29 +35,29 @@ class Context:
     steps_file: Path | None = None
     control_socket: str = ""
     token: str = ""
-    standby: bool = False  # made for a move, to take over from the ranks that train now
-    move: dict[str, Any] | None = None
-    snapshot_every: int = 0  # steps between snapshots in memory; 0: none
-    probe: bool = False  # device and links are to be measured first
-    hosts: int = 1  # of the ranks
-    restore: str = ""  # directory of the checkpoint to go on from
-    final: str = ""  # directory of the checkpoint to leave at the end
+    standby: bool = False  # started for a migration, to take over from the ranks that train now
+    migration: dict[str, Any] | None = None
+    snapshot_every: int = 0  # steps between state snapshots; 0: none
+    probe: bool = False  # measure device and links first
+    hosts: int = 1  # number of hosts of the ranks
+    restore: str = ""  # directory of the checkpoint to restore
+    final: str = ""  # directory of the final checkpoint
 
     @property
     def coordinates(self) -> Coordinates:
-        """Of this rank in its plan."""
+        """Coordinates of this rank in its plan."""
         return self.plan.coordinates(self.rank)
 
     def __str__(self) -> str:
-        """For messages: which rank, of what."""
+        """Rank and plan, for messages."""
         return f"rank {self.rank} of {self.world_size} ({self.plan})"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Context:
-    """This process's context.
+    """Read this process's context.
 
     Raises:
-        PlanRefused: the plan named there is none, or has another number of ranks.
+        PlanRefused: the plan is malformed, or has another number of ranks.
     """
     environ = os.environ if environ is None else environ
     if path := environ.get("CLUSTERD_RANK_FILE"):
@@ -97,7 +97,7 @@ def _of_rank_file(values: dict[str, Any]) -> Context:
         control_socket=values.get("control_socket") or "",
         token=values.get("token") or "",
         standby=bool(values.get("standby")),
-        move=values.get("move") or None,
+        migration=values.get("move") or None,
         snapshot_every=int(values.get("snapshot_every") or 0),
         probe=bool(values.get("probe")),
         hosts=int(values.get("hosts") or 1),
@@ -112,7 +112,7 @@ def _plan(given: str | dict[str, Any] | None, world_size: int) -> Plan:
             return Plan(dp=world_size)
         return Plan.parse(given) if isinstance(given, str) else Plan.from_dict(given)
     except (PlanError, TypeError) as error:
-        raise PlanRefused(f"the plan {given!r} is none: {error}") from error
+        raise PlanRefused(f"invalid plan {given!r}: {error}") from error
 
 
 def _checked(context: Context) -> Context:

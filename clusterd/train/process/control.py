@@ -1,8 +1,8 @@
-"""What the outside asks of a rank, and what the rank asks of its agent: a thread on the agent's socket, and SIGTERM.
+"""Control channel of a rank: flags raised by the agent or SIGTERM, and requests to the agent.
 
-Nothing here acts on the model. What all ranks must do at the same step becomes a flag; the training loop reads flags
-between steps, adds them up over all ranks with the loss, and so all agree. Other events go to whoever registered for
-them. A rank may ask its agent for something and wait for the answer; an agent that is gone is waited for.
+Runs on a thread. Nothing here acts on the model. Actions that all ranks must take at the same step become flags; the
+training loop all-reduces the flags with the loss of each step, so all ranks agree. Other events go to registered
+handlers. A rank may send the agent a request and wait for the answer, also through an agent's restart.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from clusterd import protocol
 from clusterd.train.process.context import Context
 
 SIGNALS = ("stop", "quiesce", "checkpoint", "keep", "done")
-"""Requests that ranks agree on, in the order of their places in the step's reduction."""
+"""Flags that ranks agree on, in the order of their positions in the all-reduce."""
 
 RECONNECT_S = 1.0
 ANSWER_S = 120.0
-LAST_WORDS_S = 5.0
-"""For which a rank that failed waits to be heard, before it ends."""
+FAILURE_REPORT_S = 5.0
+"""Time for which a failed rank waits to deliver its failure report."""
 
 Message = dict[str, Any]
 Handler = Callable[[Message], None]
@@ -44,111 +44,113 @@ class AgentAbsent(Exception):
 
 
 class Control:
-    """The flags of one rank, and its line to the agent.
+    """Flags of one rank, and its connection to the agent.
 
-    An agent that is gone stops nothing: the rank trains on, and the thread knocks once a second. A new agent is told
-    where the rank stands, and tells it what it missed.
+    Training goes on without an agent; the thread tries to reconnect every second. A new agent gets the rank's status
+    and last report, and sends what it missed.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._requested: dict[str, str] = {}
         self._status: Message | None = None
-        self._said: Message | None = None
+        self._last_report: Message | None = None
         self._handlers: dict[str, Handler] = {}
-        self._unheard: list[Message] = []
+        self._unhandled: list[Message] = []
         self._answers: dict[int, Message | None] = {}
         self._number = 0
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
+        self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def connected(self) -> bool:
-        """Whether an agent is there now."""
+        """True if an agent is connected."""
         return self._connection is not None
 
     def start(self) -> None:
-        """Begins to listen, if there is an agent; after the fork, as threads do not survive one."""
+        """Start the thread, if there is an agent; call after a fork, as threads do not survive one."""
         if self._context.control_socket:
             self._thread = threading.Thread(target=self._serve, name="clusterd-control", daemon=True)
             self._thread.start()
 
-    def request(self, what: str, why: str) -> None:
-        """Raises a flag; `what` is one of `SIGNALS`."""
-        self._requested.setdefault(what, why)
+    def request(self, flag: str, why: str) -> None:
+        """Raise a flag, one of `SIGNALS`."""
+        self._requested.setdefault(flag, why)
 
-    def withdraw(self, what: str) -> None:
-        """Lowers a flag again."""
-        self._requested.pop(what, None)
+    def withdraw(self, flag: str) -> None:
+        """Lower a flag."""
+        self._requested.pop(flag, None)
 
     def flags(self) -> list[float]:
-        """1.0 for each of `SIGNALS` that was asked for here."""
+        """1.0 for each of `SIGNALS` that is raised on this rank."""
         return [float(name in self._requested) for name in SIGNALS]
 
-    def requested(self, what: str) -> bool:
-        """Whether this flag is up here."""
-        return what in self._requested
+    def requested(self, flag: str) -> bool:
+        """True if this flag is raised on this rank."""
+        return flag in self._requested
 
-    def why(self, what: str) -> str:
-        """Who asked; another rank, if not this one."""
-        return self._requested.get(what, "asked of another rank")
+    def reason_for(self, flag: str) -> str:
+        """Reason of a flag, if it was raised on this rank."""
+        return self._requested.get(flag, "asked of another rank")
 
     def on(self, event: str, handler: Handler) -> None:
-        """From now on `handler` gets these events, on the control thread, and at once those that came before."""
+        """Register the handler of an event, called on the control thread, and handle earlier ones now."""
         with self._lock:
             self._handlers[event] = handler
-            earlier = [m for m in self._unheard if m.get("event") == event]
-            self._unheard = [m for m in self._unheard if m.get("event") != event]
+            earlier = [m for m in self._unhandled if m.get("event") == event]
+            self._unhandled = [m for m in self._unhandled if m.get("event") != event]
         for message in earlier:
             handler(message)
 
-    def tell(self, message: Message) -> None:
-        """Sends a status to the agent now, and again to an agent that comes later."""
+    def send_status(self, message: Message) -> None:
+        """Send the status to the agent, and to any later agent."""
         self._status = message
         self._send(message)
 
-    def say(self, what: str, **more: Any) -> None:
-        """Tells the daemon, through the agent; the last thing said is said again to an agent that comes later."""
-        self._said = {"event": "said", "said": {"what": what, **more}}
-        self._send(self._said)
+    def report(self, event: str, **fields: Any) -> None:
+        """Report to the daemon through the agent; the last report is repeated to a later agent."""
+        self._last_report = {"event": "said", "said": {"what": event, **fields}}
+        self._send(self._last_report)
 
-    def tell_failure(self, reason: str, message: str) -> None:
-        """Tells the agent why this rank is about to end, and waits until that is kept: what is on its way is lost."""
+    def report_failure(self, reason: str, message: str) -> None:
+        """Report why this rank is about to exit, and wait until the agent has recorded it."""
         if self._context.control_socket:
             with contextlib.suppress(AgentAbsent, AgentRefused):
-                self.ask("failed", LAST_WORDS_S, reason=reason, message=message)
+                self.ask("failed", FAILURE_REPORT_S, reason=reason, message=message)
 
-    def say_again(self) -> None:
-        """The last thing said, for a daemon that may not have been there to hear it."""
-        if self._said is not None:
-            self._send(self._said)
+    def resend_report(self) -> None:
+        """Repeat the last report, for a daemon that may have missed it."""
+        if self._last_report is not None:
+            self._send(self._last_report)
 
     def ask(self, verb: str, timeout_s: float = ANSWER_S, **arguments: Any) -> Message:
-        """A request of the agent, and its answer; asked again of the next agent if this one goes. Any thread may ask.
+        """Send a request to the agent and return its answer; any thread may call it.
+
+        If the agent is lost, its successor gets the request again.
 
         Raises:
             AgentRefused: the agent answered with an error.
-            AgentAbsent: nobody answered in time.
+            AgentAbsent: no agent answered in time.
         """
         deadline = time.monotonic() + timeout_s
-        with self._news:
+        with self._changed:
             while True:
-                if not self._news.wait_for(
+                if not self._changed.wait_for(
                     lambda: self._connection is not None or self._closed.is_set(), deadline - time.monotonic()
                 ):
                     raise AgentAbsent(f"no agent answered {verb!r} within {timeout_s:.0f} s")
                 if self._closed.is_set():
-                    raise AgentAbsent(f"{verb!r} was asked after the rank's end")
+                    raise AgentAbsent(f"{verb!r} was requested after the rank's end")
                 connection = self._connection
                 assert connection is not None
                 self._number = number = self._number + 1
                 self._answers[number] = None
                 with contextlib.suppress(OSError):
                     connection.sendall(protocol.encode({"verb": verb, "id": number, **arguments}))
-                answered = self._news.wait_for(
+                answered = self._changed.wait_for(
                     lambda n=number, c=connection: self._answers[n] is not None or self._connection is not c,  # type: ignore[misc]
                     deadline - time.monotonic(),
                 )
@@ -163,20 +165,20 @@ class Control:
         return ok
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         self._closed.set()
-        with self._news:
+        with self._changed:
             if self._connection is not None:
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
-            self._news.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout=2 * RECONNECT_S)
 
     def _send(self, message: Message) -> None:
         with self._lock:
             if self._connection is not None:
-                with contextlib.suppress(OSError):  # the thread sees the loss too, and reconnects
+                with contextlib.suppress(OSError):  # the thread notices too, and reconnects
                     self._connection.sendall(protocol.encode(message))
 
     def _serve(self) -> None:
@@ -198,13 +200,13 @@ class Control:
                 "token": context.token,
                 "pid": os.getpid(),
             }
-            with self._news:
+            with self._changed:
                 connection.sendall(protocol.encode(hello))
-                for message in (self._status, self._said):
+                for message in (self._status, self._last_report):
                     if message is not None:
                         connection.sendall(protocol.encode(message))
                 self._connection = connection
-                self._news.notify_all()
+                self._changed.notify_all()
             self._dispatch({"event": "connected"})
             decoder = protocol.Decoder()
             try:
@@ -212,36 +214,36 @@ class Control:
                     for message in decoder.feed(data):
                         self._dispatch(message)
             finally:
-                with self._news:
+                with self._changed:
                     self._connection = None
-                    self._news.notify_all()
+                    self._changed.notify_all()
 
     def _dispatch(self, message: Message) -> None:
         if "event" not in message:
-            with self._news:
+            with self._changed:
                 if message.get("id") in self._answers:
                     self._answers[message["id"]] = message
-                    self._news.notify_all()
+                    self._changed.notify_all()
             return
         event = message["event"]
         if event == "stop":
-            for wish in ("keep", "done"):  # before the flag that they go with: no step may see one without the other
-                if message.get(wish):
-                    self.request(wish, str(message.get("reason", "")))
+            for flag in ("keep", "done"):  # before stop: no step may see stop without them
+                if message.get(flag):
+                    self.request(flag, str(message.get("reason", "")))
             self.request("stop", str(message.get("reason", "")))
         with self._lock:
             handler = self._handlers.get(event)
             if handler is None and event not in ("stop", "connected"):
-                self._unheard.append(message)
+                self._unhandled.append(message)
         if handler is not None:
             handler(message)
 
 
 @contextlib.contextmanager
-def sigterm_asks_to_stop(control: Control) -> Iterator[None]:
-    """SIGTERM finishes the step instead of tearing it; what takes too long is killed by who sent it.
+def stop_on_sigterm(control: Control) -> Iterator[None]:
+    """Turn SIGTERM into a stop request, which lets the step finish; the sender kills ranks that take too long.
 
-    Does nothing outside the main thread, where Python takes no handlers.
+    Does nothing outside the main thread, where Python accepts no signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

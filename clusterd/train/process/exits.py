@@ -1,4 +1,4 @@
-"""How a rank ends when it cannot train: one log line, one exit code, one reason for the agent."""
+"""Exit of a rank that cannot train: one log line, one exit code, one reason for the agent."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ REASONS = {
     PORT: "port",
 }
 
-_FAULTS = (
+_DEVICE_FAULTS = (
     "uncorrectable ECC error",
     "uncorrectable NVLink error",
     "hardware stack error",
     "GPU is lost",
 )
-"""CUDA's words for hardware that failed; what a kernel of the script's did wrong has others."""
+"""CUDA's texts for failed hardware; errors of the script's kernels have others."""
 
 _OUT_OF_MEMORY = (
     "CUDA out of memory",
@@ -39,7 +39,7 @@ _OUT_OF_MEMORY = (
     "CUDA driver error: out of memory",
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # its handle found no memory
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for its handle
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",  # NCCL's
@@ -49,35 +49,35 @@ _OUT_OF_MEMORY = (
 )
 
 
-_CUT = "got mixed torch.Tensor and DTensor"
-"""torch's words for a parameter of which a plan has a part where the script wants it whole."""
+_SHARDED_PARAMETER = "got mixed torch.Tensor and DTensor"
+"""torch's text for a sharded parameter used where the script needs the whole one."""
 
 
 class TrainError(Exception):
-    """A rank cannot go on for a reason that has an exit code; the message is complete and needs no traceback."""
+    """A rank cannot go on for a reason with an exit code; the message is complete without a traceback."""
 
     exit_code = 1
 
     @property
     def reason(self) -> str:
-        """The word that the agent records."""
+        """Exit reason that the agent records."""
         return REASONS.get(self.exit_code, "exit")
 
 
 class Refused(TrainError):
-    """What the script asks for cannot be, whatever the plan."""
+    """The script's request is invalid under any plan."""
 
     exit_code = SCRIPT
 
 
 class PlanRefused(Refused):
-    """The job cannot train under this plan; under others it may."""
+    """The job cannot train under this plan; it may under others."""
 
     exit_code = PLAN
 
 
 class NoTorch(TrainError):
-    """This environment cannot import torch, or its torch cannot use this host's device: other hosts' may."""
+    """The environment cannot import torch, or torch cannot use this host's device; other hosts may work."""
 
     exit_code = NO_TORCH
 
@@ -95,57 +95,57 @@ class DeviceOutOfMemory(TrainError):
 
 
 class DeviceFault(TrainError):
-    """The GPU itself failed; on another the job may go on."""
+    """The GPU failed; the job may go on on another."""
 
     exit_code = DEVICE_FAULT
 
 
-class DataAway(TrainError):
-    """No host that has the job's data could be reached; later one may be."""
+class DatasetUnreachable(TrainError):
+    """No host that has the job's data could be reached; one may be later."""
 
     exit_code = DATA
 
 
-class UsedUnlike(PlanRefused):
-    """Replicas, or steps, use different parameters, and the script did not say so."""
+class UnevenParameterUse(PlanRefused):
+    """Replicas or steps use different parameters, and the script did not declare it."""
 
 
 class CheckpointFailed(TrainError):
-    """The checkpoint that a job is to leave cannot be had."""
+    """The final checkpoint of a job cannot be written."""
 
 
-def of(error: BaseException, *, where: str) -> TrainError | None:
-    """`error` as one of ours, or None if it is the script's own.
+def classify_error(error: BaseException, *, where: str) -> TrainError | None:
+    """Convert `error` to a `TrainError`; None if it is the script's own.
 
     Args:
         where: names rank, device and plan in the message.
     """
     cause: BaseException | None = error
-    while cause is not None:  # a pipeline stage wraps what happened in it
+    while cause is not None:  # a pipeline stage wraps the error
         text = str(cause)
         if isinstance(cause, TrainError):
             return cause
         if isinstance(cause, DataUnreachable):
-            said = text.strip().rpartition("DataUnreachable: ")[2]  # a loader's worker puts its traceback before it
-            return DataAway(f"{where}: {said}")
-        if _CUT in text:
+            message = text.strip().rpartition("DataUnreachable: ")[2]  # a loader worker prepends its traceback
+            return DatasetUnreachable(f"{where}: {message}")
+        if _SHARDED_PARAMETER in text:
             return PlanRefused(
-                "the plan cuts parameters, and the script computes with one outside the forward pass of its module, "
-                f"where it is in parts{', ' * bool(where)}{where}: {first_line(text)}"
+                "the plan shards parameters, and the script computes with one outside the forward pass of its module, "
+                f"where it is sharded{', ' * bool(where)}{where}: {first_line(text)}"
             )
-        if any(sign in text for sign in _FAULTS):
+        if any(sign in text for sign in _DEVICE_FAULTS):
             return DeviceFault(f"the GPU failed, {where}: {first_line(text)}")
         if type(cause).__name__ == "OutOfMemoryError" or any(sign in text for sign in _OUT_OF_MEMORY):
             return DeviceOutOfMemory(f"out of device memory, {where}: {first_line(text)}")
-        # torch's store tells it as a RuntimeError; an OSError is of a socket of the script's own.
+        # torch's store raises a RuntimeError; an OSError comes from a socket of the script.
         if not isinstance(cause, OSError) and ("EADDRINUSE" in text or "address already in use" in text.lower()):
             return PortTaken(f"the rendezvous port is taken, {where}: {first_line(text)}")
         cause = cause.__cause__
     return None
 
 
-def leave(error: TrainError) -> None:
-    """Ends the process with the error's code after its one line.
+def exit_with(error: TrainError) -> None:
+    """Print the error's line and exit with its code.
 
     Raises:
         SystemExit: always.
@@ -155,5 +155,5 @@ def leave(error: TrainError) -> None:
 
 
 def first_line(text: Any) -> str:
-    """Of a message that may go on for pages."""
+    """First line of a message that may be long."""
     return (str(text).strip().splitlines() or [""])[0]

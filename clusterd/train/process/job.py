@@ -1,4 +1,4 @@
-"""What a script gives, and what it gets back."""
+"""Job of a training script and its outcome."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 NAME = "_clusterd_name"
-"""Attribute of a parameter, or of what stands for it: its global name."""
+"""Attribute that holds the global name of a parameter or its stand-in."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the script gives: everything that no plan changes."""
+    """Arguments of `clusterd.train.run`: everything that does not depend on the plan."""
 
     model: Callable[[], nn.Module]
     loss: LossFunction
@@ -43,19 +43,19 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """Result of a run."""
 
-    step: int  # the last one done
+    step: int  # last one done
     loss: float  # of that step; NaN if none was done
-    stopped: str = ""  # who asked to stop; empty if all steps were done
-    done: bool = True  # whether it is where it was to get: after the last step, or at its target
+    stopped: str = ""  # reason of the stop; empty if all steps were done
+    done: bool = True  # the last step, or the target, is reached
 
 
-def of_parameters(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFactory:
-    """The factory as one that is given parameters, if it wants (name, parameter): its argument is called so."""
+def adapt_optimizer_factory(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerFactory:
+    """Wrap a factory whose argument is ``named_parameters`` so that it takes parameters."""
     try:
         wanted = next(iter(inspect.signature(factory).parameters), "")
-    except (TypeError, ValueError):  # of something built in
+    except (TypeError, ValueError):  # a builtin
         return factory
     if wanted != "named_parameters":
         return factory
@@ -63,7 +63,7 @@ def of_parameters(factory: Callable[[Any], torch.optim.Optimizer]) -> OptimizerF
     def named(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = factory([(getattr(p, NAME, f"parameter.{i}"), p) for i, p in enumerate(parameters)])
         for group in optimizer.param_groups:
-            group.pop("param_names", None)  # of the parts that are here now; other plans have others
+            group.pop("param_names", None)  # names of this plan's shards; other plans have others
         return optimizer
 
     return named

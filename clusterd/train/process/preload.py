@@ -1,7 +1,7 @@
-"""What a fork server imports before it forks ranks: everything that makes a rank's start slow.
+"""Imports that make a rank's start slow, for a fork server to do once before it forks ranks.
 
-Importing this module imports all of it, and does nothing else: no thread, no CUDA context, no process group, so that
-a fork of the importing process is sound.
+Importing this module has no other effect: no thread, no CUDA context, no process group, so that the importing process
+can be forked safely.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Calling what the script gave where it can leave nothing behind: in a fork of this process.
+"""Execution of user code in a forked child, so that its side effects are discarded.
 
-A model or a loss may keep what it has once made: a mask in a cache, a mean of the last losses. What is made to find out
-about a model has no values; kept, it would be trained with.
+A model or a loss may cache what it creates: a mask, a mean of the last losses. Fake tensors left in such a cache would
+be used in training.
 """
 
 from __future__ import annotations
@@ -23,67 +23,68 @@ from clusterd.train.process.exits import TrainError
 T = TypeVar("T")
 
 PATIENCE_S = 300.0
-"""A fork may wait for a thread that only its parent has."""
+"""Time limit: a child may hang on a lock of a thread that only the parent has."""
 
 
-def apart(work: Callable[[], T]) -> T:
-    """What `work` returns, which must be fit for pickling.
+def run_in_fork(work: Callable[[], T]) -> T:
+    """Run `work` in a forked child and return its result, which must be picklable.
 
-    Where the fork cannot be had, or fails, the work is done here: what the script raises is then raised here.
+    If the fork is impossible or fails, run it in this process, so that the script's own error is raised here.
 
     Raises:
         TrainError: as `work` does.
     """
-    answer = _answer(work)
-    if answer is None:
+    reply = _run_child(work)
+    if reply is None:
         return work()
-    made, value = pickle.loads(answer)
-    if not made:
+    succeeded, value = pickle.loads(reply)
+    if not succeeded:
         raise value
     result: T = value
     return result
 
 
-def _answer(work: Callable[[], object]) -> bytes | None:
+def _run_child(work: Callable[[], object]) -> bytes | None:
     sys.stdout.flush()
     sys.stderr.flush()
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: none of ours is needed there
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads; the child needs none
             pid = os.fork()
     except OSError:
-        os.close(reading)
-        os.close(writing)
+        os.close(read_end)
+        os.close(write_end)
         return None
     if pid == 0:
-        _serve(work, writing)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as file:
-        in_time = bool(select.select([file], [], [], PATIENCE_S)[0])  # what comes, comes at the end, and at once
+        _child_main(work, write_end)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as file:
+        in_time = bool(select.select([file], [], [], PATIENCE_S)[0])  # the child writes once, at its end
         if not in_time:
             os.kill(pid, signal.SIGKILL)
-        answer = file.read()
+        reply = file.read()
     _, status = os.waitpid(pid, 0)
-    return answer if status == 0 else None
+    return reply if status == 0 else None
 
 
-def _serve(work: Callable[[], object], writing: int) -> None:
-    """Does it, and ends the process without any of its exit handlers."""
+def _child_main(work: Callable[[], object], write_end: int) -> None:
+    """Run `work`, write the result and exit without exit handlers."""
     code = 1
     try:
-        gc.freeze()  # of what was garbage already nothing may be taken apart here: groups wait for threads that are not
+        # The parent's garbage must not be finalised here: process groups wait for threads that a fork lacks.
+        gc.freeze()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_WRONLY)
-        for stream in (1, 2):  # a model that prints has printed, or will
+        for stream in (1, 2):  # the model prints in the parent anyway
             os.dup2(null, stream)
-        torch.set_num_threads(1)  # the threads of the parent's OpenMP are not here
+        torch.set_num_threads(1)  # a fork lacks the parent's OpenMP threads
         try:
-            answer = pickle.dumps((True, work()))
+            reply = pickle.dumps((True, work()))
         except TrainError as refusal:
-            answer = pickle.dumps((False, refusal))
-        with os.fdopen(writing, "wb") as file:
-            file.write(answer)
+            reply = pickle.dumps((False, refusal))
+        with os.fdopen(write_end, "wb") as file:
+            file.write(reply)
         code = 0
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object per step, and now and then a line for a person."""
+"""Step log: one JSON object per step, and a progress line now and then."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PRINT_EVERY_S = 1.0
 class StepsLog:
     """Appends steps to the attempt's ``steps.jsonl`` (rank 0 only) and prints progress.
 
-    Step numbers grow by one; where steps were lost and are done again, a ``{"restart_from": n}`` object comes
-    first (n: the last step that counts).
+    Step numbers grow by one; if lost steps are repeated, a ``{"restart_from": n}`` object comes first (n: the last step
+    that remains valid).
     """
 
     def __init__(self, path: Path | None, *, first_step: int, steps: int, plan: str, samples: int) -> None:
@@ -25,13 +25,13 @@ class StepsLog:
         if path is not None:
             last = last_step(path)
             self._file = path.open("a", encoding="utf-8", buffering=1)
-            if torn(path):
+            if ends_mid_line(path):
                 self._file.write("\n")
             if last >= first_step:
                 self._write({"restart_from": first_step - 1})
 
     def step(self, step: int, loss: float, time_s: float, details: dict[str, Any] | None = None) -> None:
-        """Records one finished step, and where its time went if that is known."""
+        """Record a finished step, with phases if measured."""
         self._write(
             {
                 "step": step,
@@ -53,7 +53,7 @@ class StepsLog:
             )
 
     def close(self) -> None:
-        """Flushes and closes."""
+        """Flush and close."""
         if self._file is not None:
             self._file.close()
 
@@ -62,8 +62,8 @@ class StepsLog:
             self._file.write(json.dumps(record) + "\n")
 
 
-def torn(path: Path) -> bool:
-    """Whether the log ends within a line, as a crash leaves it."""
+def ends_mid_line(path: Path) -> bool:
+    """True if the log ends within a line, as after a crash."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 1))
@@ -71,7 +71,7 @@ def torn(path: Path) -> bool:
 
 
 def last_step(path: Path) -> int:
-    """The newest step of a log, 0 without one; a torn last line does not count."""
+    """Newest step of a log, 0 without one; an incomplete last line is ignored."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Which torch will do: importing this fails where it is too old.
+"""Check of the torch version: importing this module fails if torch is too old.
 
-Before 2.8, ranks of tensor and pipeline parallel plans hang over gloo, and FSDP2 has no averages of gradients on CPU
+Before 2.8, ranks of tensor and pipeline parallel plans hang over gloo, and FSDP2 has no gradient averages on CPU
 devices, or wrong ones.
 """
 

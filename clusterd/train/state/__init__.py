@@ -1,1 +1,1 @@
-"""Training state as named tensor shards and scalars."""
+"""Training state as named tensor shards and plain values."""

@@ -1,4 +1,4 @@
-"""What modules, the optimizer and the loss count in plain attributes: the number of steps, a temperature that falls."""
+"""Plain attributes that modules, the optimizer and the loss change: a step counter, a temperature that falls."""
 
 from __future__ import annotations
 
@@ -12,129 +12,131 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from clusterd.train.state.plain_data import like, plain_value
+from clusterd.train.state.plain_data import plain_value, restore_like
 
-_NOT_ITS_OWN = frozenset({*vars(nn.Module()), "forward"})
-"""Torch's, and what is put around a forward pass."""
+_EXCLUDED = frozenset({*vars(nn.Module()), "forward"})
+"""torch's own attributes, and the wrapped forward method."""
 
 OPTIMIZER = "(optimizer)"
-"""In the place of a module's name."""
+"""Key in the place of a module name."""
 
 LOSS = "(loss)"
-"""Before the names of modules that are the loss's."""
+"""Prefix of the names of modules that belong to the loss."""
 
-_CARRIED_OTHERWISE = frozenset({"state", "param_groups"})
-"""By an optimizer."""
+_SAVED_ELSEWHERE = frozenset({"state", "param_groups"})
+"""Attributes of an optimizer that are saved by other means."""
 
 VALUES_MAX = 1000
-"""In a list or a map; what is longer is a table, or a history."""
+"""Limit for a list or map; a longer one is a table or a history."""
 
 
 class Attributes:
-    """Of the modules, the optimizer and the loss of a rank, against what they were when they were made.
+    """Changed plain attributes of the modules, the optimizer and the loss of a rank.
 
-    Numbers and text, and lists and maps of some: they go with the state of training. A module that has put something
-    else in the place of what it was made with (a table that grew, with its length beside it) is left as it is: it would
-    not have the one for the other. Where that is a tensor it is told of in the log, once.
+    Numbers and text, and lists and maps of these, are part of the training state. A module that has replaced an object
+    of another kind (a table that grew, with its length beside it) is skipped as a whole: restoring the one without the
+    other would be inconsistent. A replaced tensor is reported in the log, once.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, loss: object = None) -> None:
-        """Before the first step, and as it will be taken.
+        """Record the initial values; call before the first step.
 
         Args:
             modules: by the names that they have in the model.
-            loss: counts too, if it is a module.
+            loss: included if it is a module.
         """
         self._modules: dict[str, object] = {**modules, OPTIMIZER: optimizer}
         self._loss = loss if isinstance(loss, nn.Module) else nn.Module()
         self._modules |= {f"{LOSS}.{name}": module for name, module in self._loss.named_modules()}
         self._loss_buffers = {name: (id(b), b._version) for name, b in self._loss.named_buffers()}
-        self._objects = {name: _attributes(module) for name, module in self._modules.items()}
-        self._made = {
+        self._initial_objects = {name: _attributes(module) for name, module in self._modules.items()}
+        self._initial = {
             name: {k: copy.deepcopy(v) for k, v in attributes.items() if _is_plain(v)}
-            for name, attributes in self._objects.items()
+            for name, attributes in self._initial_objects.items()
         }
-        self._said: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def changed(self) -> dict[str, dict[str, Any]]:
-        """By module, those that are not what they were made as."""
+        """Attributes that differ from their initial values, by module."""
         found: dict[str, dict[str, Any]] = {}
         for name, module in self._modules.items():
             now = _attributes(module)
-            self._tell_of_tensors(name, now)
-            if differ := self._differing(name, now):
-                found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in differ.items()}
+            self._warn_of_tensors(name, now)
+            if changed := self._differing(name, now):
+                found[name] = {k: plain_value(v, f"{name}.{k}") for k, v in changed.items()}
         for name, buffer in self._loss.named_buffers():
-            if self._loss_buffers.get(name) != (id(buffer), buffer._version) and (LOSS, name) not in self._said:
-                self._said.add((LOSS, name))
+            if self._loss_buffers.get(name) != (id(buffer), buffer._version) and (LOSS, name) not in self._warned:
+                self._warned.add((LOSS, name))
                 print(
-                    f"clusterd: the loss has changed its buffer {name}, which goes with no move and into no "
-                    "checkpoint: have the model keep it",
+                    f"clusterd: the loss has changed its buffer {name}, which is neither migrated nor saved in "
+                    "checkpoints: keep it in the model",
                     flush=True,
                 )
         return found
 
     def _differing(self, name: str, now: dict[str, Any]) -> dict[str, Any]:
-        objects, made = self._objects[name], self._made[name]
-        differ: dict[str, Any] = {}
+        objects, initial_values = self._initial_objects[name], self._initial[name]
+        changed: dict[str, Any] = {}
         for k in objects.keys() | now.keys():
-            value, was = now.get(k), objects.get(k)
-            if value is was and (k not in made or isinstance(value, _SIMPLE)):
+            value, initial = now.get(k), objects.get(k)
+            if value is initial and (k not in initial_values or isinstance(value, _SIMPLE)):
                 continue
-            if not (_is_plain(value) and (k in made or was is None)):
-                if value is not was:
+            if not (_is_plain(value) and (k in initial_values or initial is None)):
+                if value is not initial:
                     return {}
-            elif k in now and value != self._made_as(name, k, value):
-                differ[k] = value
-        return differ
+            elif k in now and value != self._initial_value(name, k, value):
+                changed[k] = value
+        return changed
 
-    def _tell_of_tensors(self, name: str, now: dict[str, Any]) -> None:
+    def _warn_of_tensors(self, name: str, now: dict[str, Any]) -> None:
         for k, value in now.items():
-            if isinstance(value, _SIMPLE) or value is self._objects[name].get(k) or (name, k) in self._said:
+            if isinstance(value, _SIMPLE) or value is self._initial_objects[name].get(k) or (name, k) in self._warned:
                 continue
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            if tensors and not any(tensor.requires_grad for tensor in tensors):  # else made of weights, in every pass
-                self._said.add((name, k))
+            if tensors and not any(
+                tensor.requires_grad for tensor in tensors
+            ):  # else computed from weights in every pass
+                self._warned.add((name, k))
                 print(
-                    f"clusterd: {name or 'the model'} has put a tensor into its attribute {k}, which goes with no move "
-                    "and into no checkpoint: register it as a buffer, if it is not made anew where it is missing",
+                    f"clusterd: {name or 'the model'} has put a tensor into its attribute {k}, which is neither "
+                    "migrated nor saved in checkpoints: register it as a buffer, unless the model can recompute it",
                     flush=True,
                 )
 
-    def _made_as(self, name: str, attribute: str, default: Any) -> Any:
-        """What an attribute was; of one that was its class's, that."""
-        return self._made[name].get(attribute, getattr(type(self._modules[name]), attribute, default))
+    def _initial_value(self, name: str, attribute: str, default: Any) -> Any:
+        """Initial value of an attribute; that of the class if the instance had none."""
+        return self._initial[name].get(attribute, getattr(type(self._modules[name]), attribute, default))
 
-    def restore(self, came: dict[str, dict[str, Any]]) -> None:
-        """Set what came of the modules that are here; what did not come is as it was made, whatever a rehearsal did."""
+    def restore(self, received: dict[str, dict[str, Any]]) -> None:
+        """Set received values of the modules that are here, and reset the others to their initial values."""
         for name, module in self._modules.items():
             for attribute, value in self._differing(name, _attributes(module)).items():
-                setattr(module, attribute, copy.deepcopy(self._made_as(name, attribute, value)))
-        for name, values in came.items():
+                setattr(module, attribute, copy.deepcopy(self._initial_value(name, attribute, value)))
+        for name, values in received.items():
             for attribute, value in values.items() if name in self._modules else ():
-                setattr(self._modules[name], attribute, like(self._made_as(name, attribute, None), value))
+                setattr(self._modules[name], attribute, restore_like(self._initial_value(name, attribute, None), value))
 
 
 _SIMPLE = (bool, int, float, str, type(None), np.bool_, np.integer, np.floating)
 
 
 def _attributes(module: object) -> dict[str, Any]:
-    left_out = _CARRIED_OTHERWISE if isinstance(module, torch.optim.Optimizer) else _NOT_ITS_OWN
+    left_out = _SAVED_ELSEWHERE if isinstance(module, torch.optim.Optimizer) else _EXCLUDED
     return {name: value for name, value in vars(module).items() if name not in left_out}
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _SIMPLE) or (isinstance(value, _HOLDING) and _count(value) <= VALUES_MAX)
+    return isinstance(value, _SIMPLE) or (isinstance(value, _CONTAINERS) and _count(value) <= VALUES_MAX)
 
 
-_HOLDING = (list, tuple, deque, dict)
+_CONTAINERS = (list, tuple, deque, dict)
 
 
 def _count(value: Any) -> int:
-    """Of the values within; more than are carried, where some are not plain."""
+    """Number of values inside; above the limit if some are not plain."""
     if isinstance(value, _SIMPLE):
         return 1
-    if not isinstance(value, _HOLDING) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
+    if not isinstance(value, _CONTAINERS) or hasattr(value, "_fields") or len(value) > VALUES_MAX:
         return VALUES_MAX + 1
     if isinstance(value, dict) and not all(isinstance(key, (int, str)) for key in value):
         return VALUES_MAX + 1

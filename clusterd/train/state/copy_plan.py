@@ -1,4 +1,4 @@
-"""From what a rank holds and what a move says to what is copied where."""
+"""Copy plan of one migration: live tensors of a rank and the segment parts they are copied to or from."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clusterd.train.state.copying import Copies, Piece, narrowed
-from clusterd.train.state.local_shards import Holding
+from clusterd.train.state.copying import CopyBatch, SegmentPart, narrow_to_box
+from clusterd.train.state.local_shards import LocalShard
 from plans.layout import Tensor
 from plans.packing import Part, Read
 
 COPY_THREADS_MAX = 8
 
-Live = dict[tuple[str, str], Holding]
-"""What a rank holds, by global name and kind."""
+LocalShards = dict[tuple[str, str], LocalShard]
+"""Shards that a rank holds, by global name and kind."""
 
-Whereabouts = dict[tuple[str, str], tuple[Any, ...]]
+MemoryAddresses = dict[tuple[str, str], tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
-    """Copies that are good for as long as what they copy lies where it lay."""
+class PreparedCopy:
+    """Copies that are valid while the tensors stay at the same memory addresses."""
 
-    copies: Copies
-    whereabouts: Whereabouts
+    copies: CopyBatch
+    memory_addresses: MemoryAddresses
 
 
-def whereabouts(live: Live) -> Whereabouts:
-    """Equal as long as the same boxes lie in the same memory."""
+def memory_addresses(live: LocalShards) -> MemoryAddresses:
+    """Addresses of all local tensors; equal while the same boxes lie in the same memory."""
     return {
         key: (
-            holding.box,
-            *(None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in holding.tensors),
+            shard.box,
+            *(None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in shard.tensors),
         )
-        for key, holding in live.items()
+        for key, shard in live.items()
     }
 
 
-def piece_of(part: Part | Read, tensor: Tensor, live: Live, offset: int) -> Piece:
-    """The live tensors of a part of an outbox, or of a read, narrowed to its box."""
-    holding = live[tensor.name, tensor.kind]
+def segment_part(part: Part | Read, tensor: Tensor, live: LocalShards, offset: int) -> SegmentPart:
+    """Live tensors of a part of an outbox, or of a read, narrowed to its box."""
+    shard = live[tensor.name, tensor.kind]
     within = getattr(part, "within", None)
-    origin = [low for low, _ in holding.box]
-    return Piece(
+    origin = [low for low, _ in shard.box]
+    return SegmentPart(
         offset,
-        tuple(None if t is None else narrowed(t, part.low, part.high, origin) for t in holding.tensors),
+        tuple(None if t is None else narrow_to_box(t, part.low, part.high, origin) for t in shard.tensors),
         part.bytes,
         None if within is None else (_extent(within), tuple(a - b for a, b in zip(part.low, within[0], strict=True))),
     )
@@ -57,7 +57,7 @@ def _extent(box: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def copy_threads(hosts: Sequence[str], rank: int) -> int:
-    """How many threads a rank copies with: its own cores, or its share of the host's."""
+    """Number of copy threads of a rank: its own cores, or its share of the host's."""
     cores = len(os.sched_getaffinity(0))
     if cores == os.cpu_count():
         cores //= hosts.count(hosts[rank])

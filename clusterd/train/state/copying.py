@@ -1,11 +1,10 @@
-"""Copies between live tensors and segments, with a sum for each part.
+"""Copies between live tensors and segments, with a checksum of each part.
 
-The sum of a part is over its words, as wide as its rows allow (8, 4, 2 or 1 bytes), modulo 2**64. It is taken over the
-live tensor on either side, so equal sums tell that everything between them was sound: copies, segment and network.
+The checksum of a part is the sum of its words, as wide as its rows allow (8, 4, 2 or 1 bytes), modulo 2**64. Both sides
+compute it over the live tensor, so equal sums verify copies, segment and network.
 
-Copies are made many at a time, in one call that is outside of Python for as long as it lasts: one by one, a model's
-hundreds of small tensors take longer, and several threads take longer than one, as each waits for the others between
-two calls.
+Copies run in batches, in one call that releases the GIL: one by one, a model's hundreds of small tensors take longer,
+and several threads take longer than one, as they contend for the GIL between calls.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ import torch
 from clusterd.train.state.segments import Segment
 
 BATCH_BYTES = 1 << 20
-"""Summed while the cache still holds what was copied."""
+"""Batch size: checksums are computed while the cache still holds the copied data."""
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+_WORD_DTYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One part of a segment and the live tensors it is of, slot by slot; None: there is no such slot.
+class SegmentPart:
+    """One part of a segment and its live tensors, slot by slot; None: the slot is missing.
 
     Attributes:
-        within: (shape of the part, where the live tensors begin in it), where the part is larger than they.
+        within: (shape of the part, offset of the live tensors in it), if the part is larger than they are.
     """
 
     offset: int
@@ -43,26 +42,26 @@ class Piece:
 
 
 class _Copy(NamedTuple):
-    piece: int
+    part: int
     target: torch.Tensor
     source: torch.Tensor
     summed: torch.Tensor
     width: int
 
 
-class Copies:
-    """What is to be copied between live tensors and a segment."""
+class CopyBatch:
+    """Copies between live tensors and a segment."""
 
-    def __init__(self, pieces: int, copies: Sequence[_Copy], blank: Sequence[torch.Tensor] = ()) -> None:
-        self._pieces, self._copies, self._blank = pieces, copies, blank
+    def __init__(self, parts: int, copies: Sequence[_Copy], zeroed: Sequence[torch.Tensor] = ()) -> None:
+        self._count, self._copies, self._zeroed = parts, copies, zeroed
 
     def run(self, threads: int = 1, after: Any = None) -> list[int]:
-        """Copies; returns the sum of each piece.
+        """Run the copies and return the checksum of each part.
 
         Args:
-            after: an event on the device to begin after; None: all that is queued there.
+            after: device event to wait for; None: everything that is queued on the device.
         """
-        for tensor in self._blank:
+        for tensor in self._zeroed:
             tensor.zero_()
         copies = self._copies
         device = next((t.device for copy in copies for t in (copy.target, copy.source) if t.is_cuda), None)
@@ -71,60 +70,60 @@ class Copies:
                 _copy(copies)
                 return self._totals(list(map(_word_sum, copies)))
         if threads == 1:
-            return self._totals(_copied(copies))
+            return self._totals(_copy_and_sum(copies))
         share = -(-sum(copy.target.nbytes for copy in copies) // threads)
         with ThreadPoolExecutor(threads) as pool:
-            return self._totals([value for some in pool.map(_copied, _batches(copies, share)) for value in some])
+            return self._totals([value for some in pool.map(_copy_and_sum, _batches(copies, share)) for value in some])
 
     def _totals(self, sums: Sequence[torch.Tensor]) -> list[int]:
-        """Over chunks modulo their words' width, over slots modulo 2**64."""
+        """Sum over chunks modulo the word width, and over slots modulo 2**64."""
         # Under offload some of a rank's tensors are in host memory and some on its device.
-        alike: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
+        groups: dict[tuple[int, torch.device], list[int]] = defaultdict(list)
         for i, (copy, value) in enumerate(zip(self._copies, sums, strict=True)):
-            alike[copy.width, value.device].append(i)
-        chunks: dict[tuple[int, int], int] = defaultdict(int)  # by piece and width
-        for (width, _), which in alike.items():
-            for i, value in zip(which, torch.stack([sums[i] for i in which]).tolist(), strict=True):
-                chunks[self._copies[i].piece, width] += value
-        totals = [0] * self._pieces
-        for (piece, width), chunk in chunks.items():
-            totals[piece] = (totals[piece] + chunk % (1 << 8 * width)) % (1 << 64)
+            groups[copy.width, value.device].append(i)
+        chunks: dict[tuple[int, int], int] = defaultdict(int)  # by part and width
+        for (width, _), indices in groups.items():
+            for i, value in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
+                chunks[self._copies[i].part, width] += value
+        totals = [0] * self._count
+        for (part, width), chunk in chunks.items():
+            totals[part] = (totals[part] + chunk % (1 << 8 * width)) % (1 << 64)
         return totals
 
 
-def fills(segment: Segment, pieces: Sequence[Piece]) -> Copies:
-    """From live tensors into the segment; the sums are of the former. Missing slots are written as zeros."""
+def copies_to_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
+    """Copies from live tensors into the segment, with checksums of the tensors; missing slots are written as zeros."""
     copies: list[_Copy] = []
-    blank: list[torch.Tensor] = []
-    for number, piece in enumerate(pieces):
-        missing = sum(t is None for t in piece.tensors)
-        there = sum(t.nbytes for t in piece.tensors if t is not None)
-        offset = piece.offset
-        for tensor in piece.tensors:
+    zeroed: list[torch.Tensor] = []
+    for number, part in enumerate(parts):
+        missing = sum(t is None for t in part.tensors)
+        present = sum(t.nbytes for t in part.tensors if t is not None)
+        offset = part.offset
+        for tensor in part.tensors:
             if tensor is None:
-                size = (piece.bytes - there) // missing
-                blank.append(segment.view(torch.uint8, (size,), offset))
+                size = (part.bytes - present) // missing
+                zeroed.append(segment.view(torch.uint8, (size,), offset))
                 offset += size
                 continue
             width = _word_bytes(tensor)
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, stored, live, live, width))
             offset += tensor.nbytes
-    return Copies(len(pieces), copies, blank)
+    return CopyBatch(len(parts), copies, zeroed)
 
 
-def loads(segment: Segment, pieces: Sequence[Piece]) -> Copies:
-    """From the segment into live tensors; the sums are of what they are then, or of the larger parts."""
+def copies_from_segment(segment: Segment, parts: Sequence[SegmentPart]) -> CopyBatch:
+    """Copies from the segment into live tensors, with checksums of the result or of the larger parts."""
     copies: list[_Copy] = []
-    for number, piece in enumerate(pieces):
-        offset = piece.offset
-        for tensor in piece.tensors:
+    for number, part in enumerate(parts):
+        offset = part.offset
+        for tensor in part.tensors:
             assert tensor is not None
-            if piece.within is not None:
-                whole = segment.view(tensor.dtype, piece.within[0], offset)
-                start = piece.within[1]
+            if part.within is not None:
+                whole = segment.view(tensor.dtype, part.within[0], offset)
+                start = part.within[1]
                 stop = [a + n for a, n in zip(start, tensor.shape, strict=True)]
-                stored = narrowed(whole, start, stop, [0] * len(start))
+                stored = narrow_to_box(whole, start, stop, [0] * len(start))
                 copies.append(_Copy(number, tensor, stored, whole, _word_bytes(whole)))
                 offset += whole.nbytes
                 continue
@@ -132,10 +131,10 @@ def loads(segment: Segment, pieces: Sequence[Piece]) -> Copies:
             for live, stored in _chunks(tensor, segment.view(tensor.dtype, tensor.shape, offset)):
                 copies.append(_Copy(number, live, stored, live, width))
             offset += tensor.nbytes
-    return Copies(len(pieces), copies)
+    return CopyBatch(len(parts), copies)
 
 
-def narrowed(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> torch.Tensor:
+def narrow_to_box(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> torch.Tensor:
     """The box [low, high), in global coordinates, of a tensor that begins at `origin`."""
     for dim, (a, b, o) in enumerate(zip(low, high, origin, strict=True)):
         if b - a < tensor.shape[dim]:
@@ -143,7 +142,7 @@ def narrowed(tensor: torch.Tensor, low: Sequence[int], high: Sequence[int], orig
     return tensor
 
 
-def _copied(copies: Sequence[_Copy]) -> list[torch.Tensor]:
+def _copy_and_sum(copies: Sequence[_Copy]) -> list[torch.Tensor]:
     sums: list[torch.Tensor] = []
     for batch in _batches(copies, BATCH_BYTES):
         _copy(batch)
@@ -153,9 +152,9 @@ def _copied(copies: Sequence[_Copy]) -> list[torch.Tensor]:
 
 @contextmanager
 def _on_stream(device: torch.device, after: Any) -> Iterator[None]:
-    """On a side stream, waited for at the end, whatever happens: what is copied may be unpinned then.
+    """Run on a side stream and always wait for it at the end: copied memory may be unpinned afterwards.
 
-    Sums are read there too: on the main stream, that would be behind the next step.
+    Checksums are read there too: on the main stream they would queue behind the next step.
     """
     stream = _side_stream(device)
     if after is not None:
@@ -173,7 +172,10 @@ _side_streams: dict[torch.device, Any] = {}
 
 
 def _side_stream(device: torch.device) -> Any:
-    """One for all copies: torch has 32 in turn, so that a new one may be another's, and keeps memory for each apart."""
+    """The one stream for all copies of a device.
+
+    torch cycles through 32 streams, so a new one may already be in use, and caches memory for each separately.
+    """
     if device not in _side_streams:
         _side_streams[device] = torch.cuda.Stream(device)
     return _side_streams[device]
@@ -209,15 +211,15 @@ def _word_bytes(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _width(row_bytes: int) -> int:
-    """Of the words that a tensor with such rows is summed in."""
-    return next(width for width in _WORDS if row_bytes % width == 0)
+    """Width of the words that a tensor with such rows is summed in."""
+    return next(width for width in _WORD_DTYPES if row_bytes % width == 0)
 
 
 def _word_sum(copy: _Copy) -> torch.Tensor:
-    """The sum over the words of what is summed, as a scalar where that is; wraps around at their width."""
-    tensor, words = copy.summed, _WORDS[copy.width]
+    """Sum over the words of a tensor, as a scalar on its device; wraps around at the word width."""
+    tensor, dtype = copy.summed, _WORD_DTYPES[copy.width]
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     try:
-        return tensor.view(words).sum(dtype=words)
-    except RuntimeError:  # where it lies does not allow wider words; the sum must not depend on that
-        return tensor.clone(memory_format=torch.contiguous_format).view(words).sum(dtype=words)
+        return tensor.view(dtype).sum(dtype=dtype)
+    except RuntimeError:  # misaligned for wide words; the sum must not depend on alignment
+        return tensor.clone(memory_format=torch.contiguous_format).view(dtype).sum(dtype=dtype)

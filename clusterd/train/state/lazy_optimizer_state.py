@@ -1,7 +1,7 @@
-"""What an optimizer begins to keep after its first update: slow weights, averages that start at some step.
+"""Optimizer state that appears after the first update: slow weights, averages that start at some step.
 
-Which slots there are is found out before training, by one update of small stand-ins (`optimizer_slots`), and moves
-and snapshots are laid out by that. A checkpoint has room for whatever is there, under the same keys.
+Migrations and state snapshots are laid out by the slots that a trial update finds (`optimizer_slots`). A checkpoint
+also stores these later tensors, under the same keys.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.state.local_shards import Box, box_of
 
 Slot = tuple[str, str]
-"""Global name of a parameter, and what the optimizer calls what it keeps for it."""
+"""Global name of a parameter, and the optimizer's name of a slot."""
 
 
-def kept(optimizer: RankOptimizer, known: Mapping[str, set[str]]) -> dict[Slot, torch.Tensor]:
-    """Late tensors of this rank.
+def lazy_tensors(optimizer: RankOptimizer, known: Mapping[str, set[str]]) -> dict[Slot, torch.Tensor]:
+    """Lazily created tensors of this rank.
 
     Args:
-        known: slots of each parameter that move as tensors.
+        known: slots of each parameter that migrate as tensors.
     """
     state, updated = optimizer.holder.state, optimizer.updated()
     found: dict[Slot, torch.Tensor] = {}
@@ -31,15 +31,17 @@ def kept(optimizer: RankOptimizer, known: Mapping[str, set[str]]) -> dict[Slot, 
         for slot, value in state.get(plain, {}).items() if name in updated else ():
             if slot in known.get(name, ()) or not isinstance(value, torch.Tensor):
                 continue
-            # A part may have one element, as counters have.
+            # A shard may have one element, as counters do.
             is_part = value.dim() > 0 and value.shape == plain.shape != parameter.shape
             if value.numel() != 1 or is_part:
                 found[name, slot] = value
     return found
 
 
-def room(optimizer: RankOptimizer, known: Mapping[str, set[str]], metadata: Metadata) -> dict[Slot, torch.Tensor]:
-    """New tensors for what was late in a checkpoint, as far as it is this rank's."""
+def allocate_lazy_tensors(
+    optimizer: RankOptimizer, known: Mapping[str, set[str]], metadata: Metadata
+) -> dict[Slot, torch.Tensor]:
+    """New tensors for this rank's part of the lazy state in a checkpoint."""
     updated = optimizer.updated()
     local = {name: (parameter, plain) for name, parameter, plain in optimizer.local if name in updated}
     found: dict[Slot, torch.Tensor] = {}
@@ -55,10 +57,10 @@ def room(optimizer: RankOptimizer, known: Mapping[str, set[str]], metadata: Meta
     return found
 
 
-def place(parameter: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
-    """Shape of the whole, and the box in it, of what is kept for `parameter` and has `shape` on this rank.
+def box_in_whole(parameter: torch.Tensor, shape: Sequence[int]) -> tuple[tuple[int, ...], Box] | None:
+    """Whole shape, and box in it, of optimizer state for `parameter` that has `shape` on this rank.
 
-    It is cut as the parameter is, or, with another shape, whole. None: it is of another shape for a part of one.
+    State is cut like the parameter or, with another shape, not at all. None: it has another shape for a shard.
     """
     whole, box = tuple(parameter.shape), box_of(parameter)
     if tuple(shape) == tuple(high - low for low, high in box):

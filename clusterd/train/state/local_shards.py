@@ -1,7 +1,7 @@
-"""What this rank holds, read off its live objects: tensors under global names, and their boxes in the whole.
+"""Shards that this rank holds, read from its live objects: tensors under global names, and their boxes.
 
-`plans.layout` computes the same from the plan alone. Before a rank takes part in a move it compares the two here, so
-that a difference between what is computed and what torch did is an error and never a wrong weight.
+`plans.layout` computes the same from the plan alone. Before a migration a rank compares the two here, so that a
+difference between the computed layout and torch's sharding is an error and never a wrong weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import Parallel
+from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_tensor
 from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.state.attributes import Attributes
@@ -24,24 +24,24 @@ Box = tuple[tuple[int, int], ...]
 """One (low, high) per dimension, half-open, in the whole tensor."""
 
 
-class BoxesDiffer(Exception):
-    """Live objects are not cut as their plan's layout says."""
+class ShardMismatch(Exception):
+    """Live objects are not sharded as their plan's layout says."""
 
 
-class Trained(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that holds state."""
+class ShardedTraining(Protocol):
+    """Part of `clusterd.train.rank_main.Training` that holds state."""
 
-    parallel: Parallel
+    parallel: ParallelModel
     optimizer: RankOptimizer
     attributes: Attributes
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """One tensor of the collection, as far as this rank has it.
+class LocalShard:
+    """Local part of one tensor of the collection.
 
     Attributes:
-        tensors: of this box, one per slot in the order in which slots are moved; None where the optimizer keeps none
+        tensors: one per slot of this box, in the order in which slots migrate; None if the optimizer has not created it
             for this parameter yet.
         mirror: a copy of a parameter in host memory that must be kept equal (offload=optimizer).
     """
@@ -51,8 +51,8 @@ class Holding:
     mirror: torch.Tensor | None = None
 
 
-def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Holding]:
-    """Everything that this rank holds, by (global name, kind); empty shards are left out."""
+def local_shards(training: ShardedTraining, shape: ModelShape) -> dict[tuple[str, str], LocalShard]:
+    """All shards of this rank, by (global name, kind); empty ones are left out."""
     index = {p.name: i for i, p in enumerate(shape.parameters)}
     odd: dict[int, list[OddSlot]] = {}
     for odd_slot in shape.odd_slots:
@@ -60,33 +60,33 @@ def holdings(training: Trained, shape: ModelShape) -> dict[tuple[str, str], Hold
     plain = {name: p for name, _, p in training.optimizer.local}
     updated = training.optimizer.updated()
     state = training.optimizer.holder.state
-    found: dict[tuple[str, str], Holding] = {}
+    found: dict[tuple[str, str], LocalShard] = {}
     for name, parameter in training.parallel.parameters:
         box = box_of(parameter)
         if any(high <= low for low, high in box):
             continue
         local = local_tensor(parameter).detach()
         mirror = plain.get(name) if training.optimizer.in_host_memory else None
-        found[name, "parameter"] = Holding(box, (local,), mirror.detach() if mirror is not None else None)
+        found[name, "parameter"] = LocalShard(box, (local,), mirror.detach() if mirror is not None else None)
         if name not in updated or name not in index:
             continue
-        kept = state.get(plain[name], {})
+        slot_values = state.get(plain[name], {})
         if slots := shape.slots_of(index[name]):
-            found[name, "optimizer"] = Holding(box, tuple(_tensor(kept.get(slot)) for slot, _ in slots))
+            found[name, "optimizer"] = LocalShard(box, tuple(_tensor(slot_values.get(slot)) for slot, _ in slots))
         for odd_slot in odd.get(index[name], ()):
             whole = tuple((0, n) for n in odd_slot.shape)
-            found[name, f"optimizer.{odd_slot.name}"] = Holding(whole, (_tensor(kept.get(odd_slot.name)),))
+            found[name, f"optimizer.{odd_slot.name}"] = LocalShard(whole, (_tensor(slot_values.get(odd_slot.name)),))
     for name, buffer in training.parallel.module.named_buffers(remove_duplicate=False):
         if buffer.numel():
-            found[build.global_name(name), "buffer"] = Holding(tuple((0, n) for n in buffer.shape), (buffer,))
+            found[build.global_name(name), "buffer"] = LocalShard(tuple((0, n) for n in buffer.shape), (buffer,))
     return found
 
 
 def box_of(tensor: Any) -> Box:
-    """Of the part of `tensor` that lies on this rank: all of it, unless it is a DTensor that is sharded.
+    """Box of the part of `tensor` that lies on this rank: the whole, unless it is a sharded DTensor.
 
-    Shards of several mesh dimensions nest: plain ones are cut first, strided ones (FSDP2 over tensor parallelism)
-    then cut what is left.
+    Shards of several mesh dimensions nest: plain ones are cut first, strided ones (FSDP2 over tensor parallelism) then
+    cut the remainder.
     """
     box = [(0, n) for n in tensor.shape]
     placements = getattr(tensor, "placements", None)
@@ -102,40 +102,42 @@ def box_of(tensor: Any) -> Box:
     return tuple(box)
 
 
-def check_boxes(training: Trained, shape: ModelShape, layout: Layout, rank: int) -> dict[tuple[str, str], Holding]:
-    """What this rank holds, if it is what `layout` says.
+def check_shards(
+    training: ShardedTraining, shape: ModelShape, layout: Layout, rank: int
+) -> dict[tuple[str, str], LocalShard]:
+    """All shards of this rank, checked against `layout`.
 
     Args:
         shape: of the job's model, from which the layout was computed.
     Raises:
-        BoxesDiffer: naming the first tensor that is not cut as computed, or is missing on either side.
+        ShardMismatch: names the first tensor that is not cut as computed, or is missing on either side.
     """
-    live = holdings(training, shape)
+    live = local_shards(training, shape)
     computed = layout.boxes_of(rank)
     where = f"rank {rank} of {training.parallel.plan}"
     for key, box in computed.items():
         if key not in live:
-            raise BoxesDiffer(f"{where} should hold {_named(key, box)}, and has none of it")
+            raise ShardMismatch(f"{where} should hold {_named(key, box)}, but has none of it")
         if live[key].box != box:
-            raise BoxesDiffer(f"{where} should hold {_named(key, box)}, and holds {_text(live[key].box)}")
-    for key, holding in live.items():
+            raise ShardMismatch(f"{where} should hold {_named(key, box)}, but holds {_text(live[key].box)}")
+    for key, shard in live.items():
         if key not in computed:
-            raise BoxesDiffer(f"{where} holds {_named(key, holding.box)}, which its plan gives to other ranks")
+            raise ShardMismatch(f"{where} holds {_named(key, shard.box)}, which its plan assigns to other ranks")
     sizes = {(t.name, t.kind): t.element_bytes for t in layout.tensors}
-    for key, holding in live.items():
-        _check_tensors(where, key, holding, sizes[key], shape)
+    for key, shard in live.items():
+        _check_tensors(where, key, shard, sizes[key], shape)
     return live
 
 
-def _check_tensors(where: str, key: tuple[str, str], holding: Holding, element_bytes: int, shape: ModelShape) -> None:
-    extent = tuple(high - low for low, high in holding.box)
-    there = [t for t in holding.tensors if t is not None]
+def _check_tensors(where: str, key: tuple[str, str], shard: LocalShard, element_bytes: int, shape: ModelShape) -> None:
+    extent = tuple(high - low for low, high in shard.box)
+    there = [t for t in shard.tensors if t is not None]
     for tensor in there:
         if tuple(tensor.shape) != extent:
-            raise BoxesDiffer(f"{where} holds {_named(key, holding.box)} as a tensor of shape {tuple(tensor.shape)}")
-    if len(there) == len(holding.tensors) and sum(t.element_size() for t in there) != element_bytes:
+            raise ShardMismatch(f"{where} holds {_named(key, shard.box)} as a tensor of shape {tuple(tensor.shape)}")
+    if len(there) == len(shard.tensors) and sum(t.element_size() for t in there) != element_bytes:
         have = " + ".join(str(t.element_size()) for t in there)
-        raise BoxesDiffer(f"{where} keeps {have} bytes per element of {key[0]} ({key[1]}), not {element_bytes}")
+        raise ShardMismatch(f"{where} keeps {have} bytes per element of {key[0]} ({key[1]}), not {element_bytes}")
 
 
 def _named(key: tuple[str, str], box: Box) -> str:

@@ -1,4 +1,4 @@
-"""Values as numbers, text, lists and maps of them: what goes from one process to another without a pickle."""
+"""Conversion of values to numbers, text, lists and maps, which cross process boundaries without pickle."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 
-class CannotTravel(Exception):
-    """A value that is neither number nor text, nor made of such."""
+class NotSerializable(Exception):
+    """A value contains something other than numbers, text, lists and maps."""
 
 
 def plain_value(value: Any, where: str) -> Any:
-    """`value` as numbers, text, lists and maps of them.
+    """Convert `value` to numbers, text, lists and maps.
 
     Raises:
-        CannotTravel: it holds something else; `where` names it.
+        NotSerializable: it holds something else; `where` names it.
     """
     if isinstance(value, np.generic):
-        value = value.item()  # some are numbers of Python's too, and would be pickled in a checkpoint all the same
+        value = value.item()  # NumPy scalars that subclass Python numbers would be pickled in checkpoints
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -31,28 +31,28 @@ def plain_value(value: Any, where: str) -> Any:
         return {plain_value(k, f"a key of {where}"): plain_value(v, f"{where}.{k}") for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
         return [plain_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    raise CannotTravel(
+    raise NotSerializable(
         f"{where} is a {type(value).__name__}, which cannot be sent to another process without pickling it"
     )
 
 
-def like(fresh: Any, plain: Any) -> Any:
-    """What `plain_value` made, as the kind of thing that `fresh` is."""
+def restore_like(fresh: Any, plain: Any) -> Any:
+    """Convert the result of `plain_value` back to the type of `fresh`."""
     if isinstance(plain, dict) and "tensor" in plain and "dtype" in plain:
         if isinstance(fresh, torch.Tensor):
             return fresh.fill_(plain["tensor"])
         return torch.full(plain["shape"], plain["tensor"], dtype=getattr(torch, plain["dtype"]))
     if isinstance(plain, dict):
-        items = {k: like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
+        items = {k: restore_like(fresh.get(k) if isinstance(fresh, Mapping) else None, v) for k, v in plain.items()}
         if not isinstance(fresh, dict) or type(fresh) is dict:
             return items
-        same = copy.copy(fresh)  # one that counts, or that knows what is missing
+        same = copy.copy(fresh)  # keep its type: a Counter, a defaultdict
         same.clear()
         same.update(items)
         return same
     if isinstance(plain, list):
         beside = fresh if isinstance(fresh, (list, tuple, deque)) and len(fresh) == len(plain) else [None] * len(plain)
-        values = [like(f, p) for f, p in zip(beside, plain, strict=True)]
+        values = [restore_like(f, p) for f, p in zip(beside, plain, strict=True)]
         if isinstance(fresh, deque):
             return type(fresh)(values, fresh.maxlen)
         return type(fresh)(values) if isinstance(fresh, tuple) else values

@@ -1,7 +1,7 @@
-"""State that is no tensor of the collection: step counters, values of parameter groups, the scheduler.
+"""Training state outside of the tensor collection: step counters, parameter-group values, the scheduler.
 
-It travels as plain values in the message that goes with a segment, never pickled. Parameters bear their global names,
-so that it does not matter how old and new ranks share parameters and groups.
+It travels as plain values in the message that accompanies a segment, never pickled. Parameters have global names, so
+source and target ranks may distribute parameters and groups differently.
 """
 
 from __future__ import annotations
@@ -15,75 +15,75 @@ import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import Parallel
-from clusterd.train.parallel.optimizers import RankOptimizer, holding_tensors
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
 from clusterd.train.state.attributes import Attributes
-from clusterd.train.state.lazy_optimizer_state import kept as kept_late
-from clusterd.train.state.plain_data import CannotTravel, like, plain_value
+from clusterd.train.state.lazy_optimizer_state import lazy_tensors
+from clusterd.train.state.plain_data import NotSerializable, plain_value, restore_like
 from plans.model_shape import ModelShape
 
 Scalars = dict[str, Any]
 
 
-class ScalarsDiffer(Exception):
-    """What came does not fit the optimizer or the scheduler that is here."""
+class ScalarMismatch(Exception):
+    """Received state does not fit the optimizer or the scheduler of this rank."""
 
 
-class Trained(Protocol):
-    """The part of `clusterd.train.rank_main.Training` that has such state."""
+class ScalarTraining(Protocol):
+    """Part of `clusterd.train.rank_main.Training` that holds such state."""
 
-    parallel: Parallel
+    parallel: ParallelModel
     optimizer: RankOptimizer
     scheduler: Any
     attributes: Attributes
 
 
-def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -> Scalars:
-    """Of this rank.
+def collect(training: ScalarTraining, shape: ModelShape, *, lazy_saved_separately: bool = False) -> Scalars:
+    """Collect the scalar state of this rank.
 
     Args:
-        late_apart: whether somebody else takes the tensors that the optimizer has begun to keep after its first update.
+        lazy_saved_separately: the caller saves tensors that the optimizer created after its first update.
     Returns:
-        attributes: what modules and the optimizer count, by name; counters: [values by slot, names of the parameters
-        that have them]; absent: parameters that have no state yet; groups: names and values of each; common: what the
-        optimizer keeps for no parameter; frozen: parameters that train no more; scheduler: its ``state_dict``, or None.
+        attributes: changed attributes of modules and the optimizer, by name; counters: [values by slot, names of the
+        parameters that have them]; absent: parameters without state yet; groups: names and values of each; common:
+        optimizer state of no parameter; frozen: parameters no longer trainable; scheduler: its ``state_dict``, or None.
     Raises:
-        CannotTravel: naming the value.
+        NotSerializable: naming the value.
     """
     optimizer, scheduler = training.optimizer, training.scheduler
     _check_buffers(training.parallel.module, shape)
-    _check_own(optimizer.holder)
+    _check_hidden_state(optimizer.holder)
     tensors = tensor_slots(shape)
-    alike: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    equal_values: dict[str, tuple[dict[str, Any], list[str]]] = {}
     absent: list[str] = []
     names = {id(plain): name for name, _, plain in optimizer.local}
     state = optimizer.holder.state
     updated = optimizer.updated()
-    late = set(kept_late(optimizer, tensors))
-    if late and not late_apart:
-        name, slot = min(late)
-        raise CannotTravel(
-            f"{name}: {slot} came after the optimizer's first update, and only checkpoints have room for it"
+    lazy = set(lazy_tensors(optimizer, tensors))
+    if lazy and not lazy_saved_separately:
+        name, slot = min(lazy)
+        raise NotSerializable(
+            f"{name}: {slot} was created after the optimizer's first update; only checkpoints can store it"
         )
-    counters = [v for kept in state.values() if isinstance(kept, Mapping) for v in kept.values() if _is_counter(v)]
+    counters = [v for slots in state.values() if isinstance(slots, Mapping) for v in slots.values() if _is_counter(v)]
     read = dict(zip(map(id, counters), on_host(counters), strict=True))
     for name, _, plain in optimizer.local:
         if name not in updated:
             continue
-        kept = state.get(plain, {})
-        if not kept and tensors.get(name):
+        slots = state.get(plain, {})
+        if not slots and tensors.get(name):
             absent.append(name)
         values = {
             slot: plain_value(read.get(id(value), value), f"{name}: {slot}")
-            for slot, value in kept.items()
-            if slot not in tensors.get(name, ()) and value is not None and (name, slot) not in late
+            for slot, value in slots.items()
+            if slot not in tensors.get(name, ()) and value is not None and (name, slot) not in lazy
         }
-        alike.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
+        equal_values.setdefault(json.dumps(values, sort_keys=True), (values, []))[1].append(name)
     return {
         "attributes": training.attributes.changed(),
-        "counters": [[values, having] for values, having in alike.values() if values],
+        "counters": [[values, names_with] for values, names_with in equal_values.values() if values],
         "absent": absent,
-        "frozen": training.parallel.frozen_since(),
+        "frozen": training.parallel.newly_frozen(),
         "common": {k: plain_value(v, f"optimizer state: {k}") for k, v in state.items() if isinstance(k, str)},
         "groups": [
             {
@@ -98,37 +98,37 @@ def collect(training: Trained, shape: ModelShape, *, late_apart: bool = False) -
 
 def _state_dict(scheduler: Any) -> Any:
     if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-        raise CannotTravel(f"the scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict")
+        raise NotSerializable(f"the scheduler, a {type(scheduler).__name__}, has no state_dict or load_state_dict")
     return scheduler.state_dict()
 
 
 def _check_buffers(module: nn.Module, shape: ModelShape) -> None:
-    """Raises CannotTravel where one is not as the model was made with it: nothing here has room for that."""
+    """Raise NotSerializable if a buffer was added or reshaped after the model was made."""
     sizes = {buffer.name: buffer.shape for buffer in shape.buffers}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         name = build.global_name(path)
         if (made := sizes.get(name)) != tuple(buffer.shape):
             was = f"of shape {made}" if made is not None else "none"
-            raise CannotTravel(
-                f"the buffer {name} is of shape {tuple(buffer.shape)}, and was {was} when the model was made, which is "
-                "not carried: register it with the shape that it will have"
+            raise NotSerializable(
+                f"the buffer {name} is of shape {tuple(buffer.shape)}, but was {was} when the model was made, which is "
+                "not supported: register it with its final shape"
             )
 
 
-def _check_own(optimizer: torch.optim.Optimizer) -> None:
-    """Raises CannotTravel where state is not in `state`: in another optimizer within, or beside it."""
-    if own := holding_tensors(optimizer):
-        raise CannotTravel(
-            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {own}, which are not carried: have "
-            "it keep them in `state`"
+def _check_hidden_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise NotSerializable if the optimizer keeps state outside of `state`: in an attribute or an inner optimizer."""
+    if attribute := attribute_with_tensors(optimizer):
+        raise NotSerializable(
+            f"{type(optimizer).__name__} keeps tensors of its own in its attribute {attribute}, which is not "
+            "supported: keep them in `state`"
         )
     for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
         for other in () if name == "state" else held:
             if isinstance(other, torch.optim.Optimizer) and other.state is not optimizer.state:
-                raise CannotTravel(
-                    f"{type(optimizer).__name__} has a {type(other).__name__} within ({name}) that keeps state of its "
-                    "own, which is not carried: have both use one `state`"
+                raise NotSerializable(
+                    f"{type(optimizer).__name__} contains a {type(other).__name__} ({name}) that keeps state of its "
+                    "own, which is not supported: let both use one `state`"
                 )
 
 
@@ -137,46 +137,46 @@ def _is_counter(value: Any) -> bool:
 
 
 def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same values in host memory, read in one go for each type: each read waits for all that a GPU has to do."""
+    """The same values in host memory, one transfer per dtype: each transfer waits for the whole GPU queue."""
     read: dict[int, torch.Tensor] = {}
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    equal_values: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     for scalar in scalars:
-        alike[scalar.dtype, scalar.device].append(scalar)
-    for same in alike.values():
+        equal_values[scalar.dtype, scalar.device].append(scalar)
+    for same in equal_values.values():
         together = torch.stack([scalar.detach().reshape(()) for scalar in same]).cpu()
         read.update(zip(map(id, same), together.unbind(), strict=True))
     return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
-def restore(training: Trained, shape: ModelShape, came: Iterable[Scalars]) -> None:
-    """Puts what came from several ranks in the place of what is here.
+def restore(training: ScalarTraining, shape: ModelShape, received: Iterable[Scalars]) -> None:
+    """Restore the scalar state that several ranks sent.
 
     Raises:
-        ScalarsDiffer: a counter or a group that is needed did not come.
+        ScalarMismatch: a counter or a group that is needed was not received.
     """
-    sources = list(came)
+    sources = list(received)
     optimizer, scheduler = training.optimizer, training.scheduler
     attributes: dict[str, Any] = {}
-    for source in reversed(sources):  # replica 0 counts, as for buffers; checkpoints of before have none
+    for source in reversed(sources):  # replica 0 wins, as for buffers; old checkpoints have none
         attributes |= source.get("attributes", {})
     training.attributes.restore(attributes)
     _restore_counters(optimizer, tensor_slots(shape), sources)
     state = optimizer.holder.state
-    for key, value in sources[0].get("common", {}).items():  # snapshots and checkpoints of before have none
-        state[key] = like(state.get(key), value)
+    for key, value in sources[0].get("common", {}).items():  # old state snapshots and checkpoints have none
+        state[key] = restore_like(state.get(key), value)
     training.parallel.freeze({name for source in sources for name in source.get("frozen", ())})
     origins = _restore_groups(optimizer, sources)
     if scheduler is not None:
         states = [source["scheduler"] for source in sources]
         if any(state is None for state in states):
-            raise ScalarsDiffer("a scheduler is here, and none was there")
+            raise ScalarMismatch("this rank has a scheduler, but the source had none")
         fresh = scheduler.state_dict()
-        scheduler.load_state_dict(like(fresh, _by_groups(states, sources, origins)))
+        scheduler.load_state_dict(restore_like(fresh, _by_groups(states, sources, origins)))
 
 
 def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], sources: list[Scalars]) -> None:
     counters = {
-        name: values for source in reversed(sources) for values, having in source["counters"] for name in having
+        name: values for source in reversed(sources) for values, names_with in source["counters"] for name in names_with
     }
     absent = {name for source in sources for name in source["absent"]}
     updated = optimizer.updated()
@@ -186,16 +186,16 @@ def _restore_counters(optimizer: RankOptimizer, tensors: dict[str, set[str]], so
         if name in absent:
             optimizer.holder.state.pop(plain, None)
             continue
-        kept = optimizer.holder.state.get(plain, {})
-        mine = {slot for slot, value in kept.items() if slot not in tensors.get(name, ()) and value is not None}
-        if lacking := mine - set(counters.get(name, {})):
-            raise ScalarsDiffer(f"no {min(lacking)} of {name} came")
+        slots = optimizer.holder.state.get(plain, {})
+        mine = {slot for slot, value in slots.items() if slot not in tensors.get(name, ()) and value is not None}
+        if missing := mine - set(counters.get(name, {})):
+            raise ScalarMismatch(f"no {min(missing)} of {name} was received")
         for slot, value in counters.get(name, {}).items():
-            optimizer.holder.state[plain][slot] = like(kept.get(slot), value)
+            optimizer.holder.state[plain][slot] = restore_like(slots.get(slot), value)
 
 
 def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tuple[int, int]]:
-    """Sets the groups' values; returns for each group here which one, of which source, it was."""
+    """Set the values of the groups; return for each group here its (source, group) of origin."""
     names = {id(plain): name for name, _, plain in optimizer.local}
     where = {
         name: (s, g)
@@ -207,11 +207,11 @@ def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tu
     for number, group in enumerate(optimizer.optimizer.param_groups):
         first = next((names[id(p)] for p in group["params"] if names[id(p)] in where), None)
         if first is None and (group["params"] or number >= len(sources[0]["groups"])):
-            raise ScalarsDiffer(f"parameter group {number} of this rank was in none of the groups that came")
+            raise ScalarMismatch(f"parameter group {number} of this rank is in none of the received groups")
         source, origin = where[first] if first is not None else (0, number)
         origins.append((source, origin))
         values = sources[source]["groups"][origin]["values"]
-        group.update({k: like(group.get(k), v) for k, v in values.items()})
+        group.update({k: restore_like(group.get(k), v) for k, v in values.items()})
     holder = optimizer.holder
     if holder is not optimizer.optimizer:
         for outer, inner in zip(optimizer.optimizer.param_groups, holder.param_groups, strict=True):
@@ -220,7 +220,7 @@ def _restore_groups(optimizer: RankOptimizer, sources: list[Scalars]) -> list[tu
 
 
 def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[int, int]]) -> Any:
-    """A scheduler's state with its lists of one value per group rearranged for the groups that are here."""
+    """A scheduler's state, with its per-group lists rearranged for the groups that are here."""
     here = len(origins)
     if all(len(s["groups"]) == here for s in sources) and [g for _, g in origins] == list(range(here)):
         return states[0]
@@ -235,7 +235,7 @@ def _by_groups(states: list[Any], sources: list[Scalars], origins: list[tuple[in
 
 
 def tensor_slots(shape: ModelShape) -> dict[str, set[str]]:
-    """Names of the slots that move as tensors, by parameter."""
+    """Names of the slots that migrate as tensors, by parameter."""
     found = {p.name: {name for name, _ in shape.slots_of(i)} for i, p in enumerate(shape.parameters)}
     for odd in shape.odd_slots:
         found[shape.parameters[odd.parameter].name].add(odd.name)

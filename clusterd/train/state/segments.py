@@ -1,4 +1,4 @@
-"""Segments of shared memory as tensors, and what makes reading and writing them fast."""
+"""Segments of shared memory as tensors, with page tables populated in advance for speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 
 class Segment:
-    """A file of the agent's, mapped."""
+    """Memory map of a file that the agent created."""
 
     def __init__(self, path: str, *, size_bytes: int = 0) -> None:
         descriptor = os.open(path, os.O_RDWR)
@@ -28,51 +28,51 @@ class Segment:
         finally:
             os.close(descriptor)
         self._registered = 0
-        self._touched = 0
+        self._populated = 0
 
     def view(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
-        """`shape` elements from `offset` on, which need not be aligned."""
+        """Tensor of `shape` at byte `offset`, which need not be aligned."""
         count = torch.Size(shape).numel()
         flat: torch.Tensor = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         return flat.view(tuple(shape))
 
     def touch(self, most_bytes: int | None = None) -> None:
-        """Makes this process's page table ready for writing, at the front if not of all; the pages are there.
+        """Populate this process's page table for writing, for the first `most_bytes` or all; the pages exist already.
 
-        In pieces, without the GIL. Pages that were touched count as this process's memory.
+        Works in chunks without the GIL. Touched pages count as this process's memory.
         """
         stop = self.size_bytes if most_bytes is None else min(most_bytes, self.size_bytes)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        for start in range(self._touched, stop, TOUCH_BYTES):
+        for start in range(self._populated, stop, TOUCH_BYTES):
             whole[start : min(start + TOUCH_BYTES, stop) : PAGE_BYTES].zero_()
-        self._touched = max(self._touched, stop)
+        self._populated = max(self._populated, stop)
 
-    def touch_rest(self) -> None:
-        """The same for what is left, before it is written; faster, but with the GIL."""
-        for low in range(self._touched // PAGE_BYTES * PAGE_BYTES, self.size_bytes, TOUCH_BYTES):
-            with contextlib.suppress(OSError):  # older kernels do it as it is written
+    def populate_for_writing(self) -> None:
+        """Populate the rest of the page table before writing; faster than `touch`, but holds the GIL."""
+        for low in range(self._populated // PAGE_BYTES * PAGE_BYTES, self.size_bytes, TOUCH_BYTES):
+            with contextlib.suppress(OSError):  # older kernels populate on write
                 self._map.madvise(_MADV_POPULATE_WRITE, low, min(TOUCH_BYTES, self.size_bytes - low))
-        self._touched = self.size_bytes
+        self._populated = self.size_bytes
 
-    def map_in(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Makes this process's page table ready for reading these (offset, length); older kernels do it as they read.
+    def populate_for_reading(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Populate this process's page table for reading these (offset, length); older kernels do so on access.
 
         Through a new mapping the first read of a byte costs three times the copy (measured, 4 KiB pages).
         """
         for start, stop in _pages(ranges, self.size_bytes):
-            for low in range(start, stop, TOUCH_BYTES):  # in pieces: each keeps the GIL
+            for low in range(start, stop, TOUCH_BYTES):  # in chunks: each call holds the GIL
                 with contextlib.suppress(OSError):
                     self._map.madvise(_MADV_POPULATE_READ, low, min(TOUCH_BYTES, stop - low))
 
     def is_at(self, path: str) -> bool:
-        """Whether this is what lies at `path` now."""
+        """True if the file at `path` is still the mapped one."""
         try:
             return os.stat(path).st_ino == self._inode
         except FileNotFoundError:
             return False
 
     def pin(self, start: int = 0, stop: int | None = None) -> None:
-        """Lets a GPU copy here at full speed; where the driver refuses, copies are slower and nothing else."""
+        """Pin the memory so that a GPU copies at full speed; if the driver refuses, copies are just slower."""
         start = start // PAGE_BYTES * PAGE_BYTES
         length = (self.size_bytes if stop is None else stop) - start
         address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() + start
@@ -80,27 +80,27 @@ class Segment:
             self._registered = address
             return
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device="cuda")  # CUDA tells a refusal once more, to the next kernel: not to one that matters
+            torch.ones(1, device="cuda")  # CUDA raises the refusal again at the next kernel: make it this one
 
     def close(self) -> None:
-        """Lets go of the memory; whoever touches a view of it from now on crashes, for views do not hold it."""
+        """Unmap the memory; views do not keep it alive, and using one afterwards crashes the process."""
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = 0
         self._map.close()
 
 
-def room_bytes(share: float) -> int:
-    """How much may still come into this process's memory before it is `share` of its own peak so far."""
+def memory_headroom_bytes(share: float) -> int:
+    """Bytes by which this process's memory may grow before it reaches `share` of its own peak."""
     with open("/proc/self/status") as file:
         status = dict(line.split(":", 1) for line in file)
     peak_kb, now_kb = (int(status[name].split()[0]) for name in ("VmHWM", "VmRSS"))
     return max(0, int(share * peak_kb) - now_kb) << 10
 
 
-def give_back() -> None:
-    """Returns to the system what was freed and the C library keeps, so that it can be somebody's segment."""
-    with contextlib.suppress(AttributeError, OSError):  # glibc's alone
+def trim_heap() -> None:
+    """Return freed memory that the C library caches to the system, so that segments can use it."""
+    with contextlib.suppress(AttributeError, OSError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
 

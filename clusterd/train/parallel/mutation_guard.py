@@ -1,0 +1,96 @@
+"""Guard against forward passes that write into parameters under a plan that would lose or repeat the write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from clusterd.train.parallel import build
+from clusterd.train.parallel.gradient_sync import local_tensor
+from clusterd.train.process.exits import PlanRefused
+
+
+class ParameterMutationGuard:
+    """Refuses real forward passes that write into parameters; fake ones may not have shown the write.
+
+    Args:
+        units: modules whose own parameters (not those of other units) stay as they are from before their forward pass
+            until after it, whole or sharded.
+        allowed: names of parameters whose mutation is known and legal under the plan.
+        values: compare values in the first pass too, not only torch's version counters, which miss writes to ``.data``.
+    """
+
+    def __init__(self, root: nn.Module, units: Iterable[nn.Module], allowed: Iterable[str], *, values: bool) -> None:
+        self._root, self._allowed = root, frozenset(allowed)
+        separate = set(units)
+        for unit in separate:
+            record = _ParameterRecord(list(_own_modules(unit, separate)), values=values)
+            unit.register_forward_pre_hook(lambda *_, record=record: record.start())
+            # Before FSDP2's own hook, which replaces whole parameters by shards.
+            unit.register_forward_hook(lambda *_, record=record: self._check(record.changed()), prepend=True)
+
+    def _check(self, changed: list[nn.Parameter]) -> None:
+        for parameter in changed:
+            names = (name for name, p in build.named_parameters(self._root) if p is parameter)
+            if not (name := next(names, "")):
+                raise PlanRefused(
+                    "parameters were resharded before the forward pass ended: if it computes gradients itself "
+                    "(torch.autograd.grad), FSDP2 leaves only shards of them; zero=1 leaves them whole"
+                )
+            if name not in self._allowed:
+                raise PlanRefused(
+                    f"the forward pass writes into {name}, which only one process with one forward pass per step "
+                    "supports; make it a buffer, or write after the step"
+                )
+
+
+class _ParameterRecord:
+    """Parameters of some modules, and their versions and norms before a forward pass."""
+
+    def __init__(self, modules: list[nn.Module], *, values: bool) -> None:
+        self._held, self._values = [module._parameters for module in modules if module._parameters], values
+        self._parameters: list[nn.Parameter] = []
+
+    def start(self) -> None:
+        # Runs in every pass: torch's own iteration over parameters takes as long as a small layer.
+        self._parameters = [p for held in self._held for p in held.values() if p is not None]
+        self._versions = [_version_of(p) for p in self._parameters]
+        self._norms = _norms(self._parameters) if self._values else []
+
+    def changed(self) -> list[nn.Parameter]:
+        found = [p for p, note in zip(self._parameters, self._versions, strict=True) if _version_of(p) != note]
+        if self._values:
+            now = _norms(self._parameters)
+            found += [p for p, a, b in zip(self._parameters, self._norms, now, strict=True) if a != b and a == a]
+        self._values = False
+        self._parameters = []
+        return found
+
+
+def _own_modules(unit: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    yield unit
+    for child in unit.children():
+        if child not in units:
+            yield from _own_modules(child, units)
+
+
+def _version_of(parameter: nn.Parameter) -> tuple[int, int]:
+    # Runs twice per parameter and pass, so the type check is the cheapest one.
+    return parameter._version, parameter.data_ptr() if type(parameter) is nn.Parameter else 0
+
+
+def _norms(parameters: list[nn.Parameter]) -> list[float]:
+    """Norm of each parameter; it almost surely changes when a value does."""
+    with torch.no_grad():
+        sizes = [_norm(local_tensor(p.detach())) for p in parameters]
+    return torch.stack(sizes).tolist() if sizes else []
+
+
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return tensor.double().norm()
+    return torch.linalg.vector_norm(tensor, dtype=torch.float64)

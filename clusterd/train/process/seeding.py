@@ -1,0 +1,25 @@
+"""Seeding of the global random generators: for building the model, and for every step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from plans.sample_order import mix
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def seed_step(seed: int, step: int, replica: int, stage: int) -> None:
+    """Seed all generators for one step: random numbers depend on (seed, step, replica, stage) only.
+
+    Shards of one replica draw the same numbers, which keeps replicated tensors equal; a repeated step does too.
+    """
+    seed_everything(mix(mix(seed & 0xFFFFFFFF) ^ (step << 32 | replica << 16 | stage)) >> 1)
