@@ -15,25 +15,23 @@ from textual.screen import Screen
 
 from clusterd.errors import ClusterError
 from tui.model import rows, view
-from tui.model.context import Context
-from tui.model.keys import VERBS, Verb, offered
+from tui.model.keys import COMMANDS, Command, available
 from tui.model.lines import Line, line, printable, wrap
 from tui.model.model import Touched
 from tui.model.state_styles import Look
 from tui.model.view import Link
 from tui.screens.base import Board, TableBoard
 from tui.screens.footer import footer, playback_line
-from tui.screens.registry import board as make_board
-from tui.source.feed import REFRESH_S, Feeding
+from tui.source.context import Context
+from tui.source.feed import REFRESH_S, Feed
 from tui.source.sources import Source
-from tui.widgets.plain_text import UnmarkedApp
-from tui.widgets.style import CSS
+from tui.widgets.plain_text import PlainTextApp
 from tui.widgets.table import Table
 from tui.widgets.text_pane import Bar
 
 if TYPE_CHECKING:
-    from tui.commands.actions import Acting
-    from tui.commands.view_actions import Arranging
+    from tui.commands.actions import ClusterCommands
+    from tui.commands.view_actions import ViewCommands
 
 HISTORY_AFTER_S = 0.3
 
@@ -43,13 +41,59 @@ WIDTHS = [(0, "-narrow"), (120, "-wide")]
 HEIGHTS = [(0, "-short"), (16, "-tall")]
 """From how many lines on."""
 
+STYLE = """
+Screen { layers: base; }
+#head { height: 2; }
+#banner { height: auto; max-height: 3; display: none; color: $text-error; text-style: bold; padding: 0 1; }
+#banner.shown { display: block; }
+#body { height: 1fr; }
+#body, .board, #queue-side { visibility: hidden; }
+#job, Table, TextPane, LogPane { visibility: visible; }
+#foot { height: 1; }
+#playback { height: 1; display: none; }
+#playback.shown { display: block; }
+#filter { height: 1; border: none; padding: 0 1; display: none; }
+#filter.shown { display: block; }
+.board { display: none; height: 1fr; width: 1fr; }
+.board.current { display: block; }
+Table, TextPane, LogPane {
+    border-top: solid $foreground 40%; border-title-color: $foreground; border-title-style: bold;
+    scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; overflow-x: hidden;
+}
+Table:focus, TextPane:focus, LogPane:focus { border-top: heavy $accent; border-title-style: bold reverse; }
+#fleet-table { height: 2fr; }
+#fleet-detail { height: 1fr; min-height: 6; }
+#queue-table { height: 1fr; }
+#queue-side { height: 1fr; layout: horizontal; }
+#queue-side > * { width: 1fr; height: 1fr; }
+.-wide #queue.current { layout: horizontal; }
+.-wide #queue-table { width: 3fr; height: 1fr; margin-right: 1; }
+#queue-detail { margin-right: 1; }
+.-wide #queue-detail { margin-right: 0; }
+.-wide #queue-side { width: 2fr; height: 1fr; layout: vertical; }
+#decisions-table, #events-table { height: 3fr; }
+#decisions-detail, #events-detail { height: 1fr; min-height: 5; }
+.-short #fleet-detail, .-short #queue-side, .-short #decisions-detail, .-short #events-detail { display: none; }
+.board .zoomed { width: 1fr; height: 1fr; }
+.board .out { display: none; }
+Toast { max-width: 90%; }
+.-ascii Table, .-ascii TextPane, .-ascii LogPane { border-top: ascii $foreground 40%; }
+.-ascii Table:focus, .-ascii TextPane:focus, .-ascii LogPane:focus { border-top: ascii $accent; }
+.-ascii Toast { border-left: ascii $accent; }
+.-ascii * { scrollbar-size-vertical: 0; }
+"""
+"""Layout of the main screen.
+
+DOC
+"""
+
 R = TypeVar("R")
 
 
-class Top(UnmarkedApp):
+class Top(PlainTextApp):
     """The terminal UI. It owns no truth: the model is what the source told, widgets show it."""
 
-    CSS = CSS
+    CSS = STYLE
     TITLE = "clusterd"
     NOTIFICATION_TIMEOUT = 3.0
     HORIZONTAL_BREAKPOINTS = WIDTHS
@@ -57,7 +101,7 @@ class Top(UnmarkedApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(at), f"show('{name}')", name, show=False) for at, name in enumerate(view.SCREENS, 1)),
         Binding("escape", "back", "back", show=False),
-        *(Binding(verb.key, f"verb('{verb.action}')", verb.help, show=False) for verb in VERBS),
+        *(Binding(command.key, f"command('{command.action}')", command.help, show=False) for command in COMMANDS),
     ]
 
     def __init__(
@@ -75,7 +119,7 @@ class Top(UnmarkedApp):
         player = self.player = source.player
         shown = (lambda: player.now_s) if player is not None else clock
         self.shared = Context(source, Look(ascii), shown, readonly)
-        self.feeding = Feeding(self, Link(since_s=clock()), HISTORY_AFTER_S if ticks else None)
+        self.feed = Feed(self, Link(since_s=clock()), HISTORY_AFTER_S if ticks else None)
         self._ticks = ticks
         self._first = first
         self._boards: dict[str, Board] = {}
@@ -85,18 +129,18 @@ class Top(UnmarkedApp):
             self.shared.model = player.model
 
     @cached_property
-    def acting(self) -> Acting:
+    def cluster_commands(self) -> ClusterCommands:
         """The verbs that concern the cluster; most who look never use one at once."""
-        from tui.commands.actions import Acting
+        from tui.commands.actions import ClusterCommands
 
-        return Acting(self)
+        return ClusterCommands(self)
 
     @cached_property
-    def arranging(self) -> Arranging:
+    def view_commands(self) -> ViewCommands:
         """The verbs that concern the screens alone."""
-        from tui.commands.view_actions import Arranging
+        from tui.commands.view_actions import ViewCommands
 
-        return Arranging(self)
+        return ViewCommands(self)
 
     # --- the frame ----------------------------------------------------------------------------------------------------
 
@@ -118,16 +162,16 @@ class Top(UnmarkedApp):
 
     def on_load(self) -> None:
         """Dial while the screen is being made."""
-        self.feeding.dial()
+        self.feed.dial()
 
     async def on_mount(self) -> None:
         """Attach; nothing is laid out or drawn before this ends, so the first items are waited for here."""
-        await self.feeding.wait_for_first()
+        await self.feed.wait_for_first()
         self.query_one("#playback").set_class(self.player is not None, "shown")
         self._focus_first()
-        self.feeding.take_first()
+        self.feed.take_first()
         self.show_frame()
-        self.run_worker(self.feeding.pump(), name="pump", exit_on_error=True)
+        self.run_worker(self.feed.pump(), name="pump", exit_on_error=True)
         if self._ticks:
             self.set_interval(1.0, self._tick)
             if self.player is not None:
@@ -135,13 +179,13 @@ class Top(UnmarkedApp):
 
     async def on_unmount(self) -> None:
         """Detach; nothing is stopped by that."""
-        self.feeding.stop()
+        self.feed.stop()
         await self.shared.source.close()
 
     @property
     def link(self) -> Link:
         """To the daemon, or to what stands in for it."""
-        return self.feeding.link
+        return self.feed.link
 
     @property
     def board(self) -> Board:
@@ -168,7 +212,7 @@ class Top(UnmarkedApp):
         """The screens at the recording's instant."""
         if self.player is not None:
             self.shared.model = self.player.model
-            self.feeding.note(Touched(everything=True))
+            self.feed.note(Touched(everything=True))
 
     def _tick(self) -> None:
         """A second has gone by: ages, and how long the daemon is away."""
@@ -187,10 +231,10 @@ class Top(UnmarkedApp):
         clicks = {f" {name.capitalize()}": f"show('{name}')" for name in view.SCREENS}
         screen = self.screen_stack[0]
         screen.query_one("#head", Bar).show([head, tabs], clicks)
-        said = view.banner(self.link, shared.model.number, now_s)
+        banner_text = view.banner(self.link, shared.model.number, now_s)
         banner = screen.query_one("#banner", Bar)
-        banner.set_class(bool(said), "shown")
-        folded = wrap(line(printable(said)), max(cells - 2, 1))
+        banner.set_class(bool(banner_text), "shown")
+        folded = wrap(line(printable(banner_text)), max(cells - 2, 1))
         banner.styles.height = min(len(folded), 3)
         banner.show(folded)
         keys, actions = footer(self._current, shared.can_act, self.player is not None, cells)
@@ -214,7 +258,7 @@ class Top(UnmarkedApp):
             found = self.board.jobs()
             if found:
                 self.shared.job = found[0]
-        self.arranging.unzoom()
+        self.view_commands.unzoom()
         if self._boards:
             self.board.set_class(False, "current")
             self.board.left()
@@ -267,10 +311,10 @@ class Top(UnmarkedApp):
     async def action_back(self) -> None:
         """Out of what was entered last: zoom, marks, filter, screen."""
         board = self.board
-        if self.arranging.zoomed:
-            self.arranging.unzoom()
+        if self.view_commands.zoomed:
+            self.view_commands.unzoom()
         elif isinstance(board, TableBoard) and board.table.marked:
-            self.board_marks_clear()
+            self.clear_marks()
         elif isinstance(board, TableBoard) and board.filter and not self._trail:
             board.set_filter("")
         elif self._trail:
@@ -281,7 +325,7 @@ class Top(UnmarkedApp):
             self._trail = trail
         self.show_frame()
 
-    def board_marks_clear(self) -> None:
+    def clear_marks(self) -> None:
         """No row is marked any more."""
         if isinstance(self.board, TableBoard):
             self.board.table.marked.clear()
@@ -290,24 +334,24 @@ class Top(UnmarkedApp):
 
     # --- windows ------------------------------------------------------------------------------------------------------
 
-    async def window(self, screen: Screen[R]) -> R | None:
+    async def show_dialog(self, screen: Screen[R]) -> R | None:
         """Show a window and wait for its answer."""
         screen.set_class(self.shared.look.ascii, "-ascii")
         return await self.push_screen_wait(screen)
 
-    async def say(self, title: str, lines: list[Line], hang: int = 2) -> None:
+    async def show_text(self, title: str, lines: list[Line], hang: int = 2) -> None:
         """Something to read."""
-        from tui.widgets.dialogs import Say
+        from tui.widgets.dialogs import TextDialog
 
-        await self.window(Say(title, lines, hang))
+        await self.show_dialog(TextDialog(title, lines, hang))
 
     async def confirm(self, title: str, lines: list[Line], keys: dict[str, str]) -> str | None:
         """A question; the key that answered it, or None."""
-        from tui.widgets.dialogs import Confirm
+        from tui.widgets.dialogs import ConfirmDialog
 
-        return await self.window(Confirm(title, lines, keys))
+        return await self.show_dialog(ConfirmDialog(title, lines, keys))
 
-    async def ask(
+    async def prompt(
         self,
         title: str,
         lines: list[Line],
@@ -316,41 +360,43 @@ class Top(UnmarkedApp):
         suggestions: Sequence[str] = (),
     ) -> R | None:
         """What `read` makes of a line of text, or None."""
-        from tui.widgets.dialogs import Ask
+        from tui.widgets.dialogs import PromptDialog
 
-        return await self.window(Ask(title, lines, value, read, suggestions))
+        return await self.show_dialog(PromptDialog(title, lines, value, read, suggestions))
 
     # --- verbs --------------------------------------------------------------------------------------------------------
 
-    def _offered(self) -> list[Verb]:
-        return offered(self._current, self.shared.can_act, self.player is not None)
+    def _available(self) -> list[Command]:
+        return available(self._current, self.shared.can_act, self.player is not None)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """A verb that means nothing here is no key."""
-        return action != "verb" or parameters[0] in {verb.action for verb in self._offered()}
+        return action != "command" or parameters[0] in {command.action for command in self._available()}
 
-    def action_verb(self, name: str) -> None:
+    def action_command(self, name: str) -> None:
         """Carry out a verb beside everything else; a refusal is said in a window."""
-        work: Callable[[], Awaitable[None]] = getattr(self.acting, name, None) or getattr(self.arranging, name)
+        work: Callable[[], Awaitable[None]] = getattr(self.cluster_commands, name, None) or getattr(
+            self.view_commands, name
+        )
 
         async def run() -> None:
             try:
                 await work()
             except ClusterError as refused:
                 lines = [line(printable(text)) for text in str(refused).splitlines()]
-                await self.say(f"{name.replace('_', ' ')}: refused", lines)
+                await self.show_text(f"{name.replace('_', ' ')}: refused", lines)
             except rows.Malformed as error:
-                await self.say(name.replace("_", " "), [line(f"the daemon's answer cannot be read: {error}")])
+                await self.show_text(name.replace("_", " "), [line(f"the daemon's answer cannot be read: {error}")])
 
-        self.run_worker(run(), group="verb", exit_on_error=True)
+        self.run_worker(run(), group="command", exit_on_error=True)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """The palette: every screen, and every verb that means something here."""
         for at, name in enumerate(view.SCREENS, 1):
             yield SystemCommand(f"{name} ({at})", f"go to the {name} screen", partial(self._run, f"show('{name}')"))
-        for verb in self._offered():
-            title = f"{verb.action.replace('_', ' ')} ({verb.shown})"
-            yield SystemCommand(title, verb.help, partial(self._run, f"verb('{verb.action}')"))
+        for command in self._available():
+            title = f"{command.action.replace('_', ' ')} ({command.shown})"
+            yield SystemCommand(title, command.help, partial(self._run, f"command('{command.action}')"))
 
     def _run(self, action: str) -> None:
         self.call_later(self.run_action, action)
@@ -359,3 +405,28 @@ class Top(UnmarkedApp):
         """A click on a screen's name or a key."""
         message.stop()
         self._run(message.action)
+
+
+def make_board(name: str, context: Context) -> Board:
+    """A new screen of this name."""
+    match name:
+        case "fleet":
+            from tui.screens.fleet import FleetBoard
+
+            return FleetBoard(name, context)
+        case "queue":
+            from tui.screens.queue import QueueBoard
+
+            return QueueBoard(name, context)
+        case "job":
+            from tui.screens.job import JobBoard
+
+            return JobBoard(name, context)
+        case "decisions":
+            from tui.screens.streams import DecisionsBoard
+
+            return DecisionsBoard(name, context)
+        case _:
+            from tui.screens.streams import EventsBoard
+
+            return EventsBoard(name, context)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterd.errors import ClusterError, UsageError
-from tui.source.preconnect import knock
+from tui.source.preconnect import preconnect
 
 if TYPE_CHECKING:
     from tui.source.sources import Source
@@ -40,25 +40,25 @@ def top(
     if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
         raise UsageError("top needs a terminal at both ends: clusterd ls and clusterd status print to anything")
     path = socket or _usual_socket(system)
-    knocked = None if replay else knock(path)
+    preconnected = None if replay else preconnect(path)
     gc.set_threshold(50_000, 20, 50)  # rows are many and hold no cycles; the usual rounds cost a tenth of the start
     from tui.app import Top  # this takes longest; the daemon makes its snapshot meanwhile
 
-    app = Top(_source(replay, path, knocked), readonly=readonly, ascii=plain or _needs_ascii())
+    app = Top(_source(replay, path, preconnected), readonly=readonly, ascii=plain or _needs_ascii())
     app.run()
     return app.return_code or 0
 
 
-def _source(replay: Path | None, path: Path, knocked: Connection | None) -> Source:
+def _source(replay: Path | None, path: Path, preconnected: Connection | None) -> Source:
     if replay is None:
-        from tui.source.sources import Daemon
+        from tui.source.sources import DaemonSource
 
-        return Daemon(path, knocked=knocked)
+        return DaemonSource(path, preconnected=preconnected)
     from clusterd.config import load
     from clusterd.replay import recording
-    from tui.source.playback import Recording
+    from tui.source.playback import RecordingSource
 
-    return Recording(list(recording(replay, load().policy)))
+    return RecordingSource(list(recording(replay, load().policy)))
 
 
 def _usual_socket(system: bool) -> Path:

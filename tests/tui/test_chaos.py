@@ -21,7 +21,7 @@ from tests.tui.terminal import Terminal
 from tui.app import Top
 from tui.model.view import LinkState
 from tui.source import sources
-from tui.source.sources import Daemon
+from tui.source.sources import DaemonSource
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_garbage_is_said_and_the_rows_stay(socket: Path, garbage: str) -> None:
     daemon = pretend(socket, "--garbage", garbage)
 
     async def run() -> None:
-        app = Top(Daemon(socket))
+        app = Top(DaemonSource(socket))
         async with app.run_test(size=(100, 30)) as pilot:
             await test_pilot.until(pilot, lambda: len(app.shared.model.jobs) == 20)
             await test_pilot.until(pilot, lambda: app.link.state in (LinkState.LOST, LinkState.REFUSED))
@@ -147,7 +147,7 @@ def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster:
     cluster.run("submit", _job(cluster.directory))
 
     async def run() -> None:
-        app = Top(Daemon(cluster.socket))
+        app = Top(DaemonSource(cluster.socket))
         async with app.run_test(size=(100, 30)) as pilot:
             await test_pilot.until(pilot, lambda: len(app.shared.model.jobs) == 1)
             await asyncio.to_thread(cluster.kill)
@@ -171,7 +171,7 @@ def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningClus
     cluster.wait_for(job, lambda row: row["state"] == "running")
 
     async def run() -> None:
-        app = Top(Daemon(cluster.socket))
+        app = Top(DaemonSource(cluster.socket))
         async with app.run_test(size=(100, 30)) as pilot:
             head: Any = app.query_one("#head")
             await test_pilot.until(pilot, lambda: "daemon up" in head.text)

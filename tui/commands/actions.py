@@ -9,26 +9,24 @@ import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterd.errors import ClusterError
 from clusterd.units import duration
 from tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
+from tui.commands.port import AppPort
 from tui.model import rows
-from tui.model.columns import clock, decided
+from tui.model.columns import clock, decision_label
 from tui.model.lines import Line, line, printable
-
-if TYPE_CHECKING:
-    from tui.app import Top
 
 LOG_BYTES_MAX = 256 << 20
 """What a pager is given at most."""
 
 
-class Acting:
+class ClusterCommands:
     """The application's verbs that concern the cluster."""
 
-    def __init__(self, app: Top) -> None:
+    def __init__(self, app: AppPort) -> None:
         self._app = app
         self._last_directory = ""
 
@@ -65,21 +63,21 @@ class Acting:
                 await self._app.shared.source.call(verb, **args)
             except ClusterError as error:
                 refused.append(line((f"{name}: ", "bold"), printable(str(error))))
-        await self._told(done, [name for name, _ in items] if len(refused) < len(items) else [], refused)
+        await self._report(done, [name for name, _ in items] if len(refused) < len(items) else [], refused)
 
-    async def _told(self, done: str, names: list[str], refused: list[Line]) -> None:
+    async def _report(self, done: str, names: list[str], refused: list[Line]) -> None:
         if names:
             self._app.notify(f"{done}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
         if refused:
-            await self._app.say("refused", refused)
-        self._app.board_marks_clear()
+            await self._app.show_text("refused", refused)
+        self._app.clear_marks()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def why(self) -> None:
         """Why a job is where it is: the daemon's own account."""
         job = self._job
-        answer = rows.read(rows.Why, await self._app.shared.source.call("why", job=job.id))
+        answer = rows.read(rows.Explanation, await self._app.shared.source.call("why", job=job.id))
         now_s = self._app.shared.clock()
         made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
         if answer.ahead:
@@ -94,13 +92,15 @@ class Acting:
             made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer.unusable]
         for host, reason in answer.unfit.items():
             made.append(line(("left out   ", "dim"), printable(f"{host}: {reason}")))
-        made += [line(("no plan    ", "dim"), printable(f"{plan}: {said}")) for plan, said in answer.refused.items()]
+        made += [
+            line(("no plan    ", "dim"), printable(f"{plan}: {reason}")) for plan, reason in answer.refused.items()
+        ]
         made.append(line(""))
         for decision, times in _runs(list(reversed(answer.decisions))):
-            at, kind = clock(decision.at_s, now_s), decided(decision.kind)
+            at, kind = clock(decision.at_s, now_s), decision_label(decision.kind)
             again = f" ({times} times)" if times > 1 else ""
             made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision.reason)}", (again, "dim")))
-        await self._app.say(f"why {job.name}", made, hang=11)
+        await self._app.show_text(f"why {job.name}", made, hang=11)
 
     async def cancel(self) -> None:
         """End jobs, after a question."""
@@ -109,19 +109,19 @@ class Acting:
             raise ClusterError(f"{self._job.name} is {self._job.state} already")
         lost = [f"{job.name} ({job.id}), {job.shown_state}, step {job.step}" for job in jobs]
         lines = [*(line(text) for text in lost[:8]), *([line(f"and {len(lost) - 8} more")] if len(lost) > 8 else [])]
-        what = f"cancel {len(jobs)} jobs" if len(jobs) > 1 else f"cancel {jobs[0].name}"
-        if await self._app.confirm(what, lines, {"y": what}):
+        title = f"cancel {len(jobs)} jobs" if len(jobs) > 1 else f"cancel {jobs[0].name}"
+        if await self._app.confirm(title, lines, {"y": title}):
             others = [job.id for job in jobs[1:]]
             asked = self._app.shared.source.call("cancel", job=jobs[0].id, also=others)
             answer = rows.read(rows.Cancelled, await asked)
             refused = [line(printable(each.message)) for each in answer.refused]
-            await self._told("being cancelled", [job.name for job in answer.jobs], refused)
+            await self._report("being cancelled", [job.name for job in answer.jobs], refused)
 
     async def priority(self) -> None:
         """Another priority."""
         jobs = self._jobs
         names = ", ".join(job.name for job in jobs[:5])
-        value = await self._app.ask(
+        value = await self._app.prompt(
             "priority",
             [line(f"of {names}; higher goes first")],
             str(jobs[0].priority),
@@ -133,7 +133,7 @@ class Acting:
 
     async def migrate(self, pin: bool = False) -> None:
         """Choose a plan, see the cost, confirm, watch; a job with a training loop of its own starts again under it."""
-        from tui.widgets.migrate_dialog import WatchMove, cost_lines
+        from tui.widgets.migrate_dialog import MigrationDialog, cost_lines
 
         job = self._job
         if job.kind == "command" or job.state != "running":
@@ -142,23 +142,23 @@ class Acting:
         if plan is None:
             return
         source = self._app.shared.source
-        cost = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
+        cost = rows.read(rows.MigrationPreview, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
         keys = {"P": "move and pin"} if pin else {"y": "move", "P": "move and pin it there"}
         if cost.restarts:
             keys = {"y": "start it again"}
         answer = await self._app.confirm(f"move {job.name}", cost_lines(cost), keys)
         if not answer:
             return
-        begun = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
+        begun = rows.read(rows.MigrationPreview, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
         if begun.restarts:
             self._app.notify(f"{job.name} saves, and starts again as {begun.plan}")
             return
-        watch = WatchMove(self._app.shared, job, begun.migrations, begun.predicted_downtime_s)
-        await self._app.window(watch)
+        watch = MigrationDialog(self._app.shared, job, begun.migrations, begun.predicted_downtime_s)
+        await self._app.show_dialog(watch)
 
     async def _chosen_plan(self, job: rows.Job) -> str | None:
         """Out of those that are ranked, or as it is typed."""
-        from tui.widgets.migrate_dialog import OTHER, ChoosePlan
+        from tui.widgets.migrate_dialog import OTHER_PLAN, PlanDialog
 
         known = rows.Plans(known="its plans, and any that its command can be told")
         if job.kind == "elastic":
@@ -166,12 +166,12 @@ class Acting:
                 known = rows.read(rows.Plans, await self._app.shared.source.call("plans", job=job.id))
             except (ClusterError, rows.Malformed) as refused:
                 known = rows.Plans(known=str(refused))
-        if known.rows and (plan := await self._app.window(ChoosePlan(self._app.shared, job, known))) != OTHER:
+        if known.rows and (plan := await self._app.show_dialog(PlanDialog(self._app.shared, job, known))) != OTHER_PLAN:
             return plan
         why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
         hint = line("dp, tp, pp, zero, accumulation ... as in ", ("dp=2,tp=2", "key"))
         title = f"move {job.name} from {job.plan} to"
-        return await self._app.ask(title, [hint, *why], job.plan or "", something("a plan, please"))
+        return await self._app.prompt(title, [hint, *why], job.plan or "", something("a plan, please"))
 
     async def pin(self) -> None:
         """Unpin what is pinned; otherwise move and pin."""
@@ -187,7 +187,7 @@ class Acting:
         """Write a job's state; it trains on meanwhile."""
         job = self._job
         hint = line("an absolute directory that all its hosts share; it trains on meanwhile")
-        where = await self._app.ask(
+        where = await self._app.prompt(
             f"checkpoint {job.name} to",
             [hint],
             job.checkpoint or self._last_directory,
@@ -197,9 +197,10 @@ class Acting:
             return
         self._last_directory = where
         self._app.notify(f"{job.name}: writing its checkpoint")
-        said = rows.read(rows.Written, await self._app.shared.source.call("checkpoint", job=job.id, path=where))
-        stood = duration(said.blocked_s)
-        self._app.notify(f"{job.name}: step {said.step} is in {said.path} (stood still for {stood})", timeout=10)
+        reply = await self._app.shared.source.call("checkpoint", job=job.id, path=where)
+        written = rows.read(rows.CheckpointWritten, reply)
+        stood = duration(written.blocked_s)
+        self._app.notify(f"{job.name}: step {written.step} is in {written.path} (stood still for {stood})", timeout=10)
 
     async def submit(self) -> None:
         """Queue the job of a file."""
@@ -208,7 +209,7 @@ class Acting:
         here = await asyncio.to_thread(job_files)  # a file system may take its time
         lines = [line("path of a job file; workdir is relative to it")]
         lines += [line(("  " + path, "dim")) for path in here[:6]]
-        file = await self._app.ask("submit", lines, "", existing_file, suggestions=here)
+        file = await self._app.prompt("submit", lines, "", existing_file, suggestions=here)
         if file is None:
             return
         request = read_job_file(file)
@@ -220,7 +221,7 @@ class Acting:
             line(("workdir ", "dim"), spec.workdir or "none"),
         ]
         if await self._app.confirm(f"submit {spec.name}", about, {"y": "submit"}):
-            answer = rows.read(rows.Accepted, await self._app.shared.source.submit(request))
+            answer = rows.read(rows.SubmittedJob, await self._app.shared.source.submit(request))
             self._app.notify(f"{answer.name} is queued as {answer.id}")
             self._app.goto_job_row(answer.id)
 
@@ -239,7 +240,7 @@ class Acting:
             else line("no jobs there")
         )
         how = line(("elastic jobs move away where there is room; others run to their end", "dim"))
-        why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "", str)
+        why = await self._app.prompt(f"drain {names}", [there, how, line("why (may stay empty):")], "", str)
         if why is not None:
             # At one moment: what leaves one of them must not come to the next.
             also = {"also": [host.name for host in hosts[1:]]} if hosts[1:] else {}
@@ -262,7 +263,7 @@ class Acting:
         if previous and job.attempt < 2:
             raise ClusterError(f"{job.name} has had {job.attempt} attempts: there is no log of one before")
         screen = LogScreen(self._app.shared, job, job.attempt - 1 if previous else None)
-        if await self._app.window(screen) == "pager":
+        if await self._app.show_dialog(screen) == "pager":
             await self._page(job, screen.attempt)
 
     async def previous_logs(self) -> None:
@@ -285,10 +286,10 @@ class Acting:
         try:
             with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
                 taken = 0
-                async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as pieces:
-                    async for piece in pieces:
-                        file.write(bytes(piece["data"]))
-                        taken += len(piece["data"])
+                async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as chunks:
+                    async for chunk in chunks:
+                        file.write(bytes(chunk["data"]))
+                        taken += len(chunk["data"])
                         if taken > LOG_BYTES_MAX:
                             file.write(b"\n(cut here: clusterd logs prints all of it)\n")
                             break

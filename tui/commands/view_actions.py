@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.widget import Widget
 
 from clusterd.errors import ClusterError
 from tui.commands.parsing import something
+from tui.commands.port import AppPort
 from tui.model.filters import BadFilter, parse
 from tui.model.lines import line, printable
 from tui.screens import saved_views
 from tui.screens.base import TableBoard
 from tui.source.playback import Player
 
-if TYPE_CHECKING:
-    from tui.app import Top
 
-
-class Arranging:
+class ViewCommands:
     """The application's verbs that change nothing in the cluster."""
 
-    def __init__(self, app: Top) -> None:
+    def __init__(self, app: AppPort) -> None:
         self._app = app
         self._out: list[Widget] = []
         self._zoomed: list[Widget] = []
@@ -67,37 +65,37 @@ class Arranging:
             line("words and regular expressions, field:value, field:>3, !not; empty shows all"),
             line(("fields: " + ", ".join(sorted(board.fields)), "dim")),
         ]
-        chosen = await self._app.ask("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
+        chosen = await self._app.prompt("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
         if chosen is not None:
             board.use_filter(chosen)
             self._app.show_frame()
 
     async def sort(self) -> None:
         """By which column."""
-        from tui.widgets.dialogs import Choose
+        from tui.widgets.dialogs import ChoiceDialog
 
         board = self._board
         options = [(column.name, line(column.title)) for column in board.all_columns]
         hint = "enter sorts, the same again turns it round   esc leaves it"
-        column = await self._app.window(Choose("sort by", options, board.sort, hint))
+        column = await self._app.show_dialog(ChoiceDialog("sort by", options, board.sort, hint))
         if column is not None:
             board.sort_by(column)
             self._app.show_frame()
 
     async def columns(self) -> None:
         """Which ones are shown, where there is room."""
-        from tui.widgets.dialogs import Tick
+        from tui.widgets.dialogs import MultiChoiceDialog
 
         board = self._board
         options = [(column.name, column.title) for column in board.all_columns]
-        chosen = await self._app.window(Tick("columns", options, board.columns))
+        chosen = await self._app.show_dialog(MultiChoiceDialog("columns", options, board.columns))
         if chosen:
             board.columns = chosen
             board.apply_choices()
 
     async def views(self) -> None:
         """Go to a view, keep this one, or forget one."""
-        from tui.widgets.dialogs import Choose
+        from tui.widgets.dialogs import ChoiceDialog
 
         board, name, file = self._board, str(self._app.board.id), saved_views.path()
         own = saved_views.load(file)
@@ -105,11 +103,11 @@ class Arranging:
         options = [(str(at), line(printable(v.name), (f"   {v.filter}", "dim"))) for at, v in enumerate(known)]
         options += [("keep", line(("keep what is shown now under a name", "info")))]
         options += [(f"forget {at}", line((f"forget {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
-        chosen = await self._app.window(Choose("views", options))
+        chosen = await self._app.show_dialog(ChoiceDialog("views", options))
         if chosen is None:
             return
         if chosen == "keep":
-            title = await self._app.ask("keep this view as", [], "", something("a name, please"))
+            title = await self._app.prompt("keep this view as", [], "", something("a name, please"))
             if title is not None:
                 now = (name, board.filter.text, board.sort, board.descending, tuple(board.columns))
                 saved_views.save(file, saved_views.SavedView(title, *now))
@@ -166,11 +164,13 @@ class Arranging:
 
     async def jump(self) -> None:
         """A letter for every pane and every screen."""
-        from tui.widgets.jump import Jump
+        from tui.widgets.dialogs import JumpOverlay
 
         app = self._app
         panes = [widget for widget in app.board.query("Table, TextPane, LogPane") if widget.region.area]
-        chosen = await app.window(Jump([(f"pane {at}", pane.region.offset) for at, pane in enumerate(panes)]))
+        chosen = await app.show_dialog(
+            JumpOverlay([(f"pane {at}", pane.region.offset) for at, pane in enumerate(panes)])
+        )
         if chosen is not None:
             panes[int(chosen.removeprefix("pane "))].focus()
 
@@ -181,7 +181,7 @@ class Arranging:
         app = self._app
         shared = app.shared
         lines = help_lines(str(app.board.id), shared.can_act, app.player is not None, shared.readonly)
-        await app.say(f"keys on {app.board.id}", lines, hang=16)
+        await app.show_text(f"keys on {app.board.id}", lines, hang=16)
 
     async def quit(self) -> None:
         """Leave."""

@@ -10,7 +10,7 @@ NESTED_CELLS = 60
 """Of a value within a value, in one line; the event's own pane shows all of it."""
 
 
-def words(kind: str) -> str:
+def readable_kind(kind: str) -> str:
     """``launch attempt`` of ``LaunchAttempt``."""
     return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
 
@@ -20,33 +20,33 @@ def short_plan(plan: str) -> str:
     return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
 
 
-def said(event: rows.Happening) -> str:
+def summary(event: rows.EventRow) -> str:
     """What an event says besides who it is about, in one line."""
     skipped = ("id", "at_s", "job", "host")
-    shown = {name: value for name, value in event.fields.items() if name not in skipped and _says(value)}
+    shown = {name: value for name, value in event.fields.items() if name not in skipped and _is_set(value)}
     if isinstance(spec := shown.get("spec"), dict):  # of a submit: what people ask for, not how it is run
-        return _wanted(spec)
+        return _request(spec)
     return ", ".join(f"{name} {_short(value)}" for name, value in shown.items())
 
 
-def _says(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """Neither nothing nor no: zero says something."""
     return value is not False and value not in (None, "", (), [], {})
 
 
-def _wanted(spec: dict[str, Any]) -> str:
+def _request(spec: dict[str, Any]) -> str:
     """What a submitted job asks for, in a few words."""
-    said = [str(spec.get("kind", ""))]
+    parts = [str(spec.get("kind", ""))]
     if isinstance(asked := spec.get("resources"), dict):
         count, kind = asked.get("devices"), asked.get("kind")
         devices = "device" if count == 1 else "devices"
-        said.append(" ".join(filter(None, (str(count), str(kind or ""), devices))) if count else "CPU cores")
-        said.append(_short_plan_of(asked["plan"]) if isinstance(asked.get("plan"), dict) else "")
-    said.append(f"priority {spec['priority']}" if spec.get("priority") else "")
-    said.append("guaranteed" if spec.get("guaranteed") else "")
+        parts.append(" ".join(filter(None, (str(count), str(kind or ""), devices))) if count else "CPU cores")
+        parts.append(_short_plan_of(asked["plan"]) if isinstance(asked.get("plan"), dict) else "")
+    parts.append(f"priority {spec['priority']}" if spec.get("priority") else "")
+    parts.append("guaranteed" if spec.get("guaranteed") else "")
     command = spec.get("command")
-    said.append(" ".join(map(str, command)) if isinstance(command, list | tuple) else "")
-    return ", ".join(filter(None, said))
+    parts.append(" ".join(map(str, command)) if isinstance(command, list | tuple) else "")
+    return ", ".join(filter(None, parts))
 
 
 def _short_plan_of(plan: dict[str, Any]) -> str:
@@ -60,28 +60,28 @@ def _short_plan_of(plan: dict[str, Any]) -> str:
         "offload": "none",
         "schedule": plan.get("schedule"),
     }
-    told = {name: value for name, value in plan.items() if _says(value) and value != usual.get(name)}
-    return short_plan(",".join(f"{name}={value}" for name, value in told.items()))
+    given = {name: value for name, value in plan.items() if _is_set(value) and value != usual.get(name)}
+    return short_plan(",".join(f"{name}={value}" for name, value in given.items()))
 
 
-def in_full(value: Any) -> str:
+def full_value(value: Any) -> str:
     """A field of an event with everything in it that says something."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_bracketed(v)}" for name, v in value.items() if _says(v))
+        return ", ".join(f"{name} {_bracketed(v)}" for name, v in value.items() if _is_set(v))
     if isinstance(value, list | tuple):
         return ", ".join(map(_bracketed, value)) or "none"
     return "none" if value is None else str(value)
 
 
 def _bracketed(value: Any) -> str:
-    return f"({in_full(value)})" if isinstance(value, dict | list | tuple) else str(value)
+    return f"({full_value(value)})" if isinstance(value, dict | list | tuple) else str(value)
 
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if _says(v))
+        inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if _is_set(v))
         return f"({inner})" if len(inner) <= NESTED_CELLS else f"({inner[:NESTED_CELLS]}...)"
     if isinstance(value, list | tuple):
         return f"{len(value)} items" if len(value) > 3 else "[" + ", ".join(map(_short, value)) + "]"

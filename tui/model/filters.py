@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"(?:(?<!\w)-)?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|(?<!\w)inf(?!
 """As cells show them; the dash of ``sweep-17`` is no sign."""
 
 
-SHOWN_LETTERS = 60
+SHOWN_CHARS = 60
 """Of what was typed, in what is said of it."""
 
 
@@ -28,23 +28,23 @@ PATIENCE_S = 1.0
 """Of this process's time, for looking at all rows; they take some milliseconds."""
 
 
-class TooSlow(Exception):
+class FilterTooSlow(Exception):
     """A regular expression that repeats what repeats may take for ever."""
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
+def time_limit() -> Iterator[None]:
     """What is done within is interrupted when it takes too long; the main thread alone can be.
 
     Raises:
-        TooSlow: it did; the message is for the person who typed the expression.
+        FilterTooSlow: it did; the message is for the person who typed the expression.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up(*_: object) -> None:
-        raise TooSlow("that expression takes too long, and was taken off: can it do with fewer * and +?")
+        raise FilterTooSlow("that expression takes too long, and was taken off: can it do with fewer * and +?")
 
     before = signal.signal(signal.SIGVTALRM, give_up)
     signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE_S)
@@ -110,7 +110,7 @@ def pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text, re.IGNORECASE)
     except (re.error, OverflowError, RecursionError) as error:  # repeated too often; nested too deeply
-        shown = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
+        shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
         raise BadFilter(f"{shown!r} is no regular expression: {error}") from None
 
 

@@ -12,29 +12,29 @@ TILE_CELLS = 8
 
 def tiles(host: rows.Host, look: Look, jobs: dict[str, rows.Job]) -> Line:
     """One tile per device: its job's name on its job's colour, or why it has none."""
-    room = 3 if len(host.devices) > 4 else TILE_CELLS
+    cells = 3 if len(host.devices) > 4 else TILE_CELLS
     found: list[Run] = []
     for device in host.devices:
-        found += (tile(host, device, look, jobs, room), (" ", ""))
+        found += (tile(host, device, look, jobs, cells), (" ", ""))
     return tuple(found[:-1])
 
 
-def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], room: int) -> Run:
+def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], cells: int) -> Run:
     """One device. What is no job has a pattern: free dots, foreign use a shade, a drained or absent host dashes."""
     if device.job is not None:
         job = jobs.get(device.job)
         name = printable(device.job_name or (job.name if job else "") or device.job)
-        if room <= 3:
-            name = device.job.rjust(room)
-        text = "".join(piece for piece, _ in fit(((name, ""),), room, more="" if room <= 3 else look.glyph("more")))
+        if cells <= 3:
+            name = device.job.rjust(cells)
+        text = "".join(piece for piece, _ in fit(((name, ""),), cells, more="" if cells <= 3 else look.glyph("more")))
         return text, f"tile{job_colour(device.job)}"
     if device.foreign:
-        return look.glyph("foreign") * room, "bad"
+        return look.glyph("foreign") * cells, "bad"
     if host.state != "up":
-        return "?" * room, "dim"
+        return "?" * cells, "dim"
     if host.drained is not None:
-        return "-" * room, "warn"
-    return look.glyph("free") * room, "dim"
+        return "-" * cells, "warn"
+    return look.glyph("free") * cells, "dim"
 
 
 def legend(look: Look) -> Line:
@@ -92,8 +92,8 @@ def _device(
         holder = line("  ", (printable(device.foreign), "bad"))
     else:
         holder = line("  ", ("free" if host.shown_state == "up" else f"not offered: {host.shown_state}", "dim"))
-    told = f"  {printable(device.name)}, {size(device.memory_bytes)}" if device.memory_bytes else ""
-    return (*start, *used, *holder, (told, "dim"))
+    about = f"  {printable(device.name)}, {size(device.memory_bytes)}" if device.memory_bytes else ""
+    return (*start, *used, *holder, (about, "dim"))
 
 
 def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:

@@ -25,7 +25,7 @@ HANG = 4
 class Known:
     """What was asked for beside the job's row; it comes when it comes."""
 
-    detail: rows.Detail | None = None
+    detail: rows.JobDetail | None = None
     profile: rows.Profile | None = None
     losses: Sequence[Point] = field(default_factory=tuple)
     times: Sequence[tuple[int, float]] = field(default_factory=tuple)
@@ -170,11 +170,11 @@ def _moves(job: rows.Job, look: Look, now_s: float) -> list[Line]:
         return [line(("none", "dim"))]
     made: list[Line] = []
     for move in reversed(moves):
-        made += move_lines(move, look, now_s)
+        made += migration_lines(move, look, now_s)
     return made
 
 
-def move_lines(move: rows.Move, look: Look, now_s: float) -> list[Line]:
+def migration_lines(move: rows.Migration, look: Look, now_s: float) -> list[Line]:
     """One move with its phases."""
     made = [line((f"{clock(move.started_s, now_s)} ", "dim"), (f"{move.old} {look.glyph('to')} {move.new}", "bold"))]
     if move.reason:
@@ -183,7 +183,7 @@ def move_lines(move: rows.Move, look: Look, now_s: float) -> list[Line]:
     for phase in move.phases:
         bar = look.bar(phase.seconds / longest, 12)
         said = f" {duration(phase.seconds):>6}  "
-        made.append(line(f"  {phase.phase:<9} ", (bar, "info"), said, (printable(phase.what), "dim")))
+        made.append(line(f"  {phase.phase:<9} ", (bar, "info"), said, (printable(phase.note), "dim")))
     if move.failure:
         made.append(line("  ", (f"failed, {move.old} goes on: {printable(move.failure)}", "bad")))
     elif move.downtime_s is not None:

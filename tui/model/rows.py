@@ -18,10 +18,10 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: str
     seconds: Seconds
-    what: str = ""
+    note: str = msgspec.field(name="what", default="")
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class Migration(msgspec.Struct, frozen=True, kw_only=True):
     """A job's move from one plan to another: under way, or history."""
 
     number: int = 0
@@ -40,7 +40,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Next(msgspec.Struct, frozen=True, kw_only=True):
+class NextPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The plan a job would get next, what it would gain, and what the move would cost."""
 
     plan: str
@@ -75,7 +75,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     step_time_s: Seconds | None = None
     predicted_step_time_s: Seconds | None = None
-    next: Next | None = None
+    next: NextPlan | None = None
     predictable: bool = False
     profiling: bool = False  # it is being tried under other plans
     trials: int = 0  # so far
@@ -86,8 +86,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     checkpoint: str | None = None
     checkpoint_step: int = 0
-    migrating: Move | None = None
-    migrations: tuple[Move, ...] = ()
+    migrating: Migration | None = None
+    migrations: tuple[Migration, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -166,7 +166,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     at_s: Seconds = 0.0
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True):
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     """One event; `fields` is everything it says."""
 
     kind: str
@@ -177,7 +177,7 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
     """All of it at one instant."""
 
     jobs: tuple[Job, ...] = ()
@@ -212,13 +212,13 @@ def read(kind: type[Row], value: Any) -> Row:
     return msgspec.convert(value, kind)
 
 
-def happening(value: dict[str, Any]) -> Happening:
+def read_event(value: dict[str, Any]) -> EventRow:
     """An event.
 
     Raises:
         Malformed: it is not of this form.
     """
-    known = msgspec.convert(value, Happening)
+    known = msgspec.convert(value, EventRow)
     return msgspec.structs.replace(known, fields={k: v for k, v in value.items() if k != "kind"})
 
 
@@ -243,7 +243,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Rank, ...] = ()
 
 
-class Detail(msgspec.Struct, frozen=True, kw_only=True):
+class JobDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What a job's row does not hold."""
 
     attempts: tuple[Attempt, ...] = ()
@@ -281,7 +281,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     at_s: Seconds = 0.0
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Throughput of the best plan on so many devices."""
 
     devices: int
@@ -294,10 +294,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     trials: tuple[Trial, ...] = ()
-    curve: tuple[Speed, ...] = ()
+    curve: tuple[Throughput, ...] = ()
 
 
-class Why(msgspec.Struct, frozen=True, kw_only=True):
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The daemon's account of where a job is; what it decided about it newest last."""
 
     state: str
@@ -311,8 +311,8 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """Why one of several was left as it is."""
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Explanation one of several was left as it is."""
 
     message: str = ""
 
@@ -321,10 +321,10 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
     """Several jobs at one moment."""
 
     jobs: tuple[Job, ...] = ()
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[Refusal, ...] = ()
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
+class MigrationPreview(msgspec.Struct, frozen=True, kw_only=True):
     """What a move that was asked for will do, or would."""
 
     old: str = msgspec.field(name="from", default="")
@@ -338,7 +338,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     restarts: bool = False  # it has a training loop of its own, and starts again
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint that was asked for."""
 
     step: int
@@ -346,7 +346,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     blocked_s: Seconds = 0.0
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
     """A job that was submitted."""
 
     id: str

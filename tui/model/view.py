@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import clock, compact, decided, ran_s, waited_s
+from tui.model.columns import clock, compact_devices, decision_label, ran_s, waited_s
 from tui.model.fleet import fleet_totals
 from tui.model.lines import Line, fit, line, printable, width
 from tui.model.model import Model
@@ -139,7 +139,9 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
     if job.plan:
         made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
     if job.holds_devices:
-        made.append(_fact("devices", f"{len(job.devices)}: {compact(job.devices)}" if job.devices else "CPU cores"))
+        made.append(
+            _fact("devices", f"{len(job.devices)}: {compact_devices(job.devices)}" if job.devices else "CPU cores")
+        )
     if job.step or job.steps:
         share = job.step / job.steps if job.steps else 0.0
         done = f"{job.step}/{job.steps} " if job.steps else f"{job.step}"
@@ -157,12 +159,12 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
         phase = f", {move.phases[-1].phase} done" if move.phases else ""
         made.append(_fact("moving", (f"{move.old} {look.glyph('to')} {move.new}{phase}", "info")))
     for move in job.migrations[-2:]:
-        made.append(_fact("moved", *move_line(move, look, now_s)))
+        made.append(_fact("moved", *migration_line(move, look, now_s)))
     made.append(_fact("times", _times(job, now_s)))
     if job.checkpoint:
         made.append(_fact("checkpoint", f"step {job.checkpoint_step} in {printable(job.checkpoint)}"))
     for decision in model.decisions_on(job.id)[-4:]:
-        made.append(_fact(clock(decision.at_s, now_s), decided(decision.kind), ": ", printable(decision.reason)))
+        made.append(_fact(clock(decision.at_s, now_s), decision_label(decision.kind), ": ", printable(decision.reason)))
     return made
 
 
@@ -226,12 +228,12 @@ def candidate(job: rows.Job, look: Look) -> list[Line]:
     return [_fact("next", (f"{after.plan} on {after.devices} devices", "bold"), gain, cost)]
 
 
-def through(move: rows.Move) -> str:
+def through(move: rows.Migration) -> str:
     """How a job went on that ended to start again."""
     return f"{size(move.local_bytes)} through host memory" if move.local_bytes else "saved, and started again"
 
 
-def move_line(move: rows.Move, look: Look, now_s: float) -> list[str | tuple[str, str]]:
+def migration_line(move: rows.Migration, look: Look, now_s: float) -> list[str | tuple[str, str]]:
     """One move in a line."""
     way = f"{move.old} {look.glyph('to')} {move.new}"
     if move.failure:

@@ -10,11 +10,11 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from tui.model.columns import Column
-from tui.model.context import Context
-from tui.model.filters import Filter, TooSlow, parse, patience
+from tui.model.filters import Filter, FilterTooSlow, parse, time_limit
 from tui.model.lines import Line
 from tui.model.listing import Listing
 from tui.model.model import Touched
+from tui.source.context import Context
 from tui.widgets.table import Table
 
 R = TypeVar("R")
@@ -155,9 +155,9 @@ class TableBoard(Board, Generic[R]):
         self._rows = self.all_rows()
         keys = None if touched.everything else self.touched(touched)
         try:
-            with patience() if self.filter else nullcontext():
+            with time_limit() if self.filter else nullcontext():
                 self._list(keys)
-        except TooSlow as error:
+        except FilterTooSlow as error:
             self.filter = Filter("")
             self.listing.choose(self.filter, self._order, self.descending)
             self._list(None)

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from textual.app import ComposeResult
 
 from tui.model import columns, rows
-from tui.model.context import Context
 from tui.model.fleet import empty_fleet, host_summary, legend
 from tui.model.lines import Line, line
 from tui.model.model import Touched
 from tui.screens.base import TableBoard
+from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
 
 

@@ -8,11 +8,11 @@ from textual.app import ComposeResult
 
 from clusterd.errors import ClusterError
 from tui.model import rows
-from tui.model.context import Context
 from tui.model.job_page import Known, job_page, read_steps
 from tui.model.lines import line
 from tui.model.model import Touched
 from tui.screens.base import Board
+from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
 
 
@@ -85,7 +85,7 @@ class JobBoard(Board):
 
 
 def _take_detail(known: Known, answer: Any) -> None:
-    known.detail = rows.read(rows.Detail, answer)
+    known.detail = rows.read(rows.JobDetail, answer)
 
 
 def _take_steps(known: Known, answer: Any) -> None:

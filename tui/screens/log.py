@@ -10,8 +10,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from tui.model import rows
-from tui.model.context import Context
 from tui.model.filters import BadFilter, pattern
+from tui.source.context import Context
 from tui.widgets.log_pane import LogPane
 
 

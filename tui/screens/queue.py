@@ -9,11 +9,11 @@ from textual.containers import Container
 from textual.timer import Timer
 
 from tui.model import columns, rows
-from tui.model.context import Context
 from tui.model.lines import Line, line
 from tui.model.model import Touched
 from tui.model.view import job_summary
 from tui.screens.base import TableBoard
+from tui.source.context import Context
 from tui.widgets.log_pane import LogPane
 from tui.widgets.text_pane import TextPane
 
@@ -80,11 +80,11 @@ class QueueBoard(TableBoard[rows.Job]):
     def _show_log(self) -> None:
         job = self.context.model.jobs.get(self._log_of[0]) if self._log_of else None
         if job is None:
-            self.log_pane.say("")
+            self.log_pane.show_placeholder("")
         elif not self.context.source.can_act:
-            self.log_pane.say("a recording holds no logs")
+            self.log_pane.show_placeholder("a recording holds no logs")
         elif not (job.attempt or job.is_over):
-            self.log_pane.say(f"{job.name} has not started: w says why")
+            self.log_pane.show_placeholder(f"{job.name} has not started: w says why")
         else:
             self.log_pane.follow_job(self.context.source, job.id, name=job.name)
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from tui.model import columns, event_words, rows
-from tui.model.context import Context
+from tui.model import columns, rows
+from tui.model.columns import decision_label
+from tui.model.event_words import full_value, readable_kind, summary
 from tui.model.lines import Line, line, printable
 from tui.screens.base import TableBoard
+from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
 
 
@@ -43,14 +45,14 @@ class StreamBoard(TableBoard[Any]):
         row = self.current
         return [row[1].host] if row is not None and row[1].host in self.context.model.hosts else []
 
-    def told(self, row: Any) -> list[Line]:
+    def row_lines(self, row: Any) -> list[Line]:
         """One row in full."""
         raise NotImplementedError
 
     def show_side(self) -> None:
         """The row under the cursor."""
         row = self.current
-        self.detail.show([] if row is None else self.told(row))
+        self.detail.show([] if row is None else self.row_lines(row))
         if row is not None:
             self.detail.border_title = f" {self.one} "
 
@@ -80,28 +82,26 @@ class DecisionsBoard(StreamBoard):
         fields = columns.decision_fields(row)
         return {**fields, "job": f"{fields['job']} {known.name}"} if known else fields
 
-    def told(self, row: Any) -> list[Line]:
+    def row_lines(self, row: Any) -> list[Line]:
         """The decision, its event, and what else that event brought about."""
         decision: rows.Decision = row[1]
         model, now_s = self.context.model, self.context.clock()
         job = model.jobs.get(decision.job or "")
         made = [
-            line((columns.decided(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
+            line((decision_label(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
             line(("why       ", "dim"), printable(decision.reason)),
         ]
         if job is not None:
             made.append(line(("job       ", "dim"), f"{printable(job.name)} ({job.id}), now {job.shown_state}"))
         cause = next((event for _, event in reversed(model.events) if event.id == decision.cause), None)
         if cause is not None:
-            said = event_words.said(cause)
-            made.append(
-                line(("because   ", "dim"), f"{event_words.words(cause.kind)} (event {cause.id}) {printable(said)}")
-            )
+            event = f"{readable_kind(cause.kind)} (event {cause.id}) {printable(summary(cause))}"
+            made.append(line(("because   ", "dim"), event))
         others = [d for _, d in model.decisions if d.cause == decision.cause and d is not decision]
         for other in others[:5]:
             named = model.jobs.get(other.job or "")
             about = f" {named.name}" if named else ""
-            made.append(line(("also      ", "dim"), f"{columns.decided(other.kind)}{about}: {printable(other.reason)}"))
+            made.append(line(("also      ", "dim"), f"{decision_label(other.kind)}{about}: {printable(other.reason)}"))
         return made
 
 
@@ -122,11 +122,11 @@ class EventsBoard(StreamBoard):
         """What a filter sees."""
         return columns.event_fields(row)
 
-    def told(self, row: Any) -> list[Line]:
+    def row_lines(self, row: Any) -> list[Line]:
         """The event, field by field."""
-        event: rows.Happening = row[1]
-        made = [line((event_words.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
-        made += [
-            line((f"{name:<9} ", "dim"), printable(event_words.in_full(value))) for name, value in event.fields.items()
-        ]
+        event: rows.EventRow = row[1]
+        at = columns.clock(event.at_s, self.context.clock())
+        made = [line((readable_kind(event.kind), "bold"), f"  {at}")]
+        for name, value in event.fields.items():
+            made.append(line((f"{name:<9} ", "dim"), printable(full_value(value))))
         return made

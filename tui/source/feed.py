@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from textual.notifications import SeverityLevel
 
 from clusterd.errors import ClusterError
 from tui.model import rows
 from tui.model.model import Touched
 from tui.model.view import Link, LinkState
-
-if TYPE_CHECKING:
-    from tui.app import Top
+from tui.source.context import Context
 
 REFRESH_S = 0.1
 """Between two refreshes at least, however fast changes come."""
@@ -23,14 +23,38 @@ FIRST_PICTURE_S = 0.25
 """So long nothing is drawn, so that the first picture is a full one; a daemon that is slower is waited for in sight."""
 
 
-class Feeding:
+class FeedObserver(Protocol):
+    """The application as the feed sees it; `tui.app.Top` implements it."""
+
+    @property
+    def shared(self) -> Context:
+        """Context with the source and the model."""
+
+    @property
+    def log(self) -> Callable[..., None]:
+        """Textual's development log."""
+
+    def show_touched(self, touched: Touched) -> None:
+        """Redraw what changed since the last refresh."""
+
+    def show_frame(self) -> None:
+        """Redraw header, banner and footer."""
+
+    def notify(self, message: str, *, severity: SeverityLevel = "information") -> None:
+        """Show a short notice in the corner."""
+
+    def run_worker(self, work: Awaitable[None], *, group: str, exclusive: bool, exit_on_error: bool) -> object:
+        """Run a coroutine in the background."""
+
+
+class Feed:
     """Between the source and the model.
 
     Args:
         history_after_s: when to ask what was before; None: at once, and long-lived memory is left as it is.
     """
 
-    def __init__(self, app: Top, link: Link, history_after_s: float | None) -> None:
+    def __init__(self, app: FeedObserver, link: Link, history_after_s: float | None) -> None:
         self._app = app
         self.link = link
         self._history_after_s = history_after_s

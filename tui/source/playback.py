@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
 from tui.model import rows
-from tui.model.model import Model
+from tui.model.model import Item, Model
 from tui.model.view import Link, LinkState
-from tui.source.sources import Item
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request
@@ -130,7 +129,7 @@ def _power_of_two(value: float) -> float:
     return speed
 
 
-class Recording:
+class RecordingSource:
     """A recording as a source: it tells nothing by itself and answers nothing; the application drives its player."""
 
     can_act = False

@@ -11,7 +11,7 @@ HELLO, WATCH = 1, 2
 """Numbers of the two requests that are sent ahead."""
 
 
-def knock(path: Path) -> socket.socket | None:
+def preconnect(path: Path) -> socket.socket | None:
     """A connection on which `hello` and `watch` are asked; None: nobody is there; dialling again says why."""
     made = socket.socket(socket.AF_UNIX)
     try:

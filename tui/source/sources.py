@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clusterd.errors import ClusterError, DaemonAbsent
+from tui.model.model import Item
 from tui.model.view import Link, LinkState
 from tui.source.wire import Wire
 
@@ -24,8 +25,6 @@ LAST_LOOK_S = 1.0
 
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 """Between attempts to reach a daemon that went away; the last one for ever."""
-
-Item = dict[str, Any]
 
 
 class Source(Protocol):
@@ -72,18 +71,18 @@ class Source(Protocol):
         """Let go of it; nothing is stopped by that."""
 
 
-class Daemon:
+class DaemonSource:
     """A daemon's socket; found again by itself when the daemon was away."""
 
     can_act = True
     player: Player | None = None
 
     def __init__(
-        self, path: Path, clock: Callable[[], float] = time.time, knocked: socket.socket | None = None
+        self, path: Path, clock: Callable[[], float] = time.time, preconnected: socket.socket | None = None
     ) -> None:
-        """`knocked`: a connection that was made ahead, by `tui.source.preconnect.knock`."""
+        """`preconnected`: a connection that was made ahead, by `tui.source.preconnect.preconnect`."""
         self._path = path
-        self._knocked = knocked
+        self._preconnected = preconnected
         self._clock = clock
         self._calls: Wire | None = None
         self._dialling = asyncio.Lock()
@@ -105,10 +104,10 @@ class Daemon:
         while True:
             watching: Wire | None = None
             try:
-                knocked, self._knocked = self._knocked, None
-                if knocked is not None:
-                    watching = await Wire.adopt(self._path, knocked)
-                    stream = watching.watch_early()
+                preconnected, self._preconnected = self._preconnected, None
+                if preconnected is not None:
+                    watching = await Wire.adopt(self._path, preconnected)
+                    stream = watching.watch_preconnected()
                 else:
                     watching = await Wire.open(self._path)
                     status = await self.call("status")

@@ -24,7 +24,7 @@ _CODES = {
 }
 
 
-class Garbled(errors.ClusterError):
+class InvalidReply(errors.ClusterError):
     """What answers at the socket does not speak our protocol."""
 
 
@@ -39,7 +39,7 @@ class Wire:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._answers: asyncio.Task[None] | None = None
-        self._early: list[protocol.Message] = []
+        self._preconnected: list[protocol.Message] = []
         self.greeting: dict[str, Any] = {}
 
     @classmethod
@@ -70,18 +70,18 @@ class Wire:
             raise errors.DaemonAbsent(f"no daemon answers at {path} ({reason}): clusterd start") from None
         if not isinstance(answer, dict):
             wire.close()
-            raise Garbled(f"what answers at {path} is no clusterd")
+            raise InvalidReply(f"what answers at {path} is no clusterd")
         wire.greeting = answer
         return wire
 
     @classmethod
-    async def adopt(cls, path: Path, knocked: socket.socket) -> Wire:
-        """Go on with a connection that `tui.source.preconnect.knock` made: the greeting is here, or on its way.
+    async def adopt(cls, path: Path, preconnected: socket.socket) -> Wire:
+        """Go on with a connection that `tui.source.preconnect.preconnect` made: the greeting is here, or on its way.
 
         Raises:
             ClusterError: as `open`.
         """
-        reader, writer = await asyncio.open_unix_connection(sock=knocked, limit=READ_BYTES)
+        reader, writer = await asyncio.open_unix_connection(sock=preconnected, limit=READ_BYTES)
         wire = cls(path, reader, writer)
         wire._ids = itertools.count(WATCH + 1)
         try:
@@ -91,7 +91,7 @@ class Wire:
                     for at, message in enumerate(messages):
                         if message.get("id") == HELLO:
                             wire.greeting = dict(_answer(message))
-                            wire._early = messages[at + 1 :]
+                            wire._preconnected = messages[at + 1 :]
         except TimeoutError:
             wire.close()
             raise errors.DaemonAbsent(f"the daemon at {path} does not answer: clusterd status") from None
@@ -100,13 +100,13 @@ class Wire:
             raise
         return wire
 
-    async def watch_early(self) -> AsyncGenerator[Any, None]:
+    async def watch_preconnected(self) -> AsyncGenerator[Any, None]:
         """The stream that was asked for ahead.
 
         Raises:
             ClusterError: as `call`.
         """
-        early, self._early = self._early, []
+        early, self._preconnected = self._preconnected, []
         async for item in self._stream(WATCH, early):
             yield item
 
@@ -196,7 +196,7 @@ class Wire:
         except OSError:
             raise self._gone() from None
         except protocol.ProtocolError as error:
-            raise Garbled(f"what answers at {self._path} does not speak our protocol: {error}") from None
+            raise InvalidReply(f"what answers at {self._path} does not speak our protocol: {error}") from None
 
     def _gone(self) -> errors.DaemonAbsent:
         return errors.DaemonAbsent(f"the daemon at {self._path} went away: clusterd status")
@@ -213,6 +213,6 @@ def _answer(message: protocol.Message) -> Any:
     if error is None:
         return message.get("ok")
     if not isinstance(error, dict):
-        raise Garbled(f"the daemon answered with an error of no known form: {error!r}")
+        raise InvalidReply(f"the daemon answered with an error of no known form: {error!r}")
     kind = _CODES.get(error.get("exit_code", 1), errors.ClusterError)
     raise kind(str(error.get("message", "the daemon refused without a word")))

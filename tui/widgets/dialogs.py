@@ -10,6 +10,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.geometry import Offset
 from textual.screen import ModalScreen
 from textual.suggester import SuggestFromList
 from textual.widgets import Input, OptionList, SelectionList, Static
@@ -17,8 +18,10 @@ from textual.widgets.option_list import Option
 
 from tui.model.lines import Line, plain, printable
 from tui.model.state_styles import style
-from tui.widgets.plain_text import Unmarked
+from tui.widgets.plain_text import PlainTextTitles
 from tui.widgets.text_pane import TextPane
+
+LETTERS = "asdfghjkl"
 
 R = TypeVar("R")
 
@@ -28,7 +31,7 @@ def rich_text(runs: Line) -> Text:
     return Text.assemble(*((printable(text), style(name)) for text, name in runs))
 
 
-class Box(Unmarked, Vertical):
+class Box(PlainTextTitles, Vertical):
     """What a window is drawn in."""
 
 
@@ -74,7 +77,7 @@ class Dialog(ModalScreen[R]):
         self.dismiss(None)
 
 
-class Say(Dialog[None]):
+class TextDialog(Dialog[None]):
     """Text to read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,enter", "leave", "close", show=False)]
@@ -101,12 +104,14 @@ class Say(Dialog[None]):
         return "\n".join(map(plain, self._lines))
 
 
-class Confirm(Dialog[str]):
+class ConfirmDialog(Dialog[str]):
     """A question that only its own keys answer; enter does nothing, so that nobody confirms by habit."""
 
     def __init__(self, title: str, lines: list[Line], keys: dict[str, str]) -> None:
         """`keys`: what each does; the key is the answer."""
-        super().__init__(title, "   ".join(f"{key} {what}" for key, what in keys.items()) + "   esc leaves it as it is")
+        super().__init__(
+            title, "   ".join(f"{key} {effect}" for key, effect in keys.items()) + "   esc leaves it as it is"
+        )
         self._lines = lines
         self._keys = keys
 
@@ -122,7 +127,7 @@ class Confirm(Dialog[str]):
             self.dismiss(event.key if event.key in self._keys else None)
 
 
-class Ask(Dialog[R]):
+class PromptDialog(Dialog[R]):
     """One line to type; the answer is what was read out of it."""
 
     def __init__(
@@ -188,7 +193,7 @@ class Options(OptionList):
     ]
 
 
-class Choose(Dialog[str]):
+class ChoiceDialog(Dialog[str]):
     """One of several."""
 
     def __init__(
@@ -223,7 +228,7 @@ class Choose(Dialog[str]):
         self.dismiss(event.option.id)
 
 
-class Tick(Dialog[list[str]]):
+class MultiChoiceDialog(Dialog[list[str]]):
     """Some of several."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "done", show=False, priority=True)]
@@ -249,3 +254,32 @@ class Tick(Dialog[list[str]]):
         """These; none at all changes nothing."""
         chosen = [key for key, _ in self._options if key in self._list.selected]
         self.dismiss(chosen or None)
+
+
+class JumpOverlay(ModalScreen[str]):
+    """Letters over what is there; any other key leaves."""
+
+    SCOPED_CSS = False
+    CSS = """
+    JumpOverlay { background: $background 0%; }
+    JumpOverlay > .label { width: auto; height: 1; text-style: bold reverse; color: $warning; layer: labels; }
+    """
+
+    def __init__(self, targets: Sequence[tuple[str, Offset]]) -> None:
+        """`targets`: the answer, and where its letter stands."""
+        super().__init__()
+        self._targets = dict(zip(LETTERS, targets, strict=False))
+
+    def compose(self) -> ComposeResult:
+        """The letters."""
+        for letter, (_, where) in self._targets.items():
+            label = Static(f" {letter} ", classes="label")
+            label.styles.position = "absolute"
+            label.styles.offset = (where.x, where.y)
+            yield label
+
+    def on_key(self, event: events.Key) -> None:
+        """There, or nowhere."""
+        event.stop()
+        target = self._targets.get(event.key)
+        self.dismiss(target[0] if target else None)

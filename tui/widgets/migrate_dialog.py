@@ -10,15 +10,15 @@ from textual.widgets import OptionList, Static
 from clusterd.errors import ClusterError
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import compact
-from tui.model.context import Context
+from tui.model.columns import compact_devices
 from tui.model.event_words import short_plan
-from tui.model.job_page import move_lines
+from tui.model.job_page import migration_lines
 from tui.model.lines import Line, line, printable
+from tui.source.context import Context
 from tui.widgets.dialogs import Dialog, Options, rich_text
 from tui.widgets.text_pane import TextPane
 
-OTHER = "other"
+OTHER_PLAN = "other"
 """The option of typing a plan."""
 
 REST_S = 0.2
@@ -45,7 +45,7 @@ def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -
     return line((start, "bold"), f"{duration(plan.step_time_s):>7}", (f" {gain:>5}", style), (spread, "dim"))
 
 
-def cost_lines(preview: rows.Cost) -> list[Line]:
+def cost_lines(preview: rows.MigrationPreview) -> list[Line]:
     """What a move would do, out of `migrate`'s dry run."""
     if preview.restarts:
         return [
@@ -58,13 +58,13 @@ def cost_lines(preview: rows.Cost) -> list[Line]:
         moved = f"{size(preview.local_bytes)} through host memory; it stops and starts again"
     return [
         line(("from      ", "dim"), printable(preview.old)),
-        line(("to        ", "dim"), (printable(preview.plan), "bold"), f" on {compact(preview.devices)}"),
+        line(("to        ", "dim"), (printable(preview.plan), "bold"), f" on {compact_devices(preview.devices)}"),
         line(("moves     ", "dim"), moved),
         line(("stands    ", "dim"), f"still for about {duration(preview.predicted_downtime_s)}"),
     ]
 
 
-class ChoosePlan(Dialog[str]):
+class PlanDialog(Dialog[str]):
     """The plans, best first; under them what moving to the one under the cursor would cost."""
 
     def __init__(self, context: Context, job: rows.Job, known: rows.Plans) -> None:
@@ -86,7 +86,7 @@ class ChoosePlan(Dialog[str]):
         from textual.widgets.option_list import Option
 
         options = [Option(rich_text(shown), id=plan) for plan, shown in self._plans]
-        other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER)
+        other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER_PLAN)
         self.list = Options(*options, other)
         self.list.styles.max_height = "50vh"  # what moving costs, and the keys, stay in sight
         self.preview = TextPane("preview")
@@ -105,7 +105,7 @@ class ChoosePlan(Dialog[str]):
         plan = event.option.id or ""
         if self._resting is not None:
             self._resting.stop()
-        if plan == OTHER:
+        if plan == OTHER_PLAN:
             self.preview.show([line((self._known or "as in dp=2,tp=2", "dim")), *self._now])
         elif plan in self._previews:
             self.preview.show(self._previews[plan])
@@ -116,7 +116,8 @@ class ChoosePlan(Dialog[str]):
     async def _ask(self, plan: str) -> None:
         try:
             answer = rows.read(
-                rows.Cost, await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
+                rows.MigrationPreview,
+                await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True),
             )
             memory = self._memory.get(plan)
             about = [line(("needs     ", "dim"), f"{size(memory)} on each device")] if memory else []
@@ -132,7 +133,7 @@ class ChoosePlan(Dialog[str]):
         self.dismiss(event.option.id)
 
 
-class WatchMove(Dialog[None]):
+class MigrationDialog(Dialog[None]):
     """The phases of a move as they come; leaving does not stop it."""
 
     def __init__(self, context: Context, job: rows.Job, moves_before: int, predicted_s: float) -> None:
@@ -169,6 +170,6 @@ class WatchMove(Dialog[None]):
                 said = f"{job.name} is {job.state}: {job.reason}"
             self.pane.show([line((said, "info")), predicted])
             return
-        made = move_lines(move, self.shared.look, self.shared.clock())
+        made = migration_lines(move, self.shared.look, self.shared.clock())
         self._ended = move.ended_s is not None
         self.pane.show([*made, predicted, *([line(("done: esc closes", "good"))] if self._ended else [])])

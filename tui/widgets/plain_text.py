@@ -9,7 +9,7 @@ from textual.notifications import SeverityLevel
 from tui.model.lines import printable
 
 
-class Unmarked:
+class PlainTextTitles:
     """A widget whose titles are text. No widget itself: Textual takes style and keys from the first base that is."""
 
     def render_str(self, text_content: str | Content) -> Content:
@@ -17,7 +17,7 @@ class Unmarked:
         return text_content if isinstance(text_content, Content) else Content(printable(text_content))
 
 
-class UnmarkedApp(App[None]):
+class PlainTextApp(App[None]):
     """An application whose notices are text, whichever widget gives them."""
 
     def notify(

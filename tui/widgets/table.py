@@ -21,7 +21,7 @@ from tui.model.columns import Column, lay_out
 from tui.model.lines import Line, fit, line
 from tui.model.state_styles import Look
 from tui.widgets.painting import cursor_strip, strip
-from tui.widgets.plain_text import Unmarked
+from tui.widgets.plain_text import PlainTextTitles
 
 Cells = Callable[[str, Sequence[tuple[Column[Any], int]]], Sequence[Line]]
 """The cells of a key, one for each column."""
@@ -30,7 +30,7 @@ _HEADER = 1
 _GUTTER = 2
 
 
-class Table(Unmarked, ScrollView, can_focus=True):
+class Table(PlainTextTitles, ScrollView, can_focus=True):
     """Rows under a header line; the cursor and the marks belong to keys, not to places."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

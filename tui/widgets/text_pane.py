@@ -14,10 +14,10 @@ from textual.widget import Widget
 
 from tui.model.lines import EMPTY, Line, wrap
 from tui.widgets.painting import strip
-from tui.widgets.plain_text import Unmarked
+from tui.widgets.plain_text import PlainTextTitles
 
 
-class TextPane(Unmarked, ScrollView, can_focus=True):
+class TextPane(PlainTextTitles, ScrollView, can_focus=True):
     """Shows lines, wrapped to its width."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

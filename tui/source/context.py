@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tui.model.columns import Frame
+from tui.model.columns import CellContext
 from tui.model.model import Model
 from tui.model.state_styles import Look
 from tui.source.sources import Source
@@ -23,11 +23,11 @@ class Context:
     job: str | None = None  # the one the job screen is about
 
     @property
-    def frame(self) -> Frame:
+    def frame(self) -> CellContext:
         """What cells depend on besides their row."""
-        return Frame(self.clock(), self.look, self.model.jobs)
+        return CellContext(self.clock(), self.look, self.model.jobs)
 
     @property
     def can_act(self) -> bool:
-        """Verbs may be offered."""
+        """Verbs may be available."""
         return self.source.can_act and not self.readonly
