@@ -1,4 +1,4 @@
-"""``clusterd top``: attaches to a source, keeps the model, and shows it on five screens."""
+"""The application of ``clusterd top``: attaches to a source, keeps the model and shows it on five screens."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 HISTORY_AFTER_S = 0.3
 
 WIDTHS = [(0, "-narrow"), (120, "-wide")]
-"""From how many columns on the screen has which class."""
+"""Minimum terminal width in columns for each class of the Textual screen."""
 
 HEIGHTS = [(0, "-short"), (16, "-tall")]
-"""From how many lines on."""
+"""Minimum terminal height in lines for each class."""
 
 STYLE = """
 Screen { layers: base; }
@@ -82,16 +82,17 @@ Toast { max-width: 90%; }
 .-ascii Toast { border-left: ascii $accent; }
 .-ascii * { scrollbar-size-vertical: 0; }
 """
-"""Layout of the main screen.
+"""Layout of the main screen; dialogs bring their own styles, parsed when the first one opens.
 
-DOC
+Containers are hidden and their children are not: otherwise Textual draws each container line by line under the widgets
+that cover it. The job screen stays visible because a hidden widget gets no resize events.
 """
 
 R = TypeVar("R")
 
 
 class Top(PlainTextApp):
-    """The terminal UI. It owns no truth: the model is what the source told, widgets show it."""
+    """The terminal UI. It holds no state of its own: the model is what the source reported, and widgets render it."""
 
     CSS = STYLE
     TITLE = "clusterd"
@@ -114,7 +115,7 @@ class Top(PlainTextApp):
         first: str = "queue",
         ticks: bool = True,
     ) -> None:
-        """`clock` and `ticks` are for tests: a time that stands still, and nobody who looks at it."""
+        """`clock` and `ticks` are for tests: a fixed time, and no periodic refresh."""
         super().__init__()
         player = self.player = source.player
         shown = (lambda: player.now_s) if player is not None else clock
@@ -130,14 +131,14 @@ class Top(PlainTextApp):
 
     @cached_property
     def cluster_commands(self) -> ClusterCommands:
-        """The verbs that concern the cluster; most who look never use one at once."""
+        """Commands that act on the cluster; imported on first use, since most sessions only watch."""
         from tui.commands.actions import ClusterCommands
 
         return ClusterCommands(self)
 
     @cached_property
     def view_commands(self) -> ViewCommands:
-        """The verbs that concern the screens alone."""
+        """Commands that act on the screens only."""
         from tui.commands.view_actions import ViewCommands
 
         return ViewCommands(self)
@@ -145,13 +146,16 @@ class Top(PlainTextApp):
     # --- the frame ----------------------------------------------------------------------------------------------------
 
     def get_default_screen(self) -> Screen[None]:
-        """One of the terminal's size from the first layout on; Textual says so after it, and lays out anew."""
+        """A screen with the breakpoint classes set before the first layout.
+
+        Textual sets them after the first layout and then lays out again.
+        """
         wide = [name for cells, name in WIDTHS if self.size.width >= cells][-1]
         tall = [name for lines, name in HEIGHTS if self.size.height >= lines][-1]
         return Screen(id="_default", classes=f"{wide} {tall}{' -ascii' if self.shared.look.ascii else ''}")
 
     def compose(self) -> ComposeResult:
-        """Header, one of the screens, footer; the other screens are made when they are first shown."""
+        """Header, the first screen and footer; the other screens are created when first shown."""
         yield Bar("head")
         yield Bar("banner")
         first = self._boards[self._first] = make_board(self._first, self.shared)
@@ -161,11 +165,11 @@ class Top(PlainTextApp):
         yield Bar("foot")
 
     def on_load(self) -> None:
-        """Dial while the screen is being made."""
+        """Connect while the screen is being built."""
         self.feed.dial()
 
     async def on_mount(self) -> None:
-        """Attach; nothing is laid out or drawn before this ends, so the first items are waited for here."""
+        """Show the first items. Textual draws nothing before this returns, so it waits for them here."""
         await self.feed.wait_for_first()
         self.query_one("#playback").set_class(self.player is not None, "shown")
         self._focus_first()
@@ -178,28 +182,28 @@ class Top(PlainTextApp):
                 self.set_interval(REFRESH_S, self._play_on)
 
     async def on_unmount(self) -> None:
-        """Detach; nothing is stopped by that."""
+        """Detach; the daemon and its jobs are not affected."""
         self.feed.stop()
         await self.shared.source.close()
 
     @property
     def link(self) -> Link:
-        """To the daemon, or to what stands in for it."""
+        """State of the connection to the daemon or recording."""
         return self.feed.link
 
     @property
     def board(self) -> Board:
-        """The screen in sight."""
+        """The visible screen."""
         return self._boards[self._current]
 
     def show_touched(self, touched: Touched) -> None:
-        """What has changed since the last time."""
+        """Redraw the parts of the visible screen that changed."""
         if self.is_running and self._boards:
             self.board.sync(touched)
             self.show_frame()
 
     def _play_on(self) -> None:
-        """Let the recording go on."""
+        """Advance the recording by one refresh interval."""
         try:
             if self.player is not None and self.player.advance(REFRESH_S):
                 self.show_recording()
@@ -209,19 +213,20 @@ class Top(PlainTextApp):
         self.show_frame()
 
     def show_recording(self) -> None:
-        """The screens at the recording's instant."""
+        """Redraw all screens at the recording's current instant."""
         if self.player is not None:
             self.shared.model = self.player.model
             self.feed.note(Touched(everything=True))
 
     def _tick(self) -> None:
-        """A second has gone by: ages, and how long the daemon is away."""
+        """Refresh ages and the time since the daemon was lost, once a second."""
         if self._boards:
             self.board.tick()
             self.show_frame()
 
     def show_frame(self) -> None:
-        if not self._boards or not self.is_running:  # the source may tell something while the screens are taken down
+        """Redraw header, banner, playback line and footer."""
+        if not self._boards or not self.is_running:  # the source may report during shutdown
             return
         shared, cells = self.shared, self.size.width
         now_s = shared.clock()
@@ -243,13 +248,13 @@ class Top(PlainTextApp):
             screen.query_one("#playback", Bar).show([playback_line(self.player, shared.look, cells)])
 
     def on_resize(self) -> None:
-        """The frame is as wide as the terminal."""
+        """Redraw the frame for the new width."""
         self.call_after_refresh(self.show_frame)
 
-    # --- going about --------------------------------------------------------------------------------------------------
+    # --- navigation ---------------------------------------------------------------------------------------------------
 
     async def action_show(self, name: str) -> None:
-        """One of the screens; number keys start a new trail."""
+        """Go to a screen by name; resets the back trail."""
         self._trail.clear()
         await self._go(name)
 
@@ -279,7 +284,7 @@ class Top(PlainTextApp):
             first.focus()
 
     async def on_table_opened(self, message: Table.Opened) -> None:
-        """A job's page; from a host, its jobs in the queue."""
+        """Open a job's page, or from a host the queue filtered by that host."""
         message.stop()
         board = self.board
         trail = [*self._trail, self._current]
@@ -299,7 +304,7 @@ class Top(PlainTextApp):
         self.show_frame()
 
     def goto_job_row(self, job: str) -> None:
-        """The queue, with the cursor on this job."""
+        """Open the queue with the cursor on `job`."""
 
         async def go() -> None:
             await self.action_show("queue")
@@ -309,7 +314,7 @@ class Top(PlainTextApp):
         self.run_worker(go())
 
     async def action_back(self) -> None:
-        """Out of what was entered last: zoom, marks, filter, screen."""
+        """Undo the last of: zoom, marks, filter, change of screen."""
         board = self.board
         if self.view_commands.zoomed:
             self.view_commands.unzoom()
@@ -326,27 +331,27 @@ class Top(PlainTextApp):
         self.show_frame()
 
     def clear_marks(self) -> None:
-        """No row is marked any more."""
+        """Unmark all rows."""
         if isinstance(self.board, TableBoard):
             self.board.table.marked.clear()
             self.board.table.redraw()
             self.board.table.border_title = self.board.table_title()
 
-    # --- windows ------------------------------------------------------------------------------------------------------
+    # --- dialogs ------------------------------------------------------------------------------------------------------
 
     async def show_dialog(self, screen: Screen[R]) -> R | None:
-        """Show a window and wait for its answer."""
+        """Open a dialog and wait for its answer."""
         screen.set_class(self.shared.look.ascii, "-ascii")
         return await self.push_screen_wait(screen)
 
     async def show_text(self, title: str, lines: list[Line], hang: int = 2) -> None:
-        """Something to read."""
+        """Show lines to read in a dialog."""
         from tui.widgets.dialogs import TextDialog
 
         await self.show_dialog(TextDialog(title, lines, hang))
 
     async def confirm(self, title: str, lines: list[Line], keys: dict[str, str]) -> str | None:
-        """A question; the key that answered it, or None."""
+        """Ask a question; return the key pressed, or None."""
         from tui.widgets.dialogs import ConfirmDialog
 
         return await self.show_dialog(ConfirmDialog(title, lines, keys))
@@ -359,22 +364,22 @@ class Top(PlainTextApp):
         read: Callable[[str], R],
         suggestions: Sequence[str] = (),
     ) -> R | None:
-        """What `read` makes of a line of text, or None."""
+        """Ask for a line of text; return it as parsed by `read`, or None."""
         from tui.widgets.dialogs import PromptDialog
 
         return await self.show_dialog(PromptDialog(title, lines, value, read, suggestions))
 
-    # --- verbs --------------------------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------------------
 
     def _available(self) -> list[Command]:
         return available(self._current, self.shared.can_act, self.player is not None)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """A verb that means nothing here is no key."""
+        """Disable commands that are not available on this screen."""
         return action != "command" or parameters[0] in {command.action for command in self._available()}
 
     def action_command(self, name: str) -> None:
-        """Carry out a verb beside everything else; a refusal is said in a window."""
+        """Run a command in a worker; show a refusal in a dialog."""
         work: Callable[[], Awaitable[None]] = getattr(self.cluster_commands, name, None) or getattr(
             self.view_commands, name
         )
@@ -391,7 +396,7 @@ class Top(PlainTextApp):
         self.run_worker(run(), group="command", exit_on_error=True)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """The palette: every screen, and every verb that means something here."""
+        """Entries of the command palette: every screen, and every command available here."""
         for at, name in enumerate(view.SCREENS, 1):
             yield SystemCommand(f"{name} ({at})", f"go to the {name} screen", partial(self._run, f"show('{name}')"))
         for command in self._available():
@@ -402,13 +407,13 @@ class Top(PlainTextApp):
         self.call_later(self.run_action, action)
 
     def on_bar_pressed(self, message: Bar.Pressed) -> None:
-        """A click on a screen's name or a key."""
+        """Handle a click on a screen's name or on a key in the footer."""
         message.stop()
         self._run(message.action)
 
 
 def make_board(name: str, context: Context) -> Board:
-    """A new screen of this name."""
+    """Create the screen of this name; its module is imported on first use."""
     match name:
         case "fleet":
             from tui.screens.fleet import FleetBoard

@@ -153,7 +153,7 @@ def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster:
             await asyncio.to_thread(cluster.kill)
             await test_pilot.until(pilot, lambda: app.link.state is LinkState.LOST)
             banner = app.query_one("#banner")
-            assert "Jobs run on meanwhile" in banner.text  # type: ignore[attr-defined]
+            assert "Jobs keep running" in banner.text  # type: ignore[attr-defined]
             assert len(app.shared.model.jobs) == 1
             await asyncio.to_thread(cluster.start)
             await test_pilot.until(pilot, lambda: app.link.state is LinkState.LIVE)
@@ -193,7 +193,7 @@ def test_garbage_leaves_a_usable_screen_and_the_terminal_as_it_was(socket: Path,
     terminal = top(socket)
     try:
         terminal.expect(b"job-1")
-        terminal.expect(b"trying again")
+        terminal.expect(b"retrying")
         terminal.type("1")
         terminal.expect(b"host000")
         terminal.type("q")
@@ -214,17 +214,17 @@ def test_a_daemon_that_dies_leaves_a_usable_screen_and_the_terminal_as_it_was(so
         for _ in range(2):
             daemon.kill()
             daemon.wait()
-            terminal.expect(b"Jobs run on meanwhile")
+            terminal.expect(b"Jobs keep running")
             terminal.type("1")
             terminal.expect(b"host000")
             socket.unlink()
             daemon = pretend(socket)
-            terminal.expect(b"attached to the daemon again")
+            terminal.expect(b"reconnected to the daemon")
             terminal.type("2")
             terminal.expect(b"job-1")
         daemon.kill()
         daemon.wait()
-        terminal.expect(b"Jobs run on meanwhile")
+        terminal.expect(b"Jobs keep running")
         terminal.type("q")
         assert terminal.wait() == 0
         assert terminal.is_restored

@@ -140,7 +140,7 @@ def test_a_job_is_moved_and_its_phases_are_seen(shared: RunningCluster, running:
         assert isinstance(watch, MigrationDialog)
         await until(pilot, lambda: "done: esc closes" in watch.pane.text)
         assert "quiesce" in watch.pane.text
-        assert "stood still" in watch.pane.text
+        assert "downtime" in watch.pane.text
         job = app.shared.model.jobs[running]
         assert job.plan == "tp=2"
         assert len(job.migrations) > before
@@ -186,7 +186,7 @@ def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_pa
         await until(pilot, lambda: app.clipboard == running)
         await pilot.press("L")
         said = await window(pilot)
-        assert "no log of one before" in said.text
+        assert "no log of an earlier one" in said.text
 
     drive(shared, script)
 
@@ -198,7 +198,7 @@ def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, r
         await on_job(app, pilot, running)
         await pilot.press("!")
         said = await window(pilot)
-        assert "no terminal to give away" in said.text
+        assert "no terminal for this" in said.text
 
     drive(shared, script)
 
@@ -253,7 +253,7 @@ def test_many_jobs_at_once(shared: RunningCluster) -> None:
         await until(pilot, lambda: sorted(board.table.keys) == sorted(jobs))
         await pilot.press("v")
         chooser = await window(pilot)
-        chooser.list.highlighted = [key for key, _ in chooser._options].index("keep")
+        chooser.list.highlighted = [key for key, _ in chooser._options].index("save")
         await pilot.press("enter")
         await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         await type_in(pilot, "mine")

@@ -106,7 +106,7 @@ def test_a_listing_kept_up_to_date_is_the_one_built_anew(changes: list[tuple[int
 
     def made() -> Listing[rows.Job]:
         listing: Listing[rows.Job] = Listing(columns.job_fields, lambda row: row.step, lambda key: (len(key), key))
-        listing.choose(shown, lambda row: row.step, True)
+        listing.configure(shown, lambda row: row.step, True)
         return listing
 
     kept, table = made(), dict[str, rows.Job]()

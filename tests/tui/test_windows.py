@@ -276,7 +276,7 @@ def test_a_filter_that_takes_for_ever_is_taken_off() -> None:
         await pilot.press("enter")
         await until(pilot, lambda: not board.filter)
         assert list(board.table.keys) == everything
-        await until(pilot, lambda: any("takes too long" in note.message for note in app._notifications))
+        await until(pilot, lambda: any("took too long" in note.message for note in app._notifications))
 
     drive(script)
 

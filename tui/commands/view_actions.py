@@ -1,4 +1,4 @@
-"""Carrying out the keys that concern the screens alone: filter, order, columns, views, zoom, jump, replay."""
+"""Key commands that act on the screens only: marks, filter, order, columns, saved views, zoom, jump, playback."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tui.source.playback import Player
 
 
 class ViewCommands:
-    """The application's verbs that change nothing in the cluster."""
+    """Commands that change nothing in the cluster; method names are the actions of `tui.model.keys`."""
 
     def __init__(self, app: AppPort) -> None:
         self._app = app
-        self._out: list[Widget] = []
+        self._hidden: list[Widget] = []
         self._zoomed: list[Widget] = []
 
     @property
@@ -34,7 +34,7 @@ class ViewCommands:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     async def mark(self) -> None:
-        """Mark the row under the cursor, and go on to the next."""
+        """Mark the row under the cursor and move to the next."""
         board = self._board
         if board.table.cursor is not None:
             board.table.mark(board.table.cursor)
@@ -42,14 +42,14 @@ class ViewCommands:
             board.table.border_title = board.table_title()
 
     async def mark_all(self) -> None:
-        """All that are shown; if they are already, none."""
+        """Mark all shown rows; if all are marked, unmark them."""
         table = self._board.table
         table.marked = set() if table.marked >= set(table.keys) else set(table.keys)
         table.redraw()
         table.border_title = self._board.table_title()
 
     async def copy(self) -> None:
-        """The id of what is under the cursor, to the terminal's clipboard (OSC 52, which tmux and SSH pass on)."""
+        """Copy the id under the cursor to the clipboard (OSC 52, which tmux and SSH pass on)."""
         app = self._app
         found = app.board.hosts() if app.board.id == "fleet" else app.board.jobs()
         if not found:
@@ -58,11 +58,11 @@ class ViewCommands:
         app.notify(f"copied: {' '.join(found[:5])}")
 
     async def filter(self) -> None:
-        """What rows must match."""
+        """Prompt for a filter of the rows."""
         board = self._board
 
         lines = [
-            line("words and regular expressions, field:value, field:>3, !not; empty shows all"),
+            line("regular expressions, field:value, field:>3, !not; empty shows all"),
             line(("fields: " + ", ".join(sorted(board.fields)), "dim")),
         ]
         chosen = await self._app.prompt("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
@@ -71,19 +71,19 @@ class ViewCommands:
             self._app.show_frame()
 
     async def sort(self) -> None:
-        """By which column."""
+        """Choose the column to sort by."""
         from tui.widgets.dialogs import ChoiceDialog
 
         board = self._board
         options = [(column.name, line(column.title)) for column in board.all_columns]
-        hint = "enter sorts, the same again turns it round   esc leaves it"
+        hint = "enter sorts, the same one again reverses   esc closes"
         column = await self._app.show_dialog(ChoiceDialog("sort by", options, board.sort, hint))
         if column is not None:
             board.sort_by(column)
             self._app.show_frame()
 
     async def columns(self) -> None:
-        """Which ones are shown, where there is room."""
+        """Choose the columns to show, where the terminal is wide enough."""
         from tui.widgets.dialogs import MultiChoiceDialog
 
         board = self._board
@@ -94,26 +94,26 @@ class ViewCommands:
             board.apply_choices()
 
     async def views(self) -> None:
-        """Go to a view, keep this one, or forget one."""
+        """Apply a saved view, save the current one, or delete one."""
         from tui.widgets.dialogs import ChoiceDialog
 
         board, name, file = self._board, str(self._app.board.id), saved_views.path()
         own = saved_views.load(file)
         known = [*(v for v in saved_views.BUILT_IN if v.screen == name), *(v for v in own if v.screen == name)]
         options = [(str(at), line(printable(v.name), (f"   {v.filter}", "dim"))) for at, v in enumerate(known)]
-        options += [("keep", line(("keep what is shown now under a name", "info")))]
-        options += [(f"forget {at}", line((f"forget {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
+        options += [("save", line(("save the current view", "info")))]
+        options += [(f"delete {at}", line((f"delete {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
         chosen = await self._app.show_dialog(ChoiceDialog("views", options))
         if chosen is None:
             return
-        if chosen == "keep":
-            title = await self._app.prompt("keep this view as", [], "", something("a name, please"))
+        if chosen == "save":
+            title = await self._app.prompt("save this view as", [], "", something("a name, please"))
             if title is not None:
                 now = (name, board.filter.text, board.sort, board.descending, tuple(board.columns))
                 saved_views.save(file, saved_views.SavedView(title, *now))
-                self._app.notify(f"kept as {title} in {file}")
-        elif chosen.startswith("forget "):
-            saved_views.forget(file, known[int(chosen.removeprefix("forget "))])
+                self._app.notify(f"saved as {title} in {file}")
+        elif chosen.startswith("delete "):
+            saved_views.forget(file, known[int(chosen.removeprefix("delete "))])
         else:
             self._use(board, known[int(chosen)])
 
@@ -133,11 +133,11 @@ class ViewCommands:
 
     @property
     def zoomed(self) -> bool:
-        """One pane stands alone."""
+        """A single pane fills the screen."""
         return bool(self._zoomed)
 
     async def zoom(self) -> None:
-        """The focused pane alone, or all of them again."""
+        """Toggle between the focused pane alone and all panes."""
         if self.zoomed:
             self.unzoom()
             return
@@ -152,18 +152,18 @@ class ViewCommands:
         for widget in board.query("Table, TextPane, LogPane, Container"):
             if widget not in keep and widget.parent in {board, *keep}:
                 widget.add_class("out")
-                self._out.append(widget)
+                self._hidden.append(widget)
 
     def unzoom(self) -> None:
-        """All panes again."""
-        for widget in self._out:
+        """Show all panes again."""
+        for widget in self._hidden:
             widget.remove_class("out")
         for widget in self._zoomed:
             widget.remove_class("zoomed")
-        self._out, self._zoomed = [], []
+        self._hidden, self._zoomed = [], []
 
     async def jump(self) -> None:
-        """A letter for every pane and every screen."""
+        """Label every pane with a letter and focus the chosen one."""
         from tui.widgets.dialogs import JumpOverlay
 
         app = self._app
@@ -175,7 +175,7 @@ class ViewCommands:
             panes[int(chosen.removeprefix("pane "))].focus()
 
     async def help(self) -> None:
-        """All keys."""
+        """Show all keys of the screen."""
         from tui.screens.footer import help_lines
 
         app = self._app
@@ -184,7 +184,7 @@ class ViewCommands:
         await app.show_text(f"keys on {app.board.id}", lines, hang=16)
 
     async def quit(self) -> None:
-        """Leave."""
+        """Leave the application."""
         self._app.exit()
 
     # --- recordings ---------------------------------------------------------------------------------------------------
@@ -193,40 +193,40 @@ class ViewCommands:
     def _player(self) -> Player:
         player = self._app.player
         if player is None:
-            raise ClusterError("this is no recording")
+            raise ClusterError("this is not a recording")
         return player
 
     async def play(self) -> None:
-        """Play or pause."""
+        """Play or pause the recording."""
         self._player.play()
         self._app.show_recording()
 
     async def step_on(self) -> None:
-        """One change on."""
+        """Step one change forward."""
         self._player.step(1)
         self._app.show_recording()
 
     async def step_back(self) -> None:
-        """One change back."""
+        """Step one change back."""
         self._player.step(-1)
         self._app.show_recording()
 
     async def faster(self) -> None:
-        """Twice as fast."""
+        """Double the playback speed."""
         self._player.speed = min(self._player.speed * 2, 1 << 24)
         self._app.show_frame()
 
     async def slower(self) -> None:
-        """Half as fast."""
+        """Halve the playback speed."""
         self._player.speed = max(self._player.speed / 2, 1 / 64)
         self._app.show_frame()
 
     async def skip_on(self) -> None:
-        """A twentieth of it forward."""
+        """Skip a twentieth of the recording forward."""
         self._skip(0.05)
 
     async def skip_back(self) -> None:
-        """A twentieth of it back."""
+        """Skip a twentieth of the recording back."""
         self._skip(-0.05)
 
     def _skip(self, share: float) -> None:
@@ -235,6 +235,6 @@ class ViewCommands:
         self._app.show_recording()
 
     async def rewind(self) -> None:
-        """To the beginning."""
+        """Go back to the start of the recording."""
         self._player.seek(0)
         self._app.show_recording()

@@ -1,4 +1,4 @@
-"""Columns of the tables: how a row becomes cells, what it is sorted by, and what a filter sees of it."""
+"""Table columns: cells, sort key and filter fields of each row type."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ R = TypeVar("R")
 LOSS_CELLS = 7
 
 SIMULATED_BEFORE_S = 1e8
-"""A clock that says 1973 or earlier counts from the start of a simulation."""
+"""Timestamps before this (1973) count from the start of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellContext:
-    """What cells depend on besides their row."""
+    """Inputs of a cell besides its row: time, terminal and jobs by id."""
 
     now_s: float
     look: Look
@@ -35,7 +35,7 @@ class CellContext:
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[R]):
-    """One column; the widest that is `flexible` takes what is left."""
+    """A table column; `flexible` columns share the space that is left."""
 
     name: str
     title: str
@@ -44,13 +44,13 @@ class Column(Generic[R]):
     order: Callable[[R], Any]
     right: bool = False
     flexible: bool = False
-    wants: int = 0  # cells that a flexible one gets before the others, if there are so many
-    shown: bool = True  # unless its user chooses otherwise
-    rank: int = 0  # in a narrow terminal, columns of the highest rank go first
+    wants: int = 0  # width that a flexible column gets before the others, if available
+    shown: bool = True  # by default
+    rank: int = 0  # narrow terminals drop columns of the highest rank first
 
 
 def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], int]]:
-    """The columns that find room in `cells`, each with its width; a space stands between them."""
+    """Columns that fit in `cells`, each with its width, separated by one space."""
     chosen = list(columns)
     while len(chosen) > 1 and sum(column.cells + 1 for column in chosen) - 1 > cells:
         chosen.remove(max(chosen, key=lambda column: column.rank))
@@ -67,7 +67,7 @@ def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], i
 
 
 def compact_devices(devices: Sequence[str | None]) -> str:
-    """``gpu01:gpu0-3 gpu02:gpu1``: runs of devices by host."""
+    """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
     by_kind: dict[tuple[str, str], list[int]] = {}
     for device in devices:
         host, _, local = (device or "").rpartition(":")
@@ -89,7 +89,7 @@ def compact_devices(devices: Sequence[str | None]) -> str:
 
 
 def clock(at_s: float, now_s: float) -> str:
-    """Time of day, with the date when it was on another day; since the start where time is simulated."""
+    """Time of day, with the date on other days; elapsed time since the start in simulations."""
     if now_s < SIMULATED_BEFORE_S:
         hours, rest_s = divmod(int(at_s), 3600)
         return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
@@ -98,21 +98,21 @@ def clock(at_s: float, now_s: float) -> str:
 
 
 TURNED_DOWN = frozenset({"HoldJob"})
-"""Decisions that say why nothing was done."""
+"""Decision kinds that record why nothing was done."""
 
 
 def decision_label(kind: str) -> str:
-    """A kind of decision, in words; holding a job back is turning its wish down."""
+    """Readable kind of a decision; holding a job back is shown as "turned down"."""
     return "turned down" if kind in TURNED_DOWN else readable_kind(kind)
 
 
 def ran_s(job: rows.Job, now_s: float) -> float | None:
-    """Seconds since its first start, to its end or now."""
+    """Seconds from the first start to the end or now; None before the start."""
     return max((job.ended_s or now_s) - job.started_s, 0.0) if job.started_s else None
 
 
 def waited_s(job: rows.Job, now_s: float) -> float:
-    """Seconds between its submit and its start, its end or now."""
+    """Seconds from submission to the start, the end or now."""
     return max((job.started_s or job.ended_s or now_s) - job.submitted_s, 0.0)
 
 
@@ -121,7 +121,10 @@ def _text(text: str, style: str = "") -> Line:
 
 
 def short_number(value: float | None, cells: int) -> str:
-    """``5.52e-5``: four digits, or as many as there is room for; a number that is cut is another one."""
+    """Number with up to four significant digits that fits in `cells`, as in ``5.52e-5``.
+
+    Drops digits rather than cutting the text, which would change the value.
+    """
     if value is None:
         return ""
     made = [re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.{digits}g}").replace("e+", "e") for digits in (4, 3, 2, 1)]
@@ -157,7 +160,7 @@ _STATES = {
 
 
 def _by_state(job: rows.Job) -> tuple[int, int]:
-    """What runs before what waits, and that in the order of its turn."""
+    """Sort key: running before waiting, waiting jobs by priority."""
     return _STATES.get(job.state, 9), -job.priority
 
 
@@ -201,12 +204,12 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
 
 
 def _last(value: float | None) -> float:
-    """Sorts what is not known after everything else, and so a loss that is no number any more."""
+    """Sort key that puts unknown values and NaN last."""
     return math.inf if value is None or math.isnan(value) else value
 
 
 def job_fields(job: rows.Job) -> dict[str, str]:
-    """What a filter sees of a job."""
+    """Filter fields of a job."""
     return {
         "id": job.id, "name": job.name, "state": job.shown_state, "kind": job.kind, "reason": job.reason,
         "user": job.user, "tenant": job.tenant, "priority": str(job.priority), "plan": job.plan or "",
@@ -257,7 +260,7 @@ HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
 
 
 def host_fields(host: rows.Host) -> dict[str, str]:
-    """What a filter sees of a host."""
+    """Filter fields of a host."""
     return {
         "host": host.name, "state": host.shown_state, "why": host.why or host.drained or "", "job": " ".join(host.jobs),
         "devices": str(len(host.devices)), "free": str(host.free), "address": host.address or "",
@@ -291,7 +294,7 @@ DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
 
 
 def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
-    """What a filter sees of a decision."""
+    """Filter fields of a decision."""
     return {
         "decision": decision_label(row[1].kind),
         "job": row[1].job or "",
@@ -321,7 +324,7 @@ def _event_kind(event: rows.EventRow) -> Line:
 
 
 def event_fields(row: tuple[int, rows.EventRow]) -> dict[str, str]:
-    """What a filter sees of an event."""
+    """Filter fields of an event."""
     return {
         "event": readable_kind(row[1].kind),
         "job": row[1].job or "",

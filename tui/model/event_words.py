@@ -1,4 +1,4 @@
-"""Events in words: what their fields say, in a cell or in full."""
+"""Events as text: a one-line summary for cells, full values for the detail pane."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 from tui.model import rows
 
 NESTED_CELLS = 60
-"""Of a value within a value, in one line; the event's own pane shows all of it."""
+"""Limit of a nested value in a summary; the detail pane shows all of it."""
 
 
 def readable_kind(kind: str) -> str:
-    """``launch attempt`` of ``LaunchAttempt``."""
+    """``launch attempt`` for ``LaunchAttempt``."""
     return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
 
 
 def short_plan(plan: str) -> str:
-    """``pp=2,acc=4`` of ``pp=2,accumulation=4``."""
+    """``pp=2,acc=4`` for ``pp=2,accumulation=4``."""
     return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
 
 
 def summary(event: rows.EventRow) -> str:
-    """What an event says besides who it is about, in one line."""
+    """One line with the fields of an event, without its job and host."""
     skipped = ("id", "at_s", "job", "host")
     shown = {name: value for name, value in event.fields.items() if name not in skipped and _is_set(value)}
-    if isinstance(spec := shown.get("spec"), dict):  # of a submit: what people ask for, not how it is run
+    if isinstance(spec := shown.get("spec"), dict):  # of a submission: the request, not the execution details
         return _request(spec)
     return ", ".join(f"{name} {_short(value)}" for name, value in shown.items())
 
 
 def _is_set(value: Any) -> bool:
-    """Neither nothing nor no: zero says something."""
+    """The value is neither empty nor False; zero counts as set."""
     return value is not False and value not in (None, "", (), [], {})
 
 
 def _request(spec: dict[str, Any]) -> str:
-    """What a submitted job asks for, in a few words."""
+    """Summary of a submitted job: kind, devices, plan, priority and command."""
     parts = [str(spec.get("kind", ""))]
     if isinstance(asked := spec.get("resources"), dict):
         count, kind = asked.get("devices"), asked.get("kind")
@@ -50,7 +50,7 @@ def _request(spec: dict[str, Any]) -> str:
 
 
 def _short_plan_of(plan: dict[str, Any]) -> str:
-    """``dp=4,zero=1``: what is not as in a plan that says nothing."""
+    """Non-default fields of a plan, as in ``dp=4,zero=1``."""
     usual = {
         "dp": 1,
         "tp": 1,
@@ -65,7 +65,7 @@ def _short_plan_of(plan: dict[str, Any]) -> str:
 
 
 def full_value(value: Any) -> str:
-    """A field of an event with everything in it that says something."""
+    """A field's value with all nested fields that are set."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_bracketed(v)}" for name, v in value.items() if _is_set(v))
     if isinstance(value, list | tuple):

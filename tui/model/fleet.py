@@ -1,4 +1,4 @@
-"""Hosts and their devices as tiles: who has which device, what is free, what may not be used, and why."""
+"""Hosts and their devices as tiles: holder, free, unusable, drained, out of reach."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TILE_CELLS = 8
 
 
 def tiles(host: rows.Host, look: Look, jobs: dict[str, rows.Job]) -> Line:
-    """One tile per device: its job's name on its job's colour, or why it has none."""
+    """One tile per device: its job's name in the job's colour, or a pattern that says why it has none."""
     cells = 3 if len(host.devices) > 4 else TILE_CELLS
     found: list[Run] = []
     for device in host.devices:
@@ -20,13 +20,16 @@ def tiles(host: rows.Host, look: Look, jobs: dict[str, rows.Job]) -> Line:
 
 
 def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], cells: int) -> Run:
-    """One device. What is no job has a pattern: free dots, foreign use a shade, a drained or absent host dashes."""
+    """Tile of one device.
+
+    Patterns: dots for free, a shade for foreign use, dashes for drained, question marks for an absent host.
+    """
     if device.job is not None:
         job = jobs.get(device.job)
         name = printable(device.job_name or (job.name if job else "") or device.job)
         if cells <= 3:
             name = device.job.rjust(cells)
-        text = "".join(piece for piece, _ in fit(((name, ""),), cells, more="" if cells <= 3 else look.glyph("more")))
+        text = "".join(part for part, _ in fit(((name, ""),), cells, more="" if cells <= 3 else look.glyph("more")))
         return text, f"tile{job_colour(device.job)}"
     if device.foreign:
         return look.glyph("foreign") * cells, "bad"
@@ -38,7 +41,7 @@ def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.
 
 
 def legend(look: Look) -> Line:
-    """What the patterns mean."""
+    """Legend of the tile patterns."""
     return line(
         (" name ", "tile0"), " a job's  ",
         (look.glyph("free") * 3, "dim"), " free  ",
@@ -49,8 +52,8 @@ def legend(look: Look) -> Line:
 
 
 def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float) -> list[Line]:
-    """All about one host: its state in words, and every device with its holder, use and memory."""
-    # Since when it is up, or away, is known; since when it is drained is not.
+    """Details of a host: its state, and every device with holder, utilisation and memory."""
+    # The daemon reports since when a host is up or away, not since when it is drained.
     since = (
         f" for {duration(max(now_s - host.since_s, 0.0))}" if host.since_s and host.shown_state == host.state else ""
     )
@@ -60,7 +63,7 @@ def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: 
     if host.drained is not None:
         made.append(line(("drained   ", "dim"), printable(host.drained) or "yes", ("   u undrains", "dim")))
         if host.jobs:
-            still = "move away where there is room, or run to their end"
+            still = "move away if devices are free, or run to completion"
             made.append(line(("still here", "dim"), f" {printable(', '.join(host.jobs))}", (f": {still}", "dim")))
     if host.address:
         made.append(line(("address   ", "dim"), host.address))
@@ -106,7 +109,7 @@ def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
 
 
 def empty_fleet() -> list[Line]:
-    """What to do when there is no host."""
+    """Hint shown while there is no host."""
     return [
         line(("There are no hosts yet.", "bold")),
         line(""),

@@ -1,6 +1,6 @@
-"""The daemon's rows, typed: everything that comes over the socket is checked here before a widget sees it.
+"""Typed rows of the daemon's messages: everything from the socket is validated here before a widget sees it.
 
-Fields that a daemon of another version does not send have defaults; those that we do not know are passed over.
+Fields that an older daemon does not send have defaults; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
-"""An instant or a span within 3,000 years: no calendar has others, and nobody can read them."""
+"""An instant or duration within 3,000 years: larger values cannot be formatted as dates."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase of a move."""
+    """One phase of a migration."""
 
     phase: str
     seconds: Seconds
@@ -22,7 +22,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Migration(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's move from one plan to another: under way, or history."""
+    """A job's migration from one plan to another, in progress or past."""
 
     number: int = 0
     old: str = msgspec.field(name="from", default="")
@@ -41,7 +41,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NextPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan a job would get next, what it would gain, and what the move would cost."""
+    """The plan the job would get next, its gain, and the cost of the migration."""
 
     plan: str
     devices: int = 0
@@ -50,7 +50,7 @@ class NextPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as it is now."""
+    """Current state of a job."""
 
     id: str
     name: str
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     predicted_step_time_s: Seconds | None = None
     next: NextPlan | None = None
     predictable: bool = False
-    profiling: bool = False  # it is being tried under other plans
+    profiling: bool = False  # trials under other plans are in progress
     trials: int = 0  # so far
     submitted_s: Seconds = 0.0
     started_s: Seconds | None = None
@@ -91,19 +91,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Nothing will change any more."""
+        """The job has ended."""
         return self.state in ("finished", "failed", "cancelled")
 
     @property
     def shown_state(self) -> str:
-        """Its state, or that it moves, or that nobody can look at it."""
+        """State to display: ``moving`` while migrating, ``silent`` while its hosts do not answer."""
         if self.away and self.state == "running":
             return "silent"
         return "moving" if self.migrating is not None and self.state == "running" else self.state
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a host, and who has it."""
+    """A device of a host and its holder."""
 
     id: str
     kind: str = ""
@@ -115,7 +115,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """One host as it is now."""
+    """Current state of a host."""
 
     name: str
     state: str
@@ -129,23 +129,23 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int = 0
     jobs: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
-    link: dict[str, Any] = {}  # what the connection says; msgspec copies the default
+    link: dict[str, Any] = {}  # facts of the connection; msgspec copies the default
 
     @property
     def shown_state(self) -> str:
-        """Its state, or that it is drained."""
+        """State to display: ``drained`` for a drained host that is up."""
         return "drained" if self.state == "up" and self.drained is not None else self.state
 
     @property
     def free(self) -> int:
-        """Devices that a job could have now."""
+        """Devices available for jobs now."""
         if self.state != "up" or self.drained is not None:
             return 0
         return sum(1 for device in self.devices if device.job is None and not device.foreign)
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """By the number of a GPU: how busy it was when its host last told; empty for CPU devices."""
+        """Utilisation by GPU, as last reported by the host; empty for CPU devices."""
         facts = self.link.get("facts")
         gpus = facts.get("gpus") if isinstance(facts, dict) else None
         found: dict[str, float] = {}
@@ -156,7 +156,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision, and why."""
+    """A decision and its reason."""
 
     kind: str
     reason: str = ""
@@ -167,7 +167,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One event; `fields` is everything it says."""
+    """An event; `fields` holds all of its fields."""
 
     kind: str
     id: int = 0
@@ -178,7 +178,7 @@ class EventRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it at one instant."""
+    """The whole state at one instant."""
 
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
@@ -186,7 +186,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One handled batch, with everything it touched as it is afterwards."""
+    """One batch of events with every row it touched, as of after the batch."""
 
     number: int
     at_s: Seconds = 0.0
@@ -195,7 +195,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
     gone: tuple[str, ...] = ()
-    recovering: tuple[str, ...] | None = None  # hosts to hear from before anything is placed; None: it is not said
+    recovering: tuple[str, ...] | None = None  # hosts that must report before anything is placed; None: not reported
 
 
 Malformed = msgspec.ValidationError
@@ -204,19 +204,19 @@ Row = TypeVar("Row")
 
 
 def read(kind: type[Row], value: Any) -> Row:
-    """The rows that a message holds.
+    """Convert a message to a row type.
 
     Raises:
-        Malformed: they are not of this form.
+        Malformed: it does not match.
     """
     return msgspec.convert(value, kind)
 
 
 def read_event(value: dict[str, Any]) -> EventRow:
-    """An event.
+    """Convert a message to an event.
 
     Raises:
-        Malformed: it is not of this form.
+        Malformed: it does not match.
     """
     known = msgspec.convert(value, EventRow)
     return msgspec.structs.replace(known, fields={k: v for k, v in value.items() if k != "kind"})
@@ -244,14 +244,14 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's row does not hold."""
+    """Fields of a job that its row does not hold."""
 
     attempts: tuple[Attempt, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
 
 class RankedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan the job could have, and what is predicted of it."""
+    """A candidate plan with its prediction."""
 
     plan: str
     devices: int = 0
@@ -265,14 +265,14 @@ class RankedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plans(msgspec.Struct, frozen=True, kw_only=True):
-    """Plans of a job, best first."""
+    """Candidate plans of a job, best first."""
 
     rows: tuple[RankedPlan, ...] = ()
     known: str = ""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A short run under one plan: measured against predicted."""
+    """A trial run under one plan: measured and predicted step time."""
 
     plan: str
     devices: int = 0
@@ -282,7 +282,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Throughput of the best plan on so many devices."""
+    """Throughput of the best plan on this many devices."""
 
     devices: int
     plan: str = ""
@@ -290,7 +290,7 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned of a job's speed."""
+    """Performance model of a job's model."""
 
     model: str | None = None
     trials: tuple[Trial, ...] = ()
@@ -298,7 +298,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The daemon's account of where a job is; what it decided about it newest last."""
+    """The daemon's explanation of a job's state; decisions oldest first."""
 
     state: str
     reason: str = ""
@@ -312,20 +312,20 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Explanation one of several was left as it is."""
+    """Reason why one item of a batch was refused."""
 
     message: str = ""
 
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
-    """Several jobs at one moment."""
+    """Jobs cancelled in one request."""
 
     jobs: tuple[Job, ...] = ()
     refused: tuple[Refusal, ...] = ()
 
 
 class MigrationPreview(msgspec.Struct, frozen=True, kw_only=True):
-    """What a move that was asked for will do, or would."""
+    """Predicted cost of a requested or proposed migration."""
 
     old: str = msgspec.field(name="from", default="")
     plan: str = ""
@@ -333,13 +333,13 @@ class MigrationPreview(msgspec.Struct, frozen=True, kw_only=True):
     local_bytes: int = 0
     network_bytes: int = 0
     predicted_downtime_s: Seconds = 0.0
-    crowded: str | None = None  # why it has to stop and start again
+    crowded: str | None = None  # why source and target ranks do not fit side by side
     migrations: int = 0  # of the job so far
-    restarts: bool = False  # it has a training loop of its own, and starts again
+    restarts: bool = False  # the job has its own training loop and restarts
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was asked for."""
+    """A checkpoint that was written on request."""
 
     step: int
     path: str
@@ -347,7 +347,7 @@ class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that was submitted."""
+    """A submitted job."""
 
     id: str
     name: str

@@ -1,4 +1,4 @@
-"""The footer, the playback line and the help: which keys there are."""
+"""Footer, playback line and help text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[Line], dict[str, str]]:
-    """Keys of this screen, as many as find room, and what a click on each does."""
+    """Keys of this screen that fit in `cells`, and the action of a click on each."""
     commands = [command for command in available(screen, can_act, replays) if screen in command.footer]
     while sum(len(c.shown) + len(c.short) + 3 for c in commands) > cells and len(commands) > 1:
         commands.remove(max(reversed(commands), key=lambda command: command.rank))
@@ -29,7 +29,7 @@ def footer(screen: str, can_act: bool, replays: bool, cells: int) -> tuple[list[
 
 
 def playback_line(player: Player, look: Look, cells: int) -> Line:
-    """Where we are in a recording, and how fast we go."""
+    """Position and speed of a recording."""
     sign = look.glyph("pause" if not player.playing else "play")
     speed = f"x{player.speed:g}"
     at, end = clock(player.now_s, player.end_s), clock(player.end_s, player.end_s)
@@ -45,12 +45,12 @@ def help_lines(screen: str, can_act: bool, replays: bool, readonly: bool) -> lis
     made.append(line(""))
     made += [line((f"{command.shown:<15} ", "key"), command.help) for command in available(screen, can_act, replays)]
     if readonly:
-        made += [line(""), line(("read-only: what changes the cluster is hidden", "dim"))]
+        made += [line(""), line(("read-only: commands that change the cluster are hidden", "dim"))]
     made += [
         line(""),
         line(
             ("filter          ", "title"),
-            "gpt.*large   state:queued   !user:ann   step:>100   two terms: both must hold",
+            "gpt.*large   state:queued   !user:ann   step:>100   two terms: both must match",
         ),
     ]
     return made

@@ -1,4 +1,4 @@
-"""What every screen is given: the model, the time, and what the terminal can show."""
+"""Context shared by all screens: source, model, clock and terminal."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tui.source.sources import Source
 
 @dataclass(slots=True)
 class Context:
-    """Shared by all screens; `model` is replaced as a whole when a recording goes back."""
+    """Shared state of the screens; seeking back in a recording replaces `model` as a whole."""
 
     source: Source
     look: Look
-    clock: Callable[[], float]  # the time that is shown: now, or that of the recording
+    clock: Callable[[], float]  # displayed time: now, or the instant of the recording
     readonly: bool = False
     model: Model = field(default_factory=Model)
-    job: str | None = None  # the one the job screen is about
+    job: str | None = None  # shown by the job screen
 
     @property
-    def frame(self) -> CellContext:
-        """What cells depend on besides their row."""
+    def cell_context(self) -> CellContext:
+        """Inputs of table cells besides their rows."""
         return CellContext(self.clock(), self.look, self.model.jobs)
 
     @property
     def can_act(self) -> bool:
-        """Verbs may be available."""
+        """Commands that change the cluster are allowed."""
         return self.source.can_act and not self.readonly
