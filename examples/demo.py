@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from clusterd.cli.jobs import compact_devices
+from clusterd.cli.common.output import compact_devices
 from clusterd.client import Client
 from clusterd.units import duration, size
 

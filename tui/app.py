@@ -1,4 +1,4 @@
-"""``clusterd top``: attaches to a source, keeps the model, and shows it on five screens."""
+"""The application of ``clusterd top``: attaches to a source, keeps the model and shows it on five screens."""
 
 from __future__ import annotations
 
@@ -15,41 +15,86 @@ from textual.screen import Screen
 
 from clusterd.errors import ClusterError
 from tui.model import rows, view
-from tui.model.context import Context
-from tui.model.keys import VERBS, Verb, offered
+from tui.model.keys import COMMANDS, Command, available
 from tui.model.lines import Line, line, printable, wrap
 from tui.model.model import Touched
 from tui.model.state_styles import Look
 from tui.model.view import Link
 from tui.screens.base import Board, TableBoard
 from tui.screens.footer import footer, playback_line
-from tui.screens.registry import board as make_board
-from tui.source.feed import REFRESH_S, Feeding
+from tui.source.context import Context
+from tui.source.feed import REFRESH_S, Feed
 from tui.source.sources import Source
-from tui.widgets.plain_text import UnmarkedApp
-from tui.widgets.style import CSS
+from tui.widgets.plain_text import PlainTextApp
 from tui.widgets.table import Table
 from tui.widgets.text_pane import Bar
 
 if TYPE_CHECKING:
-    from tui.commands.actions import Acting
-    from tui.commands.view_actions import Arranging
+    from tui.commands.actions import ClusterCommands
+    from tui.commands.view_actions import ViewCommands
 
 HISTORY_AFTER_S = 0.3
 
 WIDTHS = [(0, "-narrow"), (120, "-wide")]
-"""From how many columns on the screen has which class."""
+"""Minimum terminal width in columns for each class of the Textual screen."""
 
 HEIGHTS = [(0, "-short"), (16, "-tall")]
-"""From how many lines on."""
+"""Minimum terminal height in lines for each class."""
+
+STYLE = """
+Screen { layers: base; }
+#head { height: 2; }
+#banner { height: auto; max-height: 3; display: none; color: $text-error; text-style: bold; padding: 0 1; }
+#banner.shown { display: block; }
+#body { height: 1fr; }
+#body, .board, #queue-side { visibility: hidden; }
+#job, Table, TextPane, LogPane { visibility: visible; }
+#foot { height: 1; }
+#playback { height: 1; display: none; }
+#playback.shown { display: block; }
+#filter { height: 1; border: none; padding: 0 1; display: none; }
+#filter.shown { display: block; }
+.board { display: none; height: 1fr; width: 1fr; }
+.board.current { display: block; }
+Table, TextPane, LogPane {
+    border-top: solid $foreground 40%; border-title-color: $foreground; border-title-style: bold;
+    scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0; overflow-x: hidden;
+}
+Table:focus, TextPane:focus, LogPane:focus { border-top: heavy $accent; border-title-style: bold reverse; }
+#fleet-table { height: 2fr; }
+#fleet-detail { height: 1fr; min-height: 6; }
+#queue-table { height: 1fr; }
+#queue-side { height: 1fr; layout: horizontal; }
+#queue-side > * { width: 1fr; height: 1fr; }
+.-wide #queue.current { layout: horizontal; }
+.-wide #queue-table { width: 3fr; height: 1fr; margin-right: 1; }
+#queue-detail { margin-right: 1; }
+.-wide #queue-detail { margin-right: 0; }
+.-wide #queue-side { width: 2fr; height: 1fr; layout: vertical; }
+#decisions-table, #events-table { height: 3fr; }
+#decisions-detail, #events-detail { height: 1fr; min-height: 5; }
+.-short #fleet-detail, .-short #queue-side, .-short #decisions-detail, .-short #events-detail { display: none; }
+.board .zoomed { width: 1fr; height: 1fr; }
+.board .out { display: none; }
+Toast { max-width: 90%; }
+.-ascii Table, .-ascii TextPane, .-ascii LogPane { border-top: ascii $foreground 40%; }
+.-ascii Table:focus, .-ascii TextPane:focus, .-ascii LogPane:focus { border-top: ascii $accent; }
+.-ascii Toast { border-left: ascii $accent; }
+.-ascii * { scrollbar-size-vertical: 0; }
+"""
+"""Layout of the main screen; dialogs bring their own styles, parsed when the first one opens.
+
+Containers are hidden and their children are not: otherwise Textual draws each container line by line under the widgets
+that cover it. The job screen stays visible because a hidden widget gets no resize events.
+"""
 
 R = TypeVar("R")
 
 
-class Top(UnmarkedApp):
-    """The terminal UI. It owns no truth: the model is what the source told, widgets show it."""
+class Top(PlainTextApp):
+    """The terminal UI. It holds no state of its own: the model is what the source reported, and widgets render it."""
 
-    CSS = CSS
+    CSS = STYLE
     TITLE = "clusterd"
     NOTIFICATION_TIMEOUT = 3.0
     HORIZONTAL_BREAKPOINTS = WIDTHS
@@ -57,7 +102,7 @@ class Top(UnmarkedApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(at), f"show('{name}')", name, show=False) for at, name in enumerate(view.SCREENS, 1)),
         Binding("escape", "back", "back", show=False),
-        *(Binding(verb.key, f"verb('{verb.action}')", verb.help, show=False) for verb in VERBS),
+        *(Binding(command.key, f"command('{command.action}')", command.help, show=False) for command in COMMANDS),
     ]
 
     def __init__(
@@ -70,12 +115,12 @@ class Top(UnmarkedApp):
         first: str = "queue",
         ticks: bool = True,
     ) -> None:
-        """`clock` and `ticks` are for tests: a time that stands still, and nobody who looks at it."""
+        """`clock` and `ticks` are for tests: a fixed time, and no periodic refresh."""
         super().__init__()
         player = self.player = source.player
         shown = (lambda: player.now_s) if player is not None else clock
         self.shared = Context(source, Look(ascii), shown, readonly)
-        self.feeding = Feeding(self, Link(since_s=clock()), HISTORY_AFTER_S if ticks else None)
+        self.feed = Feed(self, Link(since_s=clock()), HISTORY_AFTER_S if ticks else None)
         self._ticks = ticks
         self._first = first
         self._boards: dict[str, Board] = {}
@@ -85,29 +130,32 @@ class Top(UnmarkedApp):
             self.shared.model = player.model
 
     @cached_property
-    def acting(self) -> Acting:
-        """The verbs that concern the cluster; most who look never use one at once."""
-        from tui.commands.actions import Acting
+    def cluster_commands(self) -> ClusterCommands:
+        """Commands that act on the cluster; imported on first use, since most sessions only watch."""
+        from tui.commands.actions import ClusterCommands
 
-        return Acting(self)
+        return ClusterCommands(self)
 
     @cached_property
-    def arranging(self) -> Arranging:
-        """The verbs that concern the screens alone."""
-        from tui.commands.view_actions import Arranging
+    def view_commands(self) -> ViewCommands:
+        """Commands that act on the screens only."""
+        from tui.commands.view_actions import ViewCommands
 
-        return Arranging(self)
+        return ViewCommands(self)
 
     # --- the frame ----------------------------------------------------------------------------------------------------
 
     def get_default_screen(self) -> Screen[None]:
-        """One of the terminal's size from the first layout on; Textual says so after it, and lays out anew."""
+        """A screen with the breakpoint classes set before the first layout.
+
+        Textual sets them after the first layout and then lays out again.
+        """
         wide = [name for cells, name in WIDTHS if self.size.width >= cells][-1]
         tall = [name for lines, name in HEIGHTS if self.size.height >= lines][-1]
         return Screen(id="_default", classes=f"{wide} {tall}{' -ascii' if self.shared.look.ascii else ''}")
 
     def compose(self) -> ComposeResult:
-        """Header, one of the screens, footer; the other screens are made when they are first shown."""
+        """Header, the first screen and footer; the other screens are created when first shown."""
         yield Bar("head")
         yield Bar("banner")
         first = self._boards[self._first] = make_board(self._first, self.shared)
@@ -117,45 +165,45 @@ class Top(UnmarkedApp):
         yield Bar("foot")
 
     def on_load(self) -> None:
-        """Dial while the screen is being made."""
-        self.feeding.dial()
+        """Connect while the screen is being built."""
+        self.feed.dial()
 
     async def on_mount(self) -> None:
-        """Attach; nothing is laid out or drawn before this ends, so the first items are waited for here."""
-        await self.feeding.wait_for_first()
+        """Show the first items. Textual draws nothing before this returns, so it waits for them here."""
+        await self.feed.wait_for_first()
         self.query_one("#playback").set_class(self.player is not None, "shown")
         self._focus_first()
-        self.feeding.take_first()
+        self.feed.take_first()
         self.show_frame()
-        self.run_worker(self.feeding.pump(), name="pump", exit_on_error=True)
+        self.run_worker(self.feed.pump(), name="pump", exit_on_error=True)
         if self._ticks:
             self.set_interval(1.0, self._tick)
             if self.player is not None:
                 self.set_interval(REFRESH_S, self._play_on)
 
     async def on_unmount(self) -> None:
-        """Detach; nothing is stopped by that."""
-        self.feeding.stop()
+        """Detach; the daemon and its jobs are not affected."""
+        self.feed.stop()
         await self.shared.source.close()
 
     @property
     def link(self) -> Link:
-        """To the daemon, or to what stands in for it."""
-        return self.feeding.link
+        """State of the connection to the daemon or recording."""
+        return self.feed.link
 
     @property
     def board(self) -> Board:
-        """The screen in sight."""
+        """The visible screen."""
         return self._boards[self._current]
 
     def show_touched(self, touched: Touched) -> None:
-        """What has changed since the last time."""
+        """Redraw the parts of the visible screen that changed."""
         if self.is_running and self._boards:
             self.board.sync(touched)
             self.show_frame()
 
     def _play_on(self) -> None:
-        """Let the recording go on."""
+        """Advance the recording by one refresh interval."""
         try:
             if self.player is not None and self.player.advance(REFRESH_S):
                 self.show_recording()
@@ -165,19 +213,20 @@ class Top(UnmarkedApp):
         self.show_frame()
 
     def show_recording(self) -> None:
-        """The screens at the recording's instant."""
+        """Redraw all screens at the recording's current instant."""
         if self.player is not None:
             self.shared.model = self.player.model
-            self.feeding.note(Touched(everything=True))
+            self.feed.note(Touched(everything=True))
 
     def _tick(self) -> None:
-        """A second has gone by: ages, and how long the daemon is away."""
+        """Refresh ages and the time since the daemon was lost, once a second."""
         if self._boards:
             self.board.tick()
             self.show_frame()
 
     def show_frame(self) -> None:
-        if not self._boards or not self.is_running:  # the source may tell something while the screens are taken down
+        """Redraw header, banner, playback line and footer."""
+        if not self._boards or not self.is_running:  # the source may report during shutdown
             return
         shared, cells = self.shared, self.size.width
         now_s = shared.clock()
@@ -187,10 +236,10 @@ class Top(UnmarkedApp):
         clicks = {f" {name.capitalize()}": f"show('{name}')" for name in view.SCREENS}
         screen = self.screen_stack[0]
         screen.query_one("#head", Bar).show([head, tabs], clicks)
-        said = view.banner(self.link, shared.model.number, now_s)
+        banner_text = view.banner(self.link, shared.model.number, now_s)
         banner = screen.query_one("#banner", Bar)
-        banner.set_class(bool(said), "shown")
-        folded = wrap(line(printable(said)), max(cells - 2, 1))
+        banner.set_class(bool(banner_text), "shown")
+        folded = wrap(line(printable(banner_text)), max(cells - 2, 1))
         banner.styles.height = min(len(folded), 3)
         banner.show(folded)
         keys, actions = footer(self._current, shared.can_act, self.player is not None, cells)
@@ -199,13 +248,13 @@ class Top(UnmarkedApp):
             screen.query_one("#playback", Bar).show([playback_line(self.player, shared.look, cells)])
 
     def on_resize(self) -> None:
-        """The frame is as wide as the terminal."""
+        """Redraw the frame for the new width."""
         self.call_after_refresh(self.show_frame)
 
-    # --- going about --------------------------------------------------------------------------------------------------
+    # --- navigation ---------------------------------------------------------------------------------------------------
 
     async def action_show(self, name: str) -> None:
-        """One of the screens; number keys start a new trail."""
+        """Go to a screen by name; resets the back trail."""
         self._trail.clear()
         await self._go(name)
 
@@ -214,7 +263,7 @@ class Top(UnmarkedApp):
             found = self.board.jobs()
             if found:
                 self.shared.job = found[0]
-        self.arranging.unzoom()
+        self.view_commands.unzoom()
         if self._boards:
             self.board.set_class(False, "current")
             self.board.left()
@@ -235,7 +284,7 @@ class Top(UnmarkedApp):
             first.focus()
 
     async def on_table_opened(self, message: Table.Opened) -> None:
-        """A job's page; from a host, its jobs in the queue."""
+        """Open a job's page, or from a host the queue filtered by that host."""
         message.stop()
         board = self.board
         trail = [*self._trail, self._current]
@@ -255,7 +304,7 @@ class Top(UnmarkedApp):
         self.show_frame()
 
     def goto_job_row(self, job: str) -> None:
-        """The queue, with the cursor on this job."""
+        """Open the queue with the cursor on `job`."""
 
         async def go() -> None:
             await self.action_show("queue")
@@ -265,12 +314,12 @@ class Top(UnmarkedApp):
         self.run_worker(go())
 
     async def action_back(self) -> None:
-        """Out of what was entered last: zoom, marks, filter, screen."""
+        """Undo the last of: zoom, marks, filter, change of screen."""
         board = self.board
-        if self.arranging.zoomed:
-            self.arranging.unzoom()
+        if self.view_commands.zoomed:
+            self.view_commands.unzoom()
         elif isinstance(board, TableBoard) and board.table.marked:
-            self.board_marks_clear()
+            self.clear_marks()
         elif isinstance(board, TableBoard) and board.filter and not self._trail:
             board.set_filter("")
         elif self._trail:
@@ -281,33 +330,33 @@ class Top(UnmarkedApp):
             self._trail = trail
         self.show_frame()
 
-    def board_marks_clear(self) -> None:
-        """No row is marked any more."""
+    def clear_marks(self) -> None:
+        """Unmark all rows."""
         if isinstance(self.board, TableBoard):
             self.board.table.marked.clear()
             self.board.table.redraw()
             self.board.table.border_title = self.board.table_title()
 
-    # --- windows ------------------------------------------------------------------------------------------------------
+    # --- dialogs ------------------------------------------------------------------------------------------------------
 
-    async def window(self, screen: Screen[R]) -> R | None:
-        """Show a window and wait for its answer."""
+    async def show_dialog(self, screen: Screen[R]) -> R | None:
+        """Open a dialog and wait for its answer."""
         screen.set_class(self.shared.look.ascii, "-ascii")
         return await self.push_screen_wait(screen)
 
-    async def say(self, title: str, lines: list[Line], hang: int = 2) -> None:
-        """Something to read."""
-        from tui.widgets.dialogs import Say
+    async def show_text(self, title: str, lines: list[Line], hang: int = 2) -> None:
+        """Show lines to read in a dialog."""
+        from tui.widgets.dialogs import TextDialog
 
-        await self.window(Say(title, lines, hang))
+        await self.show_dialog(TextDialog(title, lines, hang))
 
     async def confirm(self, title: str, lines: list[Line], keys: dict[str, str]) -> str | None:
-        """A question; the key that answered it, or None."""
-        from tui.widgets.dialogs import Confirm
+        """Ask a question; return the key pressed, or None."""
+        from tui.widgets.dialogs import ConfirmDialog
 
-        return await self.window(Confirm(title, lines, keys))
+        return await self.show_dialog(ConfirmDialog(title, lines, keys))
 
-    async def ask(
+    async def prompt(
         self,
         title: str,
         lines: list[Line],
@@ -315,47 +364,74 @@ class Top(UnmarkedApp):
         read: Callable[[str], R],
         suggestions: Sequence[str] = (),
     ) -> R | None:
-        """What `read` makes of a line of text, or None."""
-        from tui.widgets.dialogs import Ask
+        """Ask for a line of text; return it as parsed by `read`, or None."""
+        from tui.widgets.dialogs import PromptDialog
 
-        return await self.window(Ask(title, lines, value, read, suggestions))
+        return await self.show_dialog(PromptDialog(title, lines, value, read, suggestions))
 
-    # --- verbs --------------------------------------------------------------------------------------------------------
+    # --- commands -----------------------------------------------------------------------------------------------------
 
-    def _offered(self) -> list[Verb]:
-        return offered(self._current, self.shared.can_act, self.player is not None)
+    def _available(self) -> list[Command]:
+        return available(self._current, self.shared.can_act, self.player is not None)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """A verb that means nothing here is no key."""
-        return action != "verb" or parameters[0] in {verb.action for verb in self._offered()}
+        """Disable commands that are not available on this screen."""
+        return action != "command" or parameters[0] in {command.action for command in self._available()}
 
-    def action_verb(self, name: str) -> None:
-        """Carry out a verb beside everything else; a refusal is said in a window."""
-        work: Callable[[], Awaitable[None]] = getattr(self.acting, name, None) or getattr(self.arranging, name)
+    def action_command(self, name: str) -> None:
+        """Run a command in a worker; show a refusal in a dialog."""
+        work: Callable[[], Awaitable[None]] = getattr(self.cluster_commands, name, None) or getattr(
+            self.view_commands, name
+        )
 
         async def run() -> None:
             try:
                 await work()
             except ClusterError as refused:
                 lines = [line(printable(text)) for text in str(refused).splitlines()]
-                await self.say(f"{name.replace('_', ' ')}: refused", lines)
+                await self.show_text(f"{name.replace('_', ' ')}: refused", lines)
             except rows.Malformed as error:
-                await self.say(name.replace("_", " "), [line(f"the daemon's answer cannot be read: {error}")])
+                await self.show_text(name.replace("_", " "), [line(f"the daemon's answer cannot be read: {error}")])
 
-        self.run_worker(run(), group="verb", exit_on_error=True)
+        self.run_worker(run(), group="command", exit_on_error=True)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """The palette: every screen, and every verb that means something here."""
+        """Entries of the command palette: every screen, and every command available here."""
         for at, name in enumerate(view.SCREENS, 1):
             yield SystemCommand(f"{name} ({at})", f"go to the {name} screen", partial(self._run, f"show('{name}')"))
-        for verb in self._offered():
-            title = f"{verb.action.replace('_', ' ')} ({verb.shown})"
-            yield SystemCommand(title, verb.help, partial(self._run, f"verb('{verb.action}')"))
+        for command in self._available():
+            title = f"{command.action.replace('_', ' ')} ({command.shown})"
+            yield SystemCommand(title, command.help, partial(self._run, f"command('{command.action}')"))
 
     def _run(self, action: str) -> None:
         self.call_later(self.run_action, action)
 
     def on_bar_pressed(self, message: Bar.Pressed) -> None:
-        """A click on a screen's name or a key."""
+        """Handle a click on a screen's name or on a key in the footer."""
         message.stop()
         self._run(message.action)
+
+
+def make_board(name: str, context: Context) -> Board:
+    """Create the screen of this name; its module is imported on first use."""
+    match name:
+        case "fleet":
+            from tui.screens.fleet import FleetBoard
+
+            return FleetBoard(name, context)
+        case "queue":
+            from tui.screens.queue import QueueBoard
+
+            return QueueBoard(name, context)
+        case "job":
+            from tui.screens.job import JobBoard
+
+            return JobBoard(name, context)
+        case "decisions":
+            from tui.screens.streams import DecisionsBoard
+
+            return DecisionsBoard(name, context)
+        case _:
+            from tui.screens.streams import EventsBoard
+
+            return EventsBoard(name, context)

@@ -1,4 +1,4 @@
-"""The same interface in a browser: one process per page, on this machine alone, for whoever has the address."""
+"""Serve the terminal UI in a browser: one process per page, on this machine only, behind a secret in the address."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from textual_serve.server import Server
 from clusterd.config import python_path
 
 HOST = "127.0.0.1"
-"""Whoever is let in acts as the user who started it, so nobody else may come near."""
+"""Loopback only: a visitor acts with the rights of the user who started the server."""
 
 KEY = "key"
-"""In the printed address; other users of this machine can reach the port, and any page in the browser too."""
+"""Query parameter of the secret; other users of this machine, and any page in the browser, can reach the port."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def serve(arguments: Sequence[str], port: int) -> int:
-    """Serve until interrupted; `arguments` are those of ``clusterd top`` for each page."""
+    """Serve until interrupted. `arguments` are the ``clusterd top`` arguments of each page."""
     command = shlex.join([sys.executable, "-m", "clusterd", *arguments])
     os.environ["PYTHONPATH"] = python_path()  # each page's process has the environment of this one
     key = secrets.token_urlsafe(24)
@@ -37,7 +37,7 @@ class _Guarded(Server):  # type: ignore[misc]  # textual-serve is not typed
     def __init__(self, command: str, port: int, key: str) -> None:
         super().__init__(command, host=HOST, port=port, title="clusterd")
         self._key = key
-        self._cookie = f"clusterd-{port}"  # cookies do not tell ports apart
+        self._cookie = f"clusterd-{port}"  # cookies are shared between ports
 
     async def _make_app(self) -> web.Application:
         app: web.Application = await super()._make_app()
@@ -46,7 +46,7 @@ class _Guarded(Server):  # type: ignore[misc]  # textual-serve is not typed
 
     @web.middleware
     async def _let_in(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The address' key once, and the cookie that it becomes from then on; no page of another site."""
+        """Accept the secret once, then the cookie that replaces it; refuse requests from other sites' pages."""
         if self._is_key(request.query.get(KEY, "")):
             answer = web.HTTPFound("/")
             answer.set_cookie(self._cookie, self._key, httponly=True, samesite="Strict")

@@ -1,4 +1,4 @@
-"""``clusterd advise --stdio``: the policy as a filter, one JSON object a line."""
+"""``clusterd advise --stdio``: the scheduling policy as a filter, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import click
 
 
 @click.command()
-@click.option("--stdio", is_flag=True, required=True, help="Read situations from standard input, write answers.")
-@click.option("--policy", default="default", show_default=True, help="Who answers.")
+@click.option("--stdio", is_flag=True, required=True, help="Read situations from stdin, write answers to stdout.")
+@click.option("--policy", default="default", show_default=True, help="The scheduling policy.")
 def advise(stdio: bool, policy: str) -> None:
-    """Answer scheduling situations: who runs where, under which plan, and why (schema: docs/advise.md)."""
+    """Answer scheduling situations: allocation and plan of each job, with reasons (schema: docs/advise.md)."""
     import json
 
     from clusterd import advice
@@ -19,7 +19,7 @@ def advise(stdio: bool, policy: str) -> None:
     from clusterd.errors import UsageError
 
     if policy not in POLICIES:
-        raise UsageError(f"--policy {policy}: there is none of that name; there are {', '.join(POLICIES)}")
+        raise UsageError(f"--policy {policy}: unknown policy; known ones are {', '.join(POLICIES)}")
     chosen = POLICIES[policy]()
     for number, line in enumerate(sys.stdin, 1):
         if not line.strip():

@@ -1,4 +1,4 @@
-"""``clusterd completion``."""
+"""``clusterd completion``: shell completion scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from click.shell_completion import get_completion_class
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what makes SHELL complete commands, jobs and hosts.
+    """Print the completion script of SHELL, for commands, jobs and hosts.
 
     \b
     bash: eval "$(clusterd completion bash)"   in ~/.bashrc

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from clusterd import config as configuration
-from clusterd.cli.output import ago, note, output_option, show_json
+from clusterd.cli.common.output import ago, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.config import python_path
 from clusterd.errors import ClusterError, DaemonAbsent
@@ -22,17 +22,17 @@ START_TIMEOUT_S = 30.0
 
 @click.command()
 @click.option("--local", type=click.IntRange(1, 64), help="Also run this many hosts inside this machine.")
-@click.option("--devices", type=click.IntRange(1, 64), help="CPU devices of each of them; default: as before, or 2.")
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual clusterd.toml.")
+@click.option("--devices", type=click.IntRange(1, 64), help="CPU devices of each local host; default: as before, or 2.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Use this file, not the usual clusterd.toml.")
 @click.option("--system", is_flag=True, help="Use /var/lib, /run and /etc instead of the user's directories.")
-@click.option("--restored", is_flag=True, help="The state is from a backup: lead hosts that have seen a later one.")
-@click.option("--foreground", is_flag=True, help="Stay, and log to standard error.")
+@click.option("--restored", is_flag=True, help="The state is from a backup: take over hosts with a later state.")
+@click.option("--foreground", is_flag=True, help="Run in the foreground and log to standard error.")
 def start(
     local: int | None, devices: int | None, file: Path | None, system: bool, restored: bool, foreground: bool
 ) -> int:
     """Start the daemon."""
     if devices and not local:
-        raise click.UsageError("--devices is of hosts inside this machine: say how many, with --local N")
+        raise click.UsageError("--devices applies to local hosts: give their number with --local N")
     config = configuration.load(file, system=system)
     arguments = ["--local", str(local)] if local else []
     arguments += ["--devices", str(devices)] if devices else []
@@ -43,13 +43,13 @@ def start(
         from clusterd.daemon.main import main
 
         return main([*arguments, "--foreground"])
-    said = config.state_dir / "start.err"
+    error_file = config.state_dir / "start.err"
     try:
         config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        opened = said.open("wb")
+        opened = error_file.open("wb")
     except OSError as error:
         raise ClusterError(
-            f"{error.filename}: {error.strerror}: set CLUSTERD_STATE_DIR to a directory that can be written"
+            f"{error.filename}: {error.strerror}: set CLUSTERD_STATE_DIR to a writable directory"
         ) from None
     with opened as errors:
         started = subprocess.Popen(
@@ -61,26 +61,31 @@ def start(
             cwd=config.state_dir,
             env={**os.environ, **_absolute("CLUSTERD_STATE_DIR", "CLUSTERD_SOCKET"), "PYTHONPATH": python_path()},
         )
-    code = _wait_until_it_answers(config, started, said, local, devices)
+    code = _wait_until_it_answers(config, started, error_file, local, devices)
     if not code and config.socket != configuration.socket_path(system):
-        note(f"for every other command: export CLUSTERD_SOCKET={config.socket}")
+        note(f"for all other commands: export CLUSTERD_SOCKET={config.socket}")
     return code
 
 
 def _absolute(*names: str) -> dict[str, str]:
-    """Paths in the environment, for a process that starts in another directory."""
+    """Path variables of the environment made absolute, for a process that starts in another directory."""
     return {name: str(Path(os.environ[name]).absolute()) for name in names if os.environ.get(name)}
 
 
 def _wait_until_it_answers(
-    config: configuration.Config, started: subprocess.Popen[bytes], said: Path, local: int | None, devices: int | None
+    config: configuration.Config,
+    started: subprocess.Popen[bytes],
+    error_file: Path,
+    local: int | None,
+    devices: int | None,
 ) -> int:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
         code = started.poll()
         if code is not None:
-            words = said.read_text(errors="replace").strip()
-            note(words or f"clusterd: the daemon ended with {code} and could not write why: is {said.parent} full?")
+            message = error_file.read_text(errors="replace").strip()
+            disk = error_file.parent
+            note(message or f"clusterd: the daemon exited with {code} and could not write the reason: is {disk} full?")
             return code or 1
         try:
             with Client(config.socket, timeout_s=5.0) as cluster:
@@ -103,22 +108,22 @@ def _wait_until_it_answers(
             here = [row for row in rows if row["link"].get("address", "").startswith("local:")]
             if len(here) >= local and all(row["state"] == "up" for row in here):
                 for row in here:
-                    kept = _why_kept(config, row) if devices and len(row["devices"]) != devices else ""
-                    note(f"  {row['name']}: {len(row['devices'])} CPU devices{kept}")
+                    difference = _why_different(config, row) if devices and len(row["devices"]) != devices else ""
+                    note(f"  {row['name']}: {len(row['devices'])} CPU devices{difference}")
                 return 0
             failed = [row for row in here if row["why"] not in ("", "not connected yet", "the daemon has just started")]
             if failed and time.monotonic() > deadline_s:
-                raise ClusterError(f"{failed[0]['name']} does not come up: {failed[0]['why']}")
+                raise ClusterError(f"{failed[0]['name']} did not come up: {failed[0]['why']}")
     return 1
 
 
-def _why_kept(config: configuration.Config, row: dict[str, Any]) -> str:
-    """Why a host inside this machine does not offer the devices that were asked for."""
+def _why_different(config: configuration.Config, row: dict[str, Any]) -> str:
+    """Reason why a local host does not offer the requested number of devices."""
     if row["name"] in config.hosts:
-        return f", as [hosts.{row['name']}] says"
+        return f", as set in [hosts.{row['name']}]"
     if row["jobs"]:
-        return f" as before, for it runs {', '.join(row['jobs'])}: start again when nothing runs there"
-    return " as before, for it is not among the first that --local names"
+        return f" as before, because it runs {', '.join(row['jobs'])}: start again when it is idle"
+    return " as before, because it is beyond the number given with --local"
 
 
 def _settings(status: dict[str, Any]) -> str:
@@ -126,7 +131,7 @@ def _settings(status: dict[str, Any]) -> str:
 
 
 def cluster_hosts(config: configuration.Config) -> list[dict[str, Any]]:
-    """Host rows, over a connection of their own."""
+    """Host rows, over a separate connection."""
     with Client(config.socket) as cluster:
         rows: list[dict[str, Any]] = cluster.call("hosts")
         return rows
@@ -147,7 +152,7 @@ def stop(system: bool) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while not _has_ended(pid):
         if time.monotonic() > deadline_s:
-            raise ClusterError(f"the daemon (pid {pid}) was told to stop and has not after {START_TIMEOUT_S:.0f} s")
+            raise ClusterError(f"the daemon (pid {pid}) did not stop within {START_TIMEOUT_S:.0f} s")
         time.sleep(0.02)
     running = answer["running"]
     verb = "jobs keep" if len(running) > 1 else "job keeps"
@@ -155,7 +160,7 @@ def stop(system: bool) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """A zombie has: in a container there may be nobody who takes its exit code."""
+    """The process is gone or a zombie; in a container there may be no parent that reaps it."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -167,7 +172,7 @@ def _has_ended(pid: int) -> bool:
 @click.option("--system", is_flag=True, help="The system's daemon, not the user's.")
 @output_option
 def status(system: bool, output: str) -> None:
-    """How the daemon is."""
+    """Show the state of the daemon."""
     with Client(configuration.socket_path(system)) as cluster:
         answer = cluster.call("status")
     if output != "table":
@@ -184,8 +189,8 @@ def status(system: bool, output: str) -> None:
     print(f"  jobs     {counts}")
     print(f"  state    {answer['state_dir']} ({answer['events']} events)")
     print(f"  socket   {answer['socket']}")
-    print(f"  settings {answer['config'] or 'the defaults: no file was found or given'}")
-    if trouble := answer.get("trouble"):  # a daemon that was not restarted since does not say it
-        print(f"  trouble  what happens on hosts waits to be told: {trouble}")
+    print(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
+    if trouble := answer.get("trouble"):  # absent from the reply of an older daemon
+        print(f"  trouble  events of hosts cannot be journaled yet: {trouble}")
     if answer["recovering"]:
-        print(f"  waits to hear from {', '.join(answer['recovering'])} before it places anything")
+        print(f"  waiting for reports of {', '.join(answer['recovering'])} before placing anything")

@@ -1,4 +1,4 @@
-"""``clusterd host``."""
+"""``clusterd host``: add, list, check, drain and remove hosts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from clusterd.cli.completing import complete_host
-from clusterd.cli.output import ago, note, output_option, raise_all, show_json, show_table, tell
+from clusterd.cli.common.completers import complete_host
+from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_json, show_table
 from clusterd.client import Client
 from clusterd.config import DEVICES_MAX
 from clusterd.errors import ClusterError
@@ -23,11 +23,11 @@ def host() -> None:
 
 @host.command()
 @click.argument("addresses", nargs=-1, required=True, metavar="ALIAS|USER@HOST[:PORT]...")
-@click.option("-y", "--yes", is_flag=True, help="Accept the host keys as shown, without a question.")
-@click.option("--cpu-devices", type=click.IntRange(0, DEVICES_MAX), help="CPU devices to offer there.")
-@click.option("--no-wait", is_flag=True, help="Do not wait until it is up.")
+@click.option("-y", "--yes", is_flag=True, help="Accept the host keys shown, without confirmation.")
+@click.option("--cpu-devices", type=click.IntRange(0, DEVICES_MAX), help="Number of CPU devices to offer.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until the host is up.")
 def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait: bool) -> None:
-    """Make hosts part of the cluster: what `ssh HOST` reaches. Their key is shown once."""
+    """Add hosts that `ssh HOST` reaches. An unknown host key is shown for confirmation."""
     options = {"cpu_devices": cpu_devices}
     failures: list[ClusterError] = []
     with Client() as cluster:
@@ -46,16 +46,16 @@ def add(addresses: tuple[str, ...], yes: bool, cpu_devices: int | None, no_wait:
 
 
 def _agreed(cluster: Client, address: str, yes: bool) -> list[str]:
-    """Fingerprints of unknown keys on the way to the host that its user agrees to."""
+    """Fingerprints of unknown host keys on the route to the host that the user accepts."""
     accept: list[str] = []
-    # One hop at a time: what is behind a jump host shows only once that one is accepted.
+    # One hop at a time: a key behind a jump host is visible only after the jump host is accepted.
     while unknown := cluster.call("host_inspect", address=address, accept=accept, new=True)["unknown"]:
         hop = unknown[0]
         note(f"{hop['host']} is not in any known_hosts file. Its key is {hop['kind']} {hop['fingerprint']}")
         if not yes:
             if not sys.stdin.isatty():
                 raise ClusterError(f"{address}: compare the fingerprint and add it with --yes (no terminal to ask on)")
-            if not click.confirm("Is it the right one?", err=True):
+            if not click.confirm("Is this the right key?", err=True):
                 raise ClusterError(f"{address} was not added: its key was not accepted")
         accept.append(hop["fingerprint"])
     return accept
@@ -71,7 +71,8 @@ def _wait_until_up(cluster: Client, name: str) -> None:
             note(f"{name} is up: {_offers(row)}")
             return
         if row["why"] and row["why"] != "not connected yet":
-            raise ClusterError(f"{name} is added but not up: {row['why']} (it is dialed on; clusterd host show {name})")
+            again = f"the daemon keeps trying; clusterd host show {name}"
+            raise ClusterError(f"{name} is added but not up: {row['why']} ({again})")
 
 
 def _offers(row: dict[str, Any]) -> str:
@@ -80,14 +81,14 @@ def _offers(row: dict[str, Any]) -> str:
         kinds[device["name"] if device["kind"] == "cuda" else "CPU device"] = (
             kinds.get(device["name"] if device["kind"] == "cuda" else "CPU device", 0) + 1
         )
-    said = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "no devices"
-    return f"{said}; {row['cpu_cores']} cores, {size(row['memory_bytes'])}"
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "no devices"
+    return f"{devices}; {row['cpu_cores']} cores, {size(row['memory_bytes'])}"
 
 
 @host.command()
 @output_option
 def ls(output: str) -> None:
-    """List hosts with what they offer and do."""
+    """List hosts with state, capacity and jobs."""
     with Client() as cluster:
         rows = cluster.call("hosts")
     if output != "table":
@@ -108,10 +109,10 @@ def ls(output: str) -> None:
 
 @host.command()
 @click.argument("names", nargs=-1, shell_complete=complete_host)
-@click.option("--python", help="An interpreter or environment that jobs will name: is it there, with torch?")
+@click.option("--python", help="Also check this interpreter or environment, and its torch.")
 @output_option
 def check(names: tuple[str, ...], python: str | None, output: str) -> None:
-    """Try what jobs will need of these hosts, or of all: devices, room, each other over the network, a Python."""
+    """Check these hosts, or all: devices, disk space, network between hosts, Python."""
     with Client() as cluster:
         rows = cluster.call("host_check", hosts=list(names), python=python)
     if output != "table":
@@ -119,7 +120,7 @@ def check(names: tuple[str, ...], python: str | None, output: str) -> None:
     else:
         width = max((len(row["host"]) for row in rows), default=0)
         for row in rows:
-            tell(f"{row['host']:<{width}}  {row['check']:<10}  {row['state']:<7}  {row['said']}")
+            print_line(f"{row['host']:<{width}}  {row['check']:<10}  {row['state']:<7}  {row['said']}")
         if not rows:
             note("no hosts yet: clusterd host add HOST")
     failed = sum(row["state"] == "failed" for row in rows)
@@ -131,15 +132,15 @@ def check(names: tuple[str, ...], python: str | None, output: str) -> None:
 @click.argument("name", shell_complete=complete_host)
 @output_option
 def show(name: str, output: str) -> None:
-    """Everything about one host."""
+    """Show all details of one host."""
     with Client() as cluster:
         row = cluster.call("host", host=name)
     if output != "table":
         show_json(row, output)
         return
     facts = row["link"].get("facts", {})
-    tell(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
-    told = {
+    print_line(f"{row['name']}  {row['state']}{': ' + row['why'] if row['why'] else ''}")
+    details = {
         "drained": row["drained"],
         "reached as": row["link"].get("address"),
         "link": row["link"].get("state"),
@@ -157,24 +158,25 @@ def show(name: str, output: str) -> None:
         "boot id": row["boot_id"],
         "GPU error": facts.get("gpu_error"),
     }
-    for label, value in told.items():
+    for label, value in details.items():
         if value:
-            tell(f"  {label:<10} {value}")
+            print_line(f"  {label:<10} {value}")
     for device in row["devices"]:
         use = f"job {device['job_name']} ({device['job']})" if device["job"] else device["foreign"] or "free"
-        tell(f"  {device['id']:<20} {device['name']}, {size(device['memory_bytes'])}: {use}")
+        print_line(f"  {device['id']:<20} {device['name']}, {size(device['memory_bytes'])}: {use}")
     for gpu in facts.get("gpus", ()):
         for process in gpu["processes"]:
             if not process["ours"]:
                 used = f"{size(process['memory_bytes'])} " if process["memory_bytes"] is not None else ""
-                tell(f"  gpu{gpu['index']}: {used}used outside the queue by {process['user']} (pid {process['pid']})")
+                user = f"{process['user']} (pid {process['pid']})"
+                print_line(f"  gpu{gpu['index']}: {used}used outside the queue by {user}")
 
 
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
-@click.option("--why", default="", help="For the others who look.")
+@click.option("--why", default="", help="Reason, shown to other users.")
 def drain(names: tuple[str, ...], why: str) -> None:
-    """Give the hosts nothing new, and move away what can be moved; the rest runs to its end."""
+    """Place nothing new on hosts, and move jobs away where possible; others run to completion."""
 
     known: list[str] = []
     failures: list[ClusterError] = []
@@ -188,7 +190,7 @@ def drain(names: tuple[str, ...], why: str) -> None:
             others: dict[str, Any] = {"also": known[1:]} if known[1:] else {}
             cluster.call("host_drain", host=known[0], why=why, **others)
         for row in [cluster.call("host", host=name) for name in known]:
-            still = f"still runs {', '.join(row['jobs'])}" if row["jobs"] else "nothing runs there"
+            still = f"still running: {', '.join(row['jobs'])}" if row["jobs"] else "no jobs"
             note(f"{row['name']} is drained; {still}")
     raise_all(failures)
 
@@ -196,11 +198,11 @@ def drain(names: tuple[str, ...], why: str) -> None:
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def undrain(names: tuple[str, ...]) -> None:
-    """Use the hosts again."""
+    """Return drained hosts to service."""
 
     def one(cluster: Client, name: str) -> str:
         cluster.call("host_undrain", host=name)
-        return f"{name} is used again"
+        return f"{name} is undrained"
 
     _each(names, one)
 
@@ -208,15 +210,15 @@ def undrain(names: tuple[str, ...]) -> None:
 @host.command()
 @click.argument("names", nargs=-1, required=True, shell_complete=complete_host)
 def remove(names: tuple[str, ...]) -> None:
-    """Take hosts, which must run nothing, out of the cluster."""
+    """Remove idle hosts from the cluster."""
 
     def one(cluster: Client, name: str) -> str:
         answer = cluster.call("host_remove", host=name)
-        left = answer.get("left", ())  # of which an older daemon says nothing
+        left = answer.get("left", ())  # absent from the reply of an older daemon
         if not left and answer.get("agent_left"):
             return (
-                f"{name} is removed; it could not be reached, and its agent stays there, with nothing under it: "
-                f"clusterd host add {name}, and to remove it when it is up, ends that"
+                f"{name} is removed; it could not be reached, and its idle agent is still running there: "
+                f"to end it, clusterd host add {name}, and remove it again once it is up"
             )
         if not left:
             return f"{name} is removed"
@@ -230,7 +232,7 @@ def remove(names: tuple[str, ...]) -> None:
 
 
 def _each(names: tuple[str, ...], one: Callable[[Client, str], str]) -> None:
-    """Serves every host, and tells of each; then what was refused."""
+    """Apply `one` to every host and print its result; then raise the refusals."""
     failures: list[ClusterError] = []
     with Client() as cluster:
         for name in names:
@@ -243,19 +245,19 @@ def _each(names: tuple[str, ...], one: Callable[[Client, str], str]) -> None:
 
 @host.command()
 @click.argument("name", shell_complete=complete_host)
-@click.option("-y", "--yes", is_flag=True, help="Accept the new key as shown, without a question.")
+@click.option("-y", "--yes", is_flag=True, help="Accept the new key shown, without confirmation.")
 def trust(name: str, yes: bool) -> None:
-    """Accept a host's changed key, after a look at it."""
+    """Accept a host's changed key, after confirmation."""
     with Client() as cluster:
         address = cluster.call("host", host=name)["link"]["address"]
         seen = cluster.call("host_inspect", address=address, accept=[])
         for hop in seen["changed"]:
             note(f"{hop['host']}: its key was {hop['old_fingerprint']}, is {hop['kind']} {hop['fingerprint']}")
-            if not yes and not (sys.stdin.isatty() and click.confirm("Is the new one right?", err=True)):
-                raise ClusterError(f"{name} was left as it is: its key was not accepted (--yes accepts it)")
+            if not yes and not (sys.stdin.isatty() and click.confirm("Is the new key right?", err=True)):
+                raise ClusterError(f"{name} is unchanged: its new key was not accepted (--yes accepts it)")
         accept = [hop["fingerprint"] for hop in (*seen["changed"], *seen["unknown"])]
         if not accept:
-            note(f"{name} shows the key that is known")
+            note(f"{name} has the known key")
             return
         cluster.call("host_trust", host=name, accept=accept)
-        note(f"{name}'s new key is trusted; it is dialed again")
+        note(f"{name}'s new key is trusted; connecting again")

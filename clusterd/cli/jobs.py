@@ -1,4 +1,4 @@
-"""Commands about jobs that are there."""
+"""Commands about existing jobs: ls, show, logs, cancel, priority, wait, why."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 
 import click
 
-from clusterd.cli.completing import complete_job
-from clusterd.cli.following import first_failure, show_logs, until_over, wait_for
-from clusterd.cli.naming import is_meant, own_jobs
-from clusterd.cli.output import (
+from clusterd.cli.common.arguments import is_selected, own_jobs, time_s
+from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.following import first_failure, show_logs, until_over, wait_for
+from clusterd.cli.common.output import (
     ago,
+    compact_devices,
+    escaped,
     note,
     output_option,
+    print_line,
     raise_all,
+    readable_kind,
     show_json,
     show_table,
-    shown,
-    tell,
     use_colour,
-    words,
 )
 from clusterd.client import Client, refusal
 from clusterd.errors import ClusterError, UsageError
-from clusterd.units import duration, parse_duration_s
+from clusterd.units import duration
 
 SILENT_S, SILENT_STEPS = 60.0, 20
-"""Without a step for both, a job is said to be."""
+"""A job counts as silent after this long and this many step times without a step."""
 
 LINES_MAX = 20
-"""Of more jobs than these there is one line for all."""
+"""With more jobs than this, one summary line replaces a line per job."""
 
 
 @click.command()
@@ -40,11 +41,11 @@ LINES_MAX = 20
 @click.option("--state", help="Only jobs in this state.")
 @output_option
 def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) -> None:
-    """List jobs: those that are not over, and with --all the others; of JOBS alone, which may be 'net_*'."""
+    """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns."""
     with Client() as cluster:
         rows = cluster.call("jobs", all=everything or state is not None)
     if jobs:
-        rows = [row for row in rows if is_meant(row, jobs)]
+        rows = [row for row in rows if is_selected(row, jobs)]
     if state is not None:
         _check_state(state)
         rows = [row for row in rows if row["state"] == state]
@@ -67,51 +68,31 @@ def _check_state(state: str) -> None:
     from clusterd.types import JobState
 
     if state not in list(JobState):
-        raise UsageError(f"--state {state}: there is no such state; it is one of {', '.join(JobState)}")
+        raise UsageError(f"--state {state}: unknown state; known ones are {', '.join(JobState)}")
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
     devices = compact_devices(row["devices"]) if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
     loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
-    left_s = row.get("left_s")  # a daemon of before may still be there
+    left_s = row.get("left_s")  # absent from the reply of an older daemon
     left = duration(left_s) if left_s is not None and row["state"] == "running" else ""
     age = ago(row["submitted_s"])
     return [row["id"], row["name"], row["state"], row["plan"], devices, step, left, loss, age, row["reason"]]
-
-
-def compact_devices(devices: list[str]) -> str:
-    """``gpu01:gpu0-3 gpu02:gpu1``: runs of devices by host."""
-    by_kind: dict[tuple[str, str], list[int]] = {}
-    for device in devices:
-        host, _, local = device.rpartition(":")
-        kind = local.rstrip("0123456789")
-        by_kind.setdefault((host, kind), []).append(int(local[len(kind) :]))
-    parts: list[str] = []
-    for (host, kind), numbers in by_kind.items():
-        runs: list[list[int]] = []
-        for number in sorted(numbers):
-            if runs and runs[-1][-1] == number - 1:
-                runs[-1].append(number)
-            else:
-                runs.append([number])
-        said = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        parts.append(f"{host}:{kind}{said}")
-    return " ".join(parts)
 
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @output_option
 def show(job: str, output: str) -> None:
-    """Everything about one job."""
+    """Show all details of one job."""
     with Client() as cluster:
         row = cluster.call("job", job=job)
     if output != "table":
         show_json(row, output)
         return
     spec = row["spec"]
-    tell(f"{row['id']}  {row['name']}  {row['state']}: {row['reason']}")
+    print_line(f"{row['id']}  {row['name']}  {row['state']}: {row['reason']}")
     facts = {
         "kind": row["kind"],
         "command": " ".join(spec["command"]),
@@ -130,20 +111,22 @@ def show(job: str, output: str) -> None:
     }
     for name, value in facts.items():
         if value is not None and value != "":
-            tell(f"  {name:<10} {value}")
-    for move in row["migrations"]:
-        cost = f"downtime {duration(move['downtime_s'])}" if move["downtime_s"] is not None else move["failure"]
-        at = f"after step {move['step']}, " if move["step"] is not None else ""
-        tell(f"  move {move['number']}: {move['from']} -> {move['to']} {at}{cost}: {move['reason']}")
+            print_line(f"  {name:<10} {value}")
+    for migration in row["migrations"]:
+        downtime_s, step = migration["downtime_s"], migration["step"]
+        cost = f"downtime {duration(downtime_s)}" if downtime_s is not None else migration["failure"]
+        at = f"after step {step}, " if step is not None else ""
+        plans = f"{migration['from']} -> {migration['to']}"
+        print_line(f"  move {migration['number']}: {plans} {at}{cost}: {migration['reason']}")
     for attempt in row["attempts"]:
-        said = [attempt["state"]]
-        said += [f"plan {attempt['plan']}"] if attempt["plan"] else []
-        said += [f"{count} CPU cores on {host}" for host, count in attempt["cores"].items()]
-        said += [attempt["why"]] if attempt["why"] else []
-        tell(f"  attempt {attempt['number']}: {', '.join(said)}")
+        parts = [attempt["state"]]
+        parts += [f"plan {attempt['plan']}"] if attempt["plan"] else []
+        parts += [f"{count} CPU cores on {host}" for host, count in attempt["cores"].items()]
+        parts += [attempt["why"]] if attempt["why"] else []
+        print_line(f"  attempt {attempt['number']}: {', '.join(parts)}")
         for rank in attempt["ranks"]:
             where = rank["device"] or f"{rank['host']} (CPU cores)"
-            tell(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
+            print_line(f"    rank {rank['rank']:<4} {where:<24} {rank['end'] or ''}".rstrip())
 
 
 def _when(at_s: float | None) -> str | None:
@@ -152,12 +135,12 @@ def _when(at_s: float | None) -> str | None:
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
-@click.option("--rank", type=int, help="Of this rank alone; default: rank 0.")
-@click.option("--all-ranks", is_flag=True, help="Of every rank, each line with its number.")
-@click.option("--attempt", type=int, help="Of an earlier attempt.")
+@click.option("-f", "--follow", is_flag=True, help="Follow until the job ends.")
+@click.option("--rank", type=int, help="Only this rank; default: rank 0.")
+@click.option("--all-ranks", is_flag=True, help="All ranks, each line prefixed with the rank.")
+@click.option("--attempt", type=int, help="Show an earlier attempt.")
 def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None) -> None:
-    """A job's output."""
+    """Print a job's output."""
     with Client() as cluster:
         row = cluster.call("job", job=job)
     show_logs(row, None if all_ranks else (rank or 0), follow, attempt)
@@ -165,15 +148,15 @@ def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int
 
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
-@click.option("--wait", "and_wait", is_flag=True, help="Until their devices are free.")
-@click.option("--now", is_flag=True, help="Kill them at once, also those that are being cancelled: nothing is saved.")
+@click.option("--wait", "and_wait", is_flag=True, help="Wait until their devices are free.")
+@click.option("--now", is_flag=True, help="Kill at once, without saving; also jobs being cancelled.")
 def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
-    """End jobs and free what they hold; 'net_*' is those of yours that have such a name and are not over."""
+    """Cancel jobs and free their devices; a pattern such as 'net_*' selects your own active jobs."""
     failures: list[ClusterError] = []
     with Client() as cluster:
         first, *others = own_jobs(cluster, jobs, over=False)
         at_once: dict[str, Any] = {"now": True} if now else {}
-        if others:  # at one moment: one that ends would make room for the next
+        if others:  # in one request: else the devices of the first would go to the next
             answer = cluster.call("cancel", job=first, also=others, **at_once)
             rows, failures = answer["jobs"], [refusal(error) for error in answer["refused"]]
         else:
@@ -191,11 +174,11 @@ def cancel(jobs: tuple[str, ...], and_wait: bool, now: bool) -> None:
     raise_all(failures)
 
 
-@click.command(context_settings={"ignore_unknown_options": True})  # -5 is a number here
+@click.command(context_settings={"ignore_unknown_options": True})  # so that -5 is a number
 @click.argument("job", shell_complete=complete_job)
 @click.argument("priority", type=int)
 def priority(job: str, priority: int) -> None:
-    """Change a job's priority; higher goes first."""
+    """Change a job's priority; higher priorities start first."""
     with Client() as cluster:
         row = cluster.call("priority", job=job, priority=priority)
     note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
@@ -206,18 +189,18 @@ def priority(job: str, priority: int) -> None:
 @click.option("--timeout", help="Give up after this long (exit code 124).")
 @output_option
 def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
-    """Wait until jobs are over; returns the exit code of the first that failed."""
-    timeout_s = time_s("--timeout", timeout, "; without it, wait has no end") if timeout is not None else None
+    """Wait until jobs end; returns the exit code of the first that failed."""
+    timeout_s = time_s("--timeout", timeout, "; without it, wait has no limit") if timeout is not None else None
     deadline_s = time.monotonic() + timeout_s if timeout_s is not None else None
     with Client() as cluster:
-        # A name that nobody has is told now, and not when those before it are over.
+        # An unknown name is reported now, not after the jobs before it have ended.
         ids = [cluster.call("job", job=job)["id"] for job in jobs]
     ended: list[dict[str, Any]] = []
     for job, name in zip(ids, jobs, strict=True):
         left_s = max(deadline_s - time.monotonic(), 0.01) if deadline_s is not None else None
         row = wait_for(job, left_s)
         if row is None:
-            note(f"{name} is not over after {duration(timeout_s or 0.0)}")
+            note(f"{name} has not ended after {duration(timeout_s or 0.0)}")
             break
         ended.append(row)
         if output == "table":
@@ -229,60 +212,45 @@ def wait(jobs: tuple[str, ...], timeout: str | None, output: str) -> int:
     return first_failure(ended)
 
 
-def time_s(option: str, text: str, hint: str = "") -> float:
-    """Seconds that were given to an option.
-
-    Raises:
-        UsageError: they are no time, or none that can go by.
-    """
-    try:
-        seconds = parse_duration_s(text)
-    except ValueError as error:
-        raise UsageError(f"{option}: {error}") from None
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"{option} {text}: it must be a time from 0 on, as in 90s{hint}")
-    return seconds
-
-
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @output_option
 def why(job: str, output: str) -> None:
-    """Why a job is where it is: its reason, who stands before it, what was decided so far."""
+    """Explain a job's state: reason, queue position, recent decisions."""
     with Client() as cluster:
         answer = cluster.call("why", job=job)
     if output != "table":
         show_json(answer, output)
         return
-    said = shown(f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}")
-    print(click.style(said, bold=True) if use_colour() else said)
+    text = escaped(f"{answer['name']} ({answer['id']}) is {answer['state']}: {answer['reason']}")
+    print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
-        tell(f"  {silence}")
-    for host, reason in answer.get("unfit", {}).items():  # a daemon that was not restarted since may not say it
-        tell(f"  {host} is left out: {reason}")
+        print_line(f"  {silence}")
+    for host, reason in answer.get("unfit", {}).items():  # absent from the reply of an older daemon
+        print_line(f"  {host} is excluded: {reason}")
     for plan, reason in answer.get("refused", {}).items():
-        tell(f"  it cannot train under {plan}: {reason}")
+        print_line(f"  it cannot train under {plan}: {reason}")
     if answer["ahead"]:
         names = ", ".join(answer["ahead"][:5]) + (" ..." if len(answer["ahead"]) > 5 else "")
-        tell(f"  {len(answer['ahead'])} ahead in the queue: {names}")
+        print_line(f"  {len(answer['ahead'])} ahead in the queue: {names}")
     if answer["state"] == "queued":
         for name, count in sorted(answer["holders"].items(), key=lambda item: -item[1])[:8]:
             left_s = answer.get("holders_left_s", {}).get(name)
             until = f", for about {duration(left_s)} more" if left_s is not None else ""
-            tell(f"  {name} holds {count} device{'s' if count > 1 else ''}{until}")
+            print_line(f"  {name} holds {count} device{'s' if count > 1 else ''}{until}")
         for reason in answer["unusable"]:
-            tell(f"  {reason}")
+            print_line(f"  {reason}")
     for (kind, reason), group in groupby(answer["decisions"], lambda decision: (decision["kind"], decision["reason"])):
-        first, *others = group  # the same of several hosts
+        first, *others = group  # repeated, as for several hosts
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(first["at_s"]))
-        tell(f"  {at}  {words(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
+        print_line(f"  {at}  {readable_kind(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
 
 
 def _silence(job: dict[str, Any]) -> str:
-    """What to know of a running job that has made no step for much longer than its steps take."""
+    """Notice about a running job that has not finished a step for much longer than a step takes."""
     if job["state"] != "running" or job["progressed_s"] is None:
         return ""
     silent_s, step_s = time.time() - job["progressed_s"], job["step_time_s"] or 0.0
     if silent_s < max(SILENT_S, SILENT_STEPS * step_s):
         return ""
-    return f"no step for {duration(silent_s)} after step {job['step']}, and one takes {duration(step_s)}"
+    return f"no step for {duration(silent_s)} since step {job['step']}; a step takes {duration(step_s)}"

@@ -1,4 +1,4 @@
-"""The command line: one verb per command, each imported when it is called."""
+"""The command line: one module per group of commands, imported when a command of it is called."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from typing import Any
 import click
 
 from clusterd import __version__
-from clusterd.cli.output import drop_output
+from clusterd.cli.common.output import drop_output
 from clusterd.errors import ClusterError
 
 _COMMANDS = {
     # name: (module, attribute, first line of help)
     "start": ("daemon", "start", "Start the daemon."),
     "stop": ("daemon", "stop", "Stop the daemon; jobs keep running."),
-    "status": ("daemon", "status", "How the daemon is."),
+    "status": ("daemon", "status", "Show the state of the daemon."),
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
-    "submit": ("submit", "submit", "Queue the job of a job file; prints its id."),
+    "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
-    "shell": ("shell", "shell", "A shell with devices of its own, or inside a running job."),
+    "shell": ("shell", "shell", "Open a shell with its own devices, or inside a running job."),
     "ls": ("jobs", "ls", "List jobs."),
-    "show": ("jobs", "show", "Everything about one job."),
-    "logs": ("jobs", "logs", "A job's output."),
-    "get": ("fetching", "get", "Copy here what a job wrote, from whatever host."),
-    "cancel": ("jobs", "cancel", "End jobs and free what they hold."),
-    "forget": ("forgetting", "forget", "Remove what is kept of jobs that are over."),
+    "show": ("jobs", "show", "Show all details of one job."),
+    "logs": ("jobs", "logs", "Print a job's output."),
+    "get": ("files", "get", "Copy files that a job wrote, from any host."),
+    "cancel": ("jobs", "cancel", "Cancel jobs and free their devices."),
+    "forget": ("files", "forget", "Delete logs and files of finished jobs."),
     "priority": ("jobs", "priority", "Change a job's priority."),
-    "migrate": ("migrate", "migrate", "Move a running job to another plan or place, in memory."),
-    "profile": ("speed", "profile", "What was measured of a job's model, and learned from it."),
-    "plans": ("speed", "plans", "A job's plans, fastest first, and why the others are out."),
-    "estimate": ("speed", "estimate", "What a job would take, before it is submitted."),
+    "migrate": ("migrate", "migrate", "Move a running job to another plan or other devices, in memory."),
+    "profile": ("speed", "profile", "Show measurements and fitted performance of a job's model."),
+    "plans": ("speed", "plans", "Rank a job's plans, and explain excluded ones."),
+    "estimate": ("speed", "estimate", "Estimate a job's plans and duration before submitting it."),
     "measurements": ("speed", "measurements", "Export and import measured step times."),
     "checkpoint": ("migrate", "checkpoint", "Write a running job's state to disk."),
     "unpin": ("migrate", "unpin", "Let the scheduler choose a job's plan again."),
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
-    "why": ("jobs", "why", "Why a job is where it is."),
-    "history": ("history", "history", "What happened, and what was decided because of it."),
-    "top": ("top", "top", "Watch and steer the cluster in this terminal."),
-    "metrics": ("metrics", "metrics", "Numbers about hosts, devices and jobs, for Prometheus."),
-    "simulate": ("simulate", "simulate", "Run a workload under policies, without machines, and compare."),
-    "advise": ("advise", "advise", "Answer others' scheduling situations, one JSON object a line."),
-    "completion": ("completion", "completion", "Print what makes the shell complete commands, jobs and hosts."),
+    "why": ("jobs", "why", "Explain a job's state."),
+    "history": ("history", "history", "Print past events and decisions."),
+    "top": ("top", "top", "Watch and control the cluster in this terminal."),
+    "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
+    "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),
+    "advise": ("advise", "advise", "Answer scheduling situations, one JSON object per line."),
+    "completion": ("completion", "completion", "Print the shell's completion script."),
     "config": ("settings", "config", "Check a configuration or job file."),
 }
 
@@ -89,7 +89,7 @@ class _Commands(click.Group):
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="clusterd")
 def cli() -> None:
-    """A cluster out of machines that SSH reaches.
+    """A cluster manager for machines that SSH reaches.
 
     \b
     clusterd start --local 2                   a cluster inside this machine
@@ -99,16 +99,16 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The entry point: errors meant for people become one line and an exit code."""
+    """Entry point: prints errors meant for users as one line and sets the exit code."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the caller, as with >&-; opened in turn, each gets its number back
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - for the rest of the process
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-; this order restores the descriptors
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - open until the process exits
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal of eight bits has no bars
+        sys.stdout.reconfigure(errors="replace")  # an 8-bit terminal cannot encode bars
     stdout = sys.stdout
     try:
         code: Any = cli.main(standalone_mode=False)
-        sys.stdout.flush()  # here, where a reader that is gone can still be caught
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
     except ClusterError as error:
         lines = str(error).splitlines() or [type(error).__name__]
         print("clusterd: " + "\n          ".join(lines), file=sys.stderr)
@@ -123,23 +123,21 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as leaving:
-        # click itself ends with 1 where a pipe is closed, and wraps the stream so that nothing is tried again.
+        # For a closed pipe click exits with 1 and wraps the stream to prevent another flush.
         sys.exit(0 if sys.stdout is not stdout else leaving.code)
     except BrokenPipeError:
-        drop_output(sys.stdout)  # `clusterd ls | head` is no error, and nobody is left to tell
+        drop_output(sys.stdout)  # `clusterd ls | head` is not an error
         sys.exit(0)
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             drop_output(sys.stdout)
-            print(
-                f"clusterd: the output cannot be written: {error.strerror}: free space where it goes", file=sys.stderr
-            )
+            print(f"clusterd: the output cannot be written: {error.strerror}: free space there", file=sys.stderr)
             sys.exit(1)
         if os.environ.get("CLUSTERD_TRACEBACK"):
             raise
         print(
-            f"clusterd: a bug of clusterd's own: {type(error).__name__}: {error}: report it with what "
-            "CLUSTERD_TRACEBACK=1 shows in front of the same command",
+            f"clusterd: a bug in clusterd: {type(error).__name__}: {error}: report it with the output of "
+            "the same command under CLUSTERD_TRACEBACK=1",
             file=sys.stderr,
         )
         sys.exit(EXIT_BUG)

@@ -1,4 +1,4 @@
-"""``clusterd metrics``: numbers for Prometheus, in its text format."""
+"""``clusterd metrics``: metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Sample = tuple[dict[str, Any], float]
 
 @click.command()
 def metrics() -> None:
-    """Numbers about hosts, devices and jobs, for Prometheus.
+    """Print metrics of hosts, devices and jobs for Prometheus.
 
     \b
-    As its node exporter collects them from a folder, with cron:
+    For the textfile collector of the node exporter, with cron:
     * * * * * clusterd metrics > F.tmp && mv F.tmp /var/lib/node_exporter/clusterd.prom
     """
     with Client() as cluster:
@@ -37,33 +37,33 @@ def _families(
     states = [state.value for state in HostState]
     yield (
         "host_state",
-        "1 for the state that a host is in.",
+        "1 for the current state of a host.",
         [({"host": h["name"], "state": state}, h["state"] == state) for h in hosts for state in states],
     )
-    yield "host_drained", "Whether a host takes no work.", [({"host": h["name"]}, bool(h["drained"])) for h in hosts]
-    yield "devices", "Devices by what becomes of them.", list(_devices(hosts))
+    yield "host_drained", "1 if a host is drained.", [({"host": h["name"]}, bool(h["drained"])) for h in hosts]
+    yield "devices", "Devices by use.", list(_devices(hosts))
     known = [h for h in hosts if h["cpu_cores"] is not None]
     for name, key, help_text in (
         ("cpu_cores", "cpu_cores", "CPU cores of a host."),
-        ("cpu_cores_used", "cores_used", "CPU cores that jobs were given."),
+        ("cpu_cores_used", "cores_used", "CPU cores allocated to jobs."),
         ("memory_bytes", "memory_bytes", "Memory of a host."),
-        ("memory_used_bytes", "memory_used_bytes", "Memory that jobs were given."),
+        ("memory_used_bytes", "memory_used_bytes", "Memory allocated to jobs."),
     ):
         yield name, help_text, [({"host": h["name"]}, h[key]) for h in known]
     counted = Counter(job["state"] for job in jobs)
     yield "jobs", "Jobs by state.", [({"state": state.value}, counted[state.value]) for state in JobState]
     running = [job for job in jobs if job["state"] == "running"]
     for name, key, help_text in (
-        ("job_step", "step", "Training steps that a running job has made."),
-        ("job_loss", "loss", "Loss of the newest step of a running job."),
-        ("job_step_seconds", "step_time_s", "Time that a step of a running job takes."),
+        ("job_step", "step", "Training steps completed by a running job."),
+        ("job_loss", "loss", "Loss of a running job's latest step."),
+        ("job_step_seconds", "step_time_s", "Step time of a running job."),
     ):
         labelled = [({k: job[k] for k in ("id", "name", "user", "tenant")}, job[key]) for job in running]
         yield name, help_text, [(labels, value) for labels, value in labelled if value is not None]
 
 
 def _devices(hosts: list[dict[str, Any]]) -> Iterator[Sample]:
-    """By host, kind, and whether a job has them, somebody else uses them, or nobody does."""
+    """Device counts by host, kind and use: leased, foreign or free."""
     for host in hosts:
         counted = Counter(
             (d["kind"], "leased" if d["job"] is not None else "foreign" if d["foreign"] else "free")

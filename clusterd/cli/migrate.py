@@ -1,4 +1,4 @@
-"""``clusterd migrate``, ``unpin`` and ``checkpoint``: what is done by hand to a job that trains."""
+"""``clusterd migrate``, ``unpin`` and ``checkpoint``: manual control of training jobs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from clusterd.cli.completing import complete_job
-from clusterd.cli.jobs import compact_devices
-from clusterd.cli.output import note, output_option, show_json, tell
+from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.output import compact_devices, note, output_option, print_line, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.units import duration, size
@@ -17,40 +16,40 @@ from clusterd.units import duration, size
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
-@click.option("--plan", help="As in dp=2,tp=2; default: the plan it has.")
-@click.option("--devices", help="HOST:DEV,... rank by rank; default: clusterd chooses.")
-@click.option("--pin", is_flag=True, help="And keep it so until unpinned, or until it cannot be.")
-@click.option("--dry-run", is_flag=True, help="Say what would move and how long it would stand still.")
+@click.option("--plan", help="As in dp=2,tp=2; default: the current plan.")
+@click.option("--devices", help="HOST:DEV,... in rank order; default: clusterd chooses.")
+@click.option("--pin", is_flag=True, help="Keep plan and devices until unpinned, or until they become unavailable.")
+@click.option("--dry-run", is_flag=True, help="Print the bytes to move and the predicted downtime; move nothing.")
 @output_option
 def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run: bool, output: str) -> int:
-    """Move a running elastic job to another plan or other devices, in memory; start a checkpointable one again.
+    """Move a running elastic job to another plan or other devices, in memory; restart a checkpointable one.
 
-    Where old and new ranks do not fit on a device side by side, the job stops, leaves its state in host memory, and
-    starts again from there: no step is lost, but it stands still for seconds. A checkpointable job saves, stops, and
-    starts under the plan, to which it is pinned.
+    If source and target ranks do not fit on a device side by side, the job stops, keeps its state in host memory, and
+    restarts from it: no step is lost, but the downtime is seconds. A checkpointable job saves a checkpoint, stops, and
+    restarts under the plan, to which it is then pinned.
     """
     chosen = [device.strip() for device in devices.split(",")] if devices else []
     with Client() as cluster:
         answer = cluster.call("migrate", job=job, plan=plan, devices=chosen, pin=pin, dry_run=dry_run)
         if answer.get("restarts"):
             show_json(answer, output) if output != "table" else None
-            will = "would save, stop, and start" if dry_run else "saves, stops, and starts"
+            will = "would save and restart" if dry_run else "saves and restarts"
             note(f"{answer['name']} {will} as {answer['plan']} (now {answer['from']}): clusterd why {answer['job']}")
             if not dry_run:
-                note(f"it is kept so until clusterd unpin {answer['job']}")
+                note(f"it stays pinned until clusterd unpin {answer['job']}")
             return 0
         if dry_run:
             if output == "table":
                 print(f"{answer['name']}: {answer['from']} -> {answer['plan']} on {compact_devices(answer['devices'])}")
                 if answer["crowded"]:
-                    tell(f"  it stops and starts again: {answer['crowded']}")
+                    print_line(f"  it stops and restarts: {answer['crowded']}")
                 print(f"  {_bytes(answer)}; predicted downtime {duration(answer['predicted_downtime_s'])}")
             else:
                 show_json(answer, output)
             return 0
         if answer.get("stays"):
             note(
-                f"{answer['name']} is pinned to {answer['plan']} where it is: clusterd unpin {answer['job']} undoes it"
+                f"{answer['name']} is pinned to {answer['plan']} on its devices: clusterd unpin {answer['job']} reverts"
             )
             return 0
         done = _watch(cluster, answer)
@@ -58,19 +57,19 @@ def migrate(job: str, plan: str | None, devices: str | None, pin: bool, dry_run:
         show_json({**answer, "migration": done}, output)
         return 1 if done["failure"] else 0
     for phase in done["phases"]:
-        tell(f"  {phase['phase']:<9} {duration(phase['seconds']):>6}  {phase['what']}".rstrip())
+        print_line(f"  {phase['phase']:<9} {duration(phase['seconds']):>6}  {phase['what']}".rstrip())
     if done["failure"]:
-        raise ClusterError(f"the move failed, {done['from']} goes on: {done['failure']}")
+        raise ClusterError(f"the move failed, {done['from']} continues: {done['failure']}")
     print(f"{answer['name']}: {done['from']} -> {done['to']} on {compact_devices(done['devices'])}, {_bytes(done)}")
     print(
         f"  downtime {duration(done['downtime_s'])}, predicted {duration(answer['predicted_downtime_s'])}; "
-        f"went on after step {done['step']}"
+        f"resumed after step {done['step']}"
     )
     return 0
 
 
 def _watch(cluster: Client, answer: dict[str, Any]) -> dict[str, Any]:
-    """Until the move is over."""
+    """Wait until the migration ends."""
     for row in cluster.stream("wait", job=answer["job"]):
         new = row["migrations"][answer["migrations"] :]
         if new and new[0]["to"] != answer["plan"]:
@@ -92,26 +91,27 @@ def _bytes(row: dict[str, Any]) -> str:
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 def unpin(job: str) -> None:
-    """Let the scheduler choose a job's plan and place again."""
+    """Let the scheduler choose a job's plan and devices again."""
     with Client() as cluster:
         row = cluster.call("unpin", job=job)
-    note(f"{row['id']} ({row['name']}) is the scheduler's again")
+    note(f"{row['id']} ({row['name']}) is unpinned")
 
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
 @click.argument("directory")
 def checkpoint(job: str, directory: str) -> None:
-    """Write a job's state to DIRECTORY, which all its hosts must share; it trains on meanwhile.
+    """Write a job's state to DIRECTORY, which all its hosts must share; training continues meanwhile.
 
-    DIRECTORY is made, or holds an earlier checkpoint, which is replaced.
+    DIRECTORY is created, or holds an earlier checkpoint, which is replaced.
 
-    The format is torch's distributed checkpoint; a checkpointable job's script writes what it likes, and may do so at a
-    place of its own. A job that is lost goes on from its newest one.
+    The format is torch's distributed checkpoint; the script of a checkpointable job chooses its own format, and may
+    choose its own place. A lost job resumes from its latest checkpoint.
     """
     with Client() as cluster:
-        said = cluster.call("checkpoint", job=job, path=directory)
-    elsewhere = "" if Path(said["path"]).is_relative_to(directory) else ", where its script saves"
-    took = f" (stood still for {duration(said['blocked_s'])}, written in {duration(said['write_s'])})"
-    # A script of its own does not say.
-    note(f"{said['name']}: step {said['step']} is in {said['path']}{elsewhere}{took if said['write_s'] else ''}")
+        answer = cluster.call("checkpoint", job=job, path=directory)
+    elsewhere = "" if Path(answer["path"]).is_relative_to(directory) else ", where its script saves"
+    took = f" (training paused for {duration(answer['blocked_s'])}, written in {duration(answer['write_s'])})"
+    # The script of a checkpointable job does not report times.
+    times = took if answer["write_s"] else ""
+    note(f"{answer['name']}: step {answer['step']} is in {answer['path']}{elsewhere}{times}")

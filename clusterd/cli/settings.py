@@ -1,4 +1,4 @@
-"""``clusterd config``: check files without a daemon."""
+"""``clusterd config``: check and show files without a daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from clusterd import config as configuration
-from clusterd.cli.output import note
+from clusterd.cli.common.output import note
 from clusterd.errors import ConfigError, UsageError
 from clusterd.submission.job_file import Request, read_job_file
 
@@ -26,16 +26,16 @@ def config() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--job", "is_job", is_flag=True, help="FILE is a job file.")
 def check(file: Path, is_job: bool) -> None:
-    """Say what is wrong with FILE, if anything is; needs no daemon."""
+    """Check FILE and report the first mistake; needs no daemon."""
     if is_job:
         request = read_job_file(file)
         _refuse_as_submit_does(file, request)
-        note(f"{file}: job {request.spec.name}, {request.spec.kind.value}: right")
+        note(f"{file}: job {request.spec.name}, {request.spec.kind.value}: valid")
         return
-    from clusterd.daemon.settings import refuse_unknown  # the policies take a second to import
+    from clusterd.daemon.settings import refuse_unknown  # importing the policies takes a second
 
     refuse_unknown(configuration.load(file), str(file))
-    note(f"{file}: right")
+    note(f"{file}: valid")
 
 
 def _refuse_as_submit_does(file: Path, request: Request) -> None:
@@ -55,9 +55,9 @@ def _refuse_as_submit_does(file: Path, request: Request) -> None:
 
 
 @config.command()
-@click.option("--config", "file", type=click.Path(path_type=Path), help="Instead of the usual file.")
+@click.option("--config", "file", type=click.Path(path_type=Path), help="Use this file instead of the usual one.")
 def show(file: Path | None) -> None:
-    """Print what `clusterd start` would go by, as a file that would say all of it."""
+    """Print the effective configuration of `clusterd start`, as a complete configuration file."""
     known = configuration.load(file)
     daemon = {
         configuration.SPELLED.get(f.name, f.name): getattr(known, f.name)
@@ -87,5 +87,5 @@ def _key(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """As JSON writes it, which for text, numbers and lists of text is TOML too."""
+    """A value as JSON, which is also TOML for text, numbers and lists of text."""
     return json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")

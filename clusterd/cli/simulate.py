@@ -1,10 +1,11 @@
-"""``clusterd simulate``: the scheduler on traces, under a virtual clock, beside those it is measured against."""
+"""``clusterd simulate``: the scheduler and published baselines on traces, under a virtual clock."""
 
 from __future__ import annotations
 
 import json
 import random
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,10 @@ from clusterd.errors import UsageError
 from clusterd.units import duration
 
 if TYPE_CHECKING:
+    from clusterd.simulate.cluster import Cluster
     from clusterd.simulate.run import Outcome, Setting
+    from clusterd.simulate.truth import Truth
+    from clusterd.simulate.workload import Workload
 
 _FIGURES = (
     ("average_completion_s", "average", "time"),
@@ -32,214 +36,306 @@ _FIGURES = (
     ("pass_s", "pass", "time"),
 )
 
-_UNDONE_SHOWN = 5
+_UNFINISHED_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """Options of the command, by parameter name."""
+
+    # Input.
+    cluster: str
+    workload: Path | None
+    truth: Path | None
+    journal: Path | None
+    journal_policy: str
+    form: str
+    # Workload.
+    scale_steps: float
+    load: float | None
+    seed: int
+    resample: bool
+    arrivals: str
+    predictable: float | None
+    guaranteed: float | None
+    # Costs, knowledge and failures.
+    move_cost: str
+    start_cost: float
+    oracle: bool
+    known_by: str
+    round_s: float
+    whole_steps: bool
+    faults: float
+    repair: float
+    drained: tuple[str, ...]
+    checkpoint: float
+    horizon: float
+    # Policies and output.
+    policies: tuple[str, ...]
+    processes: int | None
+    bound: bool
+    as_json: bool
+    plot: Path | None
+    record: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """Cluster, step times and jobs of the simulation, with their origin for the report."""
+
+    cluster: Cluster
+    truth: Truth
+    workload: Workload
+    cluster_text: str
+    workload_file: Path
+    truth_file: Path
+    recorded_s: tuple[float, ...] = ()  # completion times in the journal
 
 
 @click.command()
-@click.option("--cluster", default="8x8:a800", show_default=True, help="HOSTSxDEVICES:TYPE, several joined by +.")
-@click.option("--workload", type=click.Path(path_type=Path), help="Jobs: a file of a known format.")
-@click.option("--truth", type=click.Path(path_type=Path), help="Measured step times; progress follows them.")
+@click.option("--cluster", default="8x8:a800", show_default=True, help="HOSTSxDEVICES:TYPE, groups joined by +.")
+@click.option("--workload", type=click.Path(path_type=Path), help="Trace of jobs, in one of the formats.")
+@click.option("--truth", type=click.Path(path_type=Path), help="Measured step times, which determine progress.")
 @click.option(
     "--from-journal",
     "journal",
     type=click.Path(path_type=Path),
-    help="Instead of cluster, workload and truth: what a daemon did, from its state directory or journal.",
+    help="Journal or state directory of a daemon, instead of cluster, workload and truth.",
 )
-@click.option("--journal-policy", default="default", show_default=True, help="Of an old journal that does not tell it.")
+@click.option("--journal-policy", default="default", show_default=True, help="Policy of an old journal without one.")
 @click.option(
-    "--format", "form", default="auto", show_default=True, help="Of the workload: a800, arena, gavel, pollux."
+    "--format", "form", default="auto", show_default=True, help="Format of the trace: a800, arena, gavel, pollux."
 )
-@click.option("--policy", "policies", multiple=True, help="One or more; default: default. `all`: all of them.")
-@click.option("--scale-steps", type=float, default=1.0, show_default=True, help="Jobs have so many times their steps.")
-@click.option("--load", type=float, help="Squeeze arrivals until jobs ask for so many times what the cluster offers.")
+@click.option("--policy", "policies", multiple=True, help="Policy; may be repeated; `all`: all of them.")
+@click.option("--scale-steps", type=float, default=1.0, show_default=True, help="Factor of all jobs' steps.")
+@click.option("--load", type=float, help="Compress arrivals until jobs request this multiple of the capacity.")
 @click.option(
-    "--move-cost", default="78", show_default=True, help="Seconds, for everybody; or `measured`: live for ours."
+    "--move-cost",
+    default="78",
+    show_default=True,
+    help="Seconds per move; or `measured`: live for ours.",
 )
 @click.option("--start-cost", type=float, default=0.0, show_default=True, help="Seconds before a job's first step.")
-@click.option("--oracle", is_flag=True, help="Policies know the truth, not what trial runs taught.")
+@click.option("--oracle", is_flag=True, help="Policies know true step times, not predictions from trials.")
 @click.option(
     "--known-by",
     type=click.Choice(["shape", "count"]),
     default="shape",
     show_default=True,
-    help="Policies know step times by how devices lie on hosts, or by their number alone.",
+    help="Policies know step times by devices per host, or by the number of devices only.",
 )
 @click.option(
-    "--round", "round_s", type=float, default=0.0, show_default=True, help="Hear and decide every so many seconds only."
+    "--round",
+    "round_s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Interval in seconds at which policies see events and decide; 0: at once.",
 )
-@click.option("--whole-steps", is_flag=True, help="A round's last step is made whole or not at all.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of everything random.")
-@click.option("--resample", is_flag=True, help="Another trace of the same kind, drawn by the seed.")
+@click.option("--whole-steps", is_flag=True, help="A step that a round interrupts is not counted.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random numbers.")
+@click.option("--resample", is_flag=True, help="Resample the trace, by the seed.")
 @click.option("--arrivals", type=click.Choice(["trace", "poisson", "burst", "day"]), default="trace", show_default=True)
-@click.option("--predictable", type=float, help="Share of jobs whose number of steps is known; default: all.")
-@click.option("--guaranteed", type=float, help="Share of guaranteed jobs; default: as the trace says.")
+@click.option("--predictable", type=float, help="Share of jobs with a known number of steps; default: all.")
+@click.option("--guaranteed", type=float, help="Share of guaranteed jobs; default: from the trace.")
 @click.option("--faults", type=float, default=0.0, help="Failures per host and day.")
-@click.option("--repair", type=float, default=1800.0, show_default=True, help="Seconds until a failed host is back.")
+@click.option("--repair", type=float, default=1800.0, show_default=True, help="Seconds until a failed host returns.")
 @click.option("--drain", "drained", multiple=True, help="HOST@START-END in seconds; may be repeated.")
-@click.option("--checkpoint", type=float, default=600.0, show_default=True, help="Seconds between a job's snapshots.")
-@click.option("--horizon", type=float, default=float("inf"), help="Seconds after which nothing more is simulated.")
-@click.option("--processes", type=int, help="Policies simulated at once; default: one per core.")
+@click.option("--checkpoint", type=float, default=600.0, show_default=True, help="Seconds between a job's checkpoints.")
+@click.option("--horizon", type=float, default=float("inf"), help="End of the simulation, in seconds.")
+@click.option("--processes", type=int, help="Policies simulated in parallel; default: one per core.")
 @click.option(
-    "--bound", is_flag=True, help="Also what no policy could beat, knowing everything and moving for nothing."
+    "--bound", is_flag=True, help="Also print lower bounds of any policy, with full knowledge and free migrations."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Write completion times and a timeline: .svg or .html.")
-@click.option("--record", type=click.Path(path_type=Path), help="Write the (first) policy's run for the terminal UI.")
-def simulate(
-    cluster: str,
-    workload: Path | None,
-    truth: Path | None,
-    journal: Path | None,
-    journal_policy: str,
-    form: str,
-    policies: tuple[str, ...],
-    scale_steps: float,
-    load: float | None,
-    move_cost: str,
-    start_cost: float,
-    oracle: bool,
-    known_by: str,
-    round_s: float,
-    whole_steps: bool,
-    seed: int,
-    resample: bool,
-    arrivals: str,
-    predictable: float | None,
-    guaranteed: float | None,
-    faults: float,
-    repair: float,
-    drained: tuple[str, ...],
-    checkpoint: float,
-    horizon: float,
-    processes: int | None,
-    bound: bool,
-    as_json: bool,
-    plot: Path | None,
-    record: Path | None,
-) -> None:
-    """Run a workload under one or more policies, and compare.
+@click.option("--plot", type=click.Path(path_type=Path), help="Write completion times and a timeline (.svg or .html).")
+@click.option("--record", type=click.Path(path_type=Path), help="Record the first policy's run for top --replay.")
+def simulate(**options: Any) -> None:
+    """Simulate a workload under one or more policies, and compare them.
 
     \b
     clusterd simulate --cluster 8x8:a800 --workload jobs.csv --truth step_times.csv --policy default --policy tiresias
     """
-    from dataclasses import asdict, replace
+    given = _Options(**options)
+    names = _policies(given)
+    _check(given)
+    inputs = _read_inputs(given)
+    trace = len(inputs.workload.arrivals)
+    inputs = replace(inputs, workload=_changed_workload(given, inputs))
+    setting = _setting(given, inputs)
+    outcomes = _run(setting, names, given.processes, quiet=given.as_json)
+    about = _about(given, inputs, jobs_in_trace=trace)
+    _write_outputs(given, setting, names[0], outcomes, about)
 
+
+def _policies(options: _Options) -> tuple[str, ...]:
     from clusterd.core.policies import POLICIES
     from clusterd.simulate import run
-    from clusterd.simulate import workload as jobs
-    from clusterd.simulate.cluster import parse_cluster
-    from clusterd.simulate.importers import read
 
-    names = tuple(POLICIES) if "all" in policies else tuple(dict.fromkeys(policies)) or ("default",)
+    names = tuple(POLICIES) if "all" in options.policies else tuple(dict.fromkeys(options.policies)) or ("default",)
     run.check_policies(names)
-    if journal_policy not in POLICIES:
+    if options.journal_policy not in POLICIES:
         raise UsageError(
-            f"--journal-policy {journal_policy}: there is none of that name; there are {', '.join(POLICIES)}"
+            f"--journal-policy {options.journal_policy}: unknown policy; known ones are {', '.join(POLICIES)}"
         )
-    for name, share in (("--predictable", predictable), ("--guaranteed", guaranteed)):
+    return names
+
+
+def _check(options: _Options) -> None:
+    """Refuse numbers out of range and options that exclude each other.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    for name, share in (("--predictable", options.predictable), ("--guaranteed", options.guaranteed)):
         if share is not None and not 0 <= share <= 1:
             raise UsageError(f"{name} {share:g}: give a share from 0 to 1")
-    if load is not None and not 0 < load < 1000:
-        raise UsageError(f"--load {load:g}: give a number above 0, as in 1.0")
-    if not 0 < scale_steps < 1e6:
-        raise UsageError(f"--scale-steps {scale_steps:g}: give a number above 0, as in 0.2")
-    if not 0 <= round_s < 1e6:
-        raise UsageError(f"--round {round_s:g}: give seconds; 0 is without rounds")
+    if options.load is not None and not 0 < options.load < 1000:
+        raise UsageError(f"--load {options.load:g}: give a number above 0, as in 1.0")
+    if not 0 < options.scale_steps < 1e6:
+        raise UsageError(f"--scale-steps {options.scale_steps:g}: give a number above 0, as in 0.2")
+    if not 0 <= options.round_s < 1e6:
+        raise UsageError(f"--round {options.round_s:g}: give seconds, or 0 for no rounds")
     for name, value, least, most in (
-        ("--start-cost", start_cost, 0, 1e6),
-        ("--faults", faults, 0, 1e3),
-        ("--repair", repair, 1, 1e9),
-        ("--checkpoint", checkpoint, 1, 1e9),
-        ("--horizon", horizon, 0, float("inf")),
-        ("--processes", processes if processes is not None else 1, 1, 1000),
+        ("--start-cost", options.start_cost, 0, 1e6),
+        ("--faults", options.faults, 0, 1e3),
+        ("--repair", options.repair, 1, 1e9),
+        ("--checkpoint", options.checkpoint, 1, 1e9),
+        ("--horizon", options.horizon, 0, float("inf")),
+        ("--processes", options.processes if options.processes is not None else 1, 1, 1000),
     ):
         if not least <= value <= most:
             raise UsageError(f"{name} {value:g}: give a number from {least:g} to {most:g}")
-    if bound and horizon < float("inf"):
-        raise UsageError("--bound: what does not end before the horizon has no completion time; leave --horizon out")
-    if whole_steps and not round_s:
-        raise UsageError("--whole-steps: steps are cut by rounds only; give --round SECONDS too")
-    recorded: tuple[float, ...] = ()
-    if journal is not None:
-        if workload is not None or truth is not None:
-            raise UsageError("--from-journal brings jobs and speeds along: leave --workload and --truth out")
+    if options.bound and options.horizon < float("inf"):
+        raise UsageError("--bound: jobs beyond the horizon have no completion time; leave --horizon out")
+    if options.whole_steps and not options.round_s:
+        raise UsageError("--whole-steps applies to rounds: give --round SECONDS too")
+
+
+def _read_inputs(options: _Options) -> _Inputs:
+    """Read the journal, or the workload and the step times."""
+    if options.journal is not None:
+        if options.workload is not None or options.truth is not None:
+            raise UsageError("--from-journal includes jobs and step times: leave --workload and --truth out")
         from clusterd.replay import journal_batches, journal_file
         from clusterd.simulate.history import history
 
-        past = history(journal_batches(journal_file(journal)), journal_policy)
-        hosts, world, given, recorded = past.cluster, past.truth, past.workload, past.completion_s
-        cluster, workload, truth = str(hosts), journal, journal
-    elif workload is None or truth is None:
-        raise UsageError("--workload and --truth are needed: jobs, and how fast they go; or --from-journal")
-    else:
-        hosts = parse_cluster(cluster)
-        world, given = read(form, workload, truth, hosts)
-    given = jobs.with_steps(given, scale_steps)
-    if resample:
-        given = jobs.resampled(given, random.Random(f"resample {seed}"))
-    given = jobs.with_pattern(given, arrivals, random.Random(f"arrivals {seed}"))
-    if predictable is not None:
-        given = jobs.partly_predictable(given, predictable, random.Random(f"predictable {seed}"))
-    if guaranteed is not None:
-        given = jobs.partly_guaranteed(given, guaranteed, random.Random(f"guaranteed {seed}"))
-    if load is not None:
-        given = jobs.at_load(given, world, hosts, load)
-    trace, given = len(given.arrivals), jobs.until(given, horizon)
-    span_s = given.arrivals[-1].at_s * 3 + 86400.0
-    broken = run.faults(hosts, faults, repair, span_s, seed) if faults > 0 else []
-    setting = run.Setting(
-        cluster=hosts,
-        workload=given,
-        truth=world,
-        performance_tables=run.believe(world, oracle, seed, [a.model for a in given.arrivals], known_by == "count"),
-        move_s=_move_cost(move_cost),
-        start_s=start_cost,
-        disturbances=tuple(sorted([*broken, *run.drains(hosts, drained)], key=lambda d: d.at_s)),
-        checkpoint_s=checkpoint,
-        horizon_s=horizon,
-        round_s=round_s,
-        whole_steps=whole_steps,
-        timeline=plot is not None,
+        file = options.journal
+        recorded = history(journal_batches(journal_file(file)), options.journal_policy)
+        return _Inputs(
+            recorded.cluster,
+            recorded.truth,
+            recorded.workload,
+            str(recorded.cluster),
+            file,
+            file,
+            recorded.completion_s,
+        )
+    if options.workload is None or options.truth is None:
+        raise UsageError("give --workload and --truth (jobs and their step times), or --from-journal")
+    from clusterd.simulate.cluster import parse_cluster
+    from clusterd.simulate.importers import read
+
+    cluster = parse_cluster(options.cluster)
+    truth, workload = read(options.form, options.workload, options.truth, cluster)
+    return _Inputs(cluster, truth, workload, options.cluster, options.workload, options.truth)
+
+
+def _changed_workload(options: _Options, inputs: _Inputs) -> Workload:
+    """The workload with all requested changes, up to the horizon."""
+    from clusterd.simulate import workload as jobs
+
+    seed = options.seed
+    made = jobs.with_steps(inputs.workload, options.scale_steps)
+    if options.resample:
+        made = jobs.resampled(made, random.Random(f"resample {seed}"))
+    made = jobs.with_pattern(made, options.arrivals, random.Random(f"arrivals {seed}"))
+    if options.predictable is not None:
+        made = jobs.partly_predictable(made, options.predictable, random.Random(f"predictable {seed}"))
+    if options.guaranteed is not None:
+        made = jobs.partly_guaranteed(made, options.guaranteed, random.Random(f"guaranteed {seed}"))
+    if options.load is not None:
+        made = jobs.at_load(made, inputs.truth, inputs.cluster, options.load)
+    return jobs.until(made, options.horizon)
+
+
+def _setting(options: _Options, inputs: _Inputs) -> Setting:
+    from clusterd.simulate import run
+
+    arrivals = inputs.workload.arrivals
+    span_s = arrivals[-1].at_s * 3 + 86400.0
+    faults = (
+        run.faults(inputs.cluster, options.faults, options.repair, span_s, options.seed) if options.faults > 0 else []
     )
-    found = _run(setting, names, processes, quiet=as_json)
+    return run.Setting(
+        cluster=inputs.cluster,
+        workload=inputs.workload,
+        truth=inputs.truth,
+        performance_tables=run.believe(
+            inputs.truth, options.oracle, options.seed, [a.model for a in arrivals], options.known_by == "count"
+        ),
+        move_s=_move_cost(options.move_cost),
+        start_s=options.start_cost,
+        disturbances=tuple(sorted([*faults, *run.drains(inputs.cluster, options.drained)], key=lambda d: d.at_s)),
+        checkpoint_s=options.checkpoint,
+        horizon_s=options.horizon,
+        round_s=options.round_s,
+        whole_steps=options.whole_steps,
+        timeline=options.plot is not None,
+    )
+
+
+def _about(options: _Options, inputs: _Inputs, jobs_in_trace: int) -> dict[str, Any]:
+    """Description of the simulation, as in the JSON output."""
+    from clusterd.simulate import workload as jobs
+
+    workload, recorded_s = inputs.workload, inputs.recorded_s
     about = {
-        "cluster": cluster,
-        "devices": hosts.devices,
-        "workload": str(workload),
-        "truth": str(truth),
-        "load": jobs.load_of(given, world, hosts),
-        "move_cost": move_cost,
-        "oracle": oracle,
-        "known_by": known_by,
-        "round_s": round_s,
-        "scale_steps": scale_steps,
-        "seed": seed,
-        "left_out": given.left_out,
-        "plans_replaced": given.replaced,
-        "jobs": len(given.arrivals),
-        "after_horizon": trace - len(given.arrivals),
-        "recorded_average_completion_s": sum(recorded) / len(recorded) if recorded else None,
-        "recorded_finished": len(recorded),
+        "cluster": inputs.cluster_text,
+        "devices": inputs.cluster.devices,
+        "workload": str(inputs.workload_file),
+        "truth": str(inputs.truth_file),
+        "load": jobs.load_of(workload, inputs.truth, inputs.cluster),
+        "move_cost": options.move_cost,
+        "oracle": options.oracle,
+        "known_by": options.known_by,
+        "round_s": options.round_s,
+        "scale_steps": options.scale_steps,
+        "seed": options.seed,
+        "left_out": workload.left_out,
+        "plans_replaced": workload.replaced,
+        "jobs": len(workload.arrivals),
+        "after_horizon": jobs_in_trace - len(workload.arrivals),
+        "recorded_average_completion_s": sum(recorded_s) / len(recorded_s) if recorded_s else None,
+        "recorded_finished": len(recorded_s),
     }
-    if bound:
+    if options.bound:
         from clusterd.simulate.bounds import bounds
 
-        about["bounds"] = asdict(bounds(hosts, given, world))
-    if record is not None:
+        about["bounds"] = asdict(bounds(inputs.cluster, workload, inputs.truth))
+    return about
+
+
+def _write_outputs(
+    options: _Options, setting: Setting, first: str, outcomes: dict[str, Outcome], about: dict[str, Any]
+) -> None:
+    """Write recording and plot if requested, then print the figures."""
+    if options.record is not None:
+        from clusterd.simulate import run
         from clusterd.simulate.record import Recording
 
-        with Recording(record) as recording:
-            run.simulate(replace(setting, timeline=False), names[0], recording.batch)
-    if plot is not None:
+        with Recording(options.record) as recording:
+            run.simulate(replace(setting, timeline=False), first, recording.batch)
+    if options.plot is not None:
         from clusterd.simulate.plot import write_plot
 
-        write_plot(plot, found, about)
-    if as_json:
-        told = {**about, "policies": {name: one.figures for name, one in found.items()}}
-        told["paired"] = _paired(found)
-        print(json.dumps(told, indent=2, allow_nan=False))
+        write_plot(options.plot, outcomes, about)
+    if options.as_json:
+        report = {**about, "policies": {name: one.figures for name, one in outcomes.items()}}
+        report["paired"] = _paired(outcomes)
+        print(json.dumps(report, indent=2, allow_nan=False))
     else:
-        _show(found, about)
+        _show(outcomes, about)
 
 
 def _move_cost(text: str) -> float | None:
@@ -268,29 +364,32 @@ def _run(setting: Setting, names: tuple[str, ...], processes: int | None, quiet:
         return run.side_by_side(setting, names, processes, lambda name: bar.advance(task))
 
 
-def _paired(found: dict[str, Outcome]) -> dict[str, Any]:
-    """Of the first policy against each other one, job by job: other's completion time minus ours."""
+def _paired(outcomes: dict[str, Outcome]) -> dict[str, Any]:
+    """Differences in completion time per job: each other policy minus the first."""
     import statistics
 
-    first, *others = found.values()
+    first, *others = outcomes.values()
     table: dict[str, Any] = {}
     for other in others:
-        apart = sorted(b - a for a, b in zip(first.completion_s, other.completion_s, strict=True))
-        if not apart:
+        differences = sorted(b - a for a, b in zip(first.completion_s, other.completion_s, strict=True))
+        if not differences:
             continue
+        count = len(differences)
         table[other.policy] = {
-            "mean_s": statistics.fmean(apart),
-            "standard_error_s": statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
-            "p10_s": apart[len(apart) // 10],
-            "median_s": statistics.median(apart),
-            "p90_s": apart[(9 * len(apart)) // 10],
-            "jobs_later": sum(x < -1e-6 for x in apart),
+            "mean_s": statistics.fmean(differences),
+            "standard_error_s": statistics.stdev(differences) / len(differences) ** 0.5
+            if len(differences) > 1
+            else None,
+            "p10_s": differences[count // 10],
+            "median_s": statistics.median(differences),
+            "p90_s": differences[(9 * count) // 10],
+            "jobs_later": sum(x < -1e-6 for x in differences),
             "average_ratio": other.figures["average_completion_s"] / first.figures["average_completion_s"],
         }
     return table
 
 
-def _show(found: dict[str, Outcome], about: dict[str, Any]) -> None:
+def _show(outcomes: dict[str, Outcome], about: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -302,33 +401,32 @@ def _show(found: dict[str, Outcome], about: dict[str, Any]) -> None:
         table.add_column("policy", no_wrap=True)
         for _, heading, _ in part:
             table.add_column(heading, justify="right", no_wrap=True)
-        for name, one in found.items():
+        for name, one in outcomes.items():
             table.add_row(name, *(_cell(one.figures[key], form) for key, _, form in part))
         console.print(table)
         title = ""
     if least := about.get("bounds"):
         average, makespan = duration(least["average_completion_s"]), duration(least["makespan_s"])
-        console.print(f"no policy could do better than: average {average}, makespan {makespan}")
+        console.print(f"lower bound of any policy: average {average}, makespan {makespan}")
     if about["recorded_finished"]:
         average = duration(about["recorded_average_completion_s"])
-        console.print(f"as it was: {about['recorded_finished']} jobs finished, after {average} on average")
-    for name, one in found.items():
-        for job, why in sorted(one.undone.items())[:_UNDONE_SHOWN]:
-            console.print(f"{name}: {job} never ends, and counts as if it ended with the last: {why}")
-        if len(one.undone) > _UNDONE_SHOWN:
-            console.print(f"{name}: {len(one.undone) - _UNDONE_SHOWN} more jobs never end")
+        console.print(f"recorded: {about['recorded_finished']} jobs finished, after {average} on average")
+    for name, one in outcomes.items():
+        for job, why in sorted(one.undone.items())[:_UNFINISHED_SHOWN]:
+            console.print(f"{name}: {job} never ends, and counts as ending with the last job: {why}")
+        if len(one.undone) > _UNFINISHED_SHOWN:
+            console.print(f"{name}: {len(one.undone) - _UNFINISHED_SHOWN} more jobs never end")
     if about["after_horizon"]:
-        console.print(f"left out, for they arrive after the horizon: {about['after_horizon']} jobs")
+        console.print(f"skipped, because they arrive after the horizon: {about['after_horizon']} jobs")
     if about["left_out"]:
         missing = ", ".join(f"{count} {model}" for model, count in sorted(about["left_out"].items()))
-        console.print(f"left out, for nothing says how fast they are: {missing}")
+        console.print(f"skipped, because their step times are unknown: {missing}")
     if about["plans_replaced"]:
         count = about["plans_replaced"]
-        console.print(f"{count} jobs ask for a plan that the truth does not hold: the next best stands for it")
+        console.print(f"{count} jobs request a plan without step times: the next best one is used")
 
 
 def _cell(value: Any, form: str) -> str:
-
     if value is None:
         return "-"
     if form == "time":

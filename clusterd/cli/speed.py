@@ -1,4 +1,4 @@
-"""``clusterd profile``, ``plans``, ``estimate`` and ``measurements``: what the performance model knows."""
+"""``clusterd profile``, ``plans``, ``estimate`` and ``measurements``: results of the performance model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from clusterd.cli.completing import complete_job
-from clusterd.cli.output import note, output_option, show_json, show_table, tell
+from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.output import note, output_option, print_line, show_json, show_table
 from clusterd.client import Client
 from clusterd.errors import ClusterError, UsageError
 from clusterd.submission.job_file import read_job_file
@@ -21,16 +21,16 @@ _SHOWN = 12
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
-@click.option("--html", type=click.Path(path_type=Path), help="Also write a self-contained page there.")
+@click.option("--html", type=click.Path(path_type=Path), help="Also write a self-contained HTML page.")
 @click.option(
     "--over",
     type=click.Choice(["devices", "cores", "memory", "bandwidth", "types"]),
     default="devices",
-    help="Of the curve; types: of devices.",
+    help="Resource of the curve; types: device types.",
 )
 @output_option
 def profile(job: str, html: Path | None, over: str, output: str) -> int:
-    """What was measured of JOB's model (or of a model by its signature), and what was learned from it."""
+    """Show measurements and fitted performance of JOB's model, or of a model given by its signature."""
     with Client() as cluster:
         answer = cluster.call("profile", job=job, html=html is not None, over=over)
     page = answer.pop("html", None)
@@ -48,31 +48,31 @@ def profile(job: str, html: Path | None, over: str, output: str) -> int:
         for line in answer["lines"]
         if line["measured_s"]
     ]  # fmt: skip
-    headings = ["plan", "devices", "measured", "predicted", "off", "where a step goes"]
-    show_table(headings, rows, "nothing is measured yet")
+    headings = ["plan", "devices", "measured", "predicted", "error", "breakdown of a step"]
+    show_table(headings, rows, "no measurements yet")
     for trial in answer["trials"]:
         if trial["failure"]:
-            tell(f"not measured: {trial['plan']}: {trial['failure']}")
+            print_line(f"not measured: {trial['plan']}: {trial['failure']}")
     print()
     _show_curve(answer["curve"], over)
     print()
     show_table(
         ["coefficient", "value", "learned", "meaning"],
         [[c["name"], c["value"], c["learned"], c["meaning"]] for c in answer["coefficients"] if c["learned"] != "0%"],
-        "nothing is learned yet",
+        "no coefficients fitted yet",
     )
     for reason in answer["drifts"][-3:]:
-        tell(f"changed: {reason}")
+        print_line(f"changed: {reason}")
     return 0
 
 
 @click.command()
 @click.argument("job", shell_complete=complete_job)
-@click.option("--devices", type=click.IntRange(1), help="On so many; default: as it runs, or asked.")
-@click.option("--all", "everything", is_flag=True, help=f"More than the best {_SHOWN}.")
+@click.option("--devices", type=click.IntRange(1), help="Number of devices; default: current, or as requested.")
+@click.option("--all", "everything", is_flag=True, help=f"Show more than the best {_SHOWN}.")
 @output_option
 def plans(job: str, devices: int | None, everything: bool, output: str) -> int:
-    """JOB's plans, fastest first, with time and memory, and why the others are out."""
+    """Rank JOB's plans by predicted step time, with memory, and explain excluded ones."""
     with Client() as cluster:
         answer = cluster.call("plans", job=job, devices=devices)
     if output != "table":
@@ -87,16 +87,19 @@ def plans(job: str, devices: int | None, everything: bool, output: str) -> int:
 @click.argument("file", type=click.Path(path_type=Path))
 @output_option
 def estimate(file: Path, output: str) -> int:
-    """What the job of FILE would take, before it is submitted: its model is built without storage, nothing runs."""
+    """Estimate plans and duration of the job of FILE before submitting it.
+
+    Its model is built on a host without storage; nothing is trained.
+    """
     request = read_job_file(file)
     if request.spec.kind != "elastic":
-        raise UsageError(f'{file}: kind is "{request.spec.kind.value}": only elastic jobs tell their model')
+        raise UsageError(f'{file}: kind is "{request.spec.kind.value}": only models of elastic jobs can be inspected')
     with Client() as cluster:
         answer = cluster.call(
             "estimate",
             spec=plain(with_workdir(cluster, request.spec, say=note)),
-            meanwhile=f"the model of {request.spec.name} is being learned: its script runs on a host, "
-            "and then its plans are ranked",
+            meanwhile=f"inspecting the model of {request.spec.name}: its script runs on a host, "
+            "then its plans are ranked",
         )
     if output != "table":
         show_json(answer, output)
@@ -111,13 +114,13 @@ def estimate(file: Path, output: str) -> int:
 
 @click.group()
 def measurements() -> None:
-    """Measured step times of all jobs, to keep or to take elsewhere."""
+    """Export and import the measured step times of all jobs."""
 
 
 @measurements.command("export")
 @click.argument("file", type=click.Path(path_type=Path, allow_dash=True))
 def export(file: Path) -> None:
-    """Write all of them to FILE, as CSV; '-' is standard output."""
+    """Write all measurements to FILE as CSV; '-' is standard output."""
     with Client() as cluster:
         answer = cluster.call("measurements_export")
     if str(file) == "-":
@@ -125,13 +128,13 @@ def export(file: Path) -> None:
         sys.stdout.buffer.flush()
         return
     _write(file, answer["csv"])
-    note(f"{answer['count']} measurements are in {file}")
+    note(f"{answer['count']} measurements written to {file}")
 
 
 @measurements.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 def import_(file: Path) -> None:
-    """Add those of FILE that are not here yet."""
+    """Import the measurements of FILE that are new."""
     from profiling.table import TableError, read_text
 
     try:
@@ -147,7 +150,7 @@ def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        raise ClusterError(f"{file}: cannot be written ({error.strerror}): name another file") from None
+        raise ClusterError(f"{file}: cannot be written ({error.strerror}): give another file") from None
 
 
 def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:
@@ -161,13 +164,13 @@ def _show_plans(rows: list[dict[str, Any]], everything: bool) -> None:
              fine(r["measured_s"]) if r["measured_s"] else "", size(r["device_bytes"])]
             for r in shown
         ],
-        "no plan can run on so many devices",
+        "no plan can run on this many devices",
     )  # fmt: skip
     if len(can) > len(shown):
-        note(f"{len(can) - len(shown)} slower plans are left out: --all")
+        note(f"{len(can) - len(shown)} slower plans not shown: --all")
     for row in rows:
         if not row["fits"]:
-            tell(f"out: {row['plan']}: {row['why']}")
+            print_line(f"excluded: {row['plan']}: {row['why']}")
 
 
 def _show_curve(curve: list[dict[str, Any]], over: str = "devices") -> None:
@@ -177,7 +180,7 @@ def _show_curve(curve: list[dict[str, Any]], over: str = "devices") -> None:
         rate = point["samples_per_s"]
         bar = "█" * round(24 * rate / most)
         rows.append([_amount(point, over), point["plan"], point["shape"], f"{rate:.4g}", bar])
-    show_table([over, "best plan", "on", "samples/s", ""], rows, "no curve: nothing can run")
+    show_table([over, "best plan", "on", "samples/s", ""], rows, "no curve: no plan can run")
 
 
 def _amount(point: dict[str, Any], over: str) -> str:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import click
 
-from clusterd.cli.completing import complete_job
-from clusterd.cli.following import exit_code, first_failure, show_logs, until_over
-from clusterd.cli.output import drop_output, note, output_option, show_json
+from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
+from clusterd.cli.common.output import drop_output, note, output_option, show_json
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
@@ -26,31 +26,31 @@ _AFTER = click.option(
     metavar="JOB",
     multiple=True,
     shell_complete=complete_job,
-    help="Start only when JOB has finished; may be given again.",
+    help="Start only when JOB has finished; may be repeated.",
 )
 
 
-_ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be given again.")
+_ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
     "--sweep",
     metavar="NAME=V1,V2,...",
     multiple=True,
-    help="A job for each value: in its environment, and for {NAME} in its command. Given again: for every combination.",
+    help="One job per value, set in its environment and for {NAME} in its command; repeated: per combination.",
 )
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--name", help="Instead of the file's.")
-@click.option("--priority", type=int, help="Instead of the file's.")
+@click.option("--name", help="Overrides the file.")
+@click.option("--priority", type=int, help="Overrides the file.")
 @_ENV
 @_SWEEP
 @_AFTER
-@click.option("--dry-run", is_flag=True, help="Say what would become of it; submit nothing.")
-@click.option("--wait", "and_wait", is_flag=True, help="Stay until it is over; return its exit code.")
+@click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
+@click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
 def submit(file: Path, output: str, **options: Any) -> int:
-    """Queue the job of FILE; prints its id."""
+    """Submit the job of FILE; prints its id."""
     request = read_job_file(file)
     spec = request.spec
     if options["name"] is not None:
@@ -68,18 +68,18 @@ def submit(file: Path, output: str, **options: Any) -> int:
     if output == "table":
         first, last = answers[0], answers[-1]
         if first is last:
-            note(f"{first['name']} is queued: clusterd why {first['id']} tells how it goes")
+            note(f"{first['name']} is queued: clusterd why {first['id']} shows its state")
         else:
-            note(f"{len(answers)} jobs are queued, {first['name']} to {last['name']}: clusterd ls tells how they go")
+            note(f"{len(answers)} jobs are queued, {first['name']} to {last['name']}: clusterd ls lists them")
     if options["and_wait"]:
         return first_failure(until_over(answer["id"]) for answer in answers)
     return 0
 
 
 def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], output: str) -> list[dict[str, Any]]:
-    """Submit the job, or those of a sweep; what was accepted is printed, also when one of the others is refused.
+    """Submit the job, or the jobs of a sweep, printing the ids accepted so far even if a later one is refused.
 
-    Nor does it end with whoever reads that: half a sweep is what nobody wants.
+    A closed standard output does not stop it: half a sweep is of no use.
     """
     answers: list[dict[str, Any]] = []
     unread: OSError | None = None
@@ -102,27 +102,27 @@ def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], outpu
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--gpus", type=click.IntRange(0), help="GPUs it needs, on one host.")
-@click.option("--devices", type=click.IntRange(0), help="Devices of any kind it needs, on one host.")
-@click.option("--name", help="What to call it; default: after the script.")
-@click.option("--priority", type=int, default=0, help="Higher goes first; default 0.")
+@click.option("--gpus", type=click.IntRange(0), help="Number of GPUs, on one host.")
+@click.option("--devices", type=click.IntRange(0), help="Number of devices of any kind, on one host.")
+@click.option("--name", help="Name of the job; default: from the script.")
+@click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
-@click.option("--secret", multiple=True, help="NAME of a variable to pass on and show to nobody; may be given again.")
+@click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP
-@click.option("--host", "hosts", multiple=True, help="Only on this host; may be given again.")
+@click.option("--host", "hosts", multiple=True, help="Only on this host; may be repeated.")
 @_AFTER
-@click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, which the hosts must share.")
-@click.option("--dry-run", is_flag=True, help="Say what would become of it; run nothing.")
+@click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, not a copy; the hosts must share it.")
+@click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; run nothing.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and return at once.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
 def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options: Any) -> int:
     """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it."""
     if gpus is not None and devices is not None:
-        raise click.UsageError("--gpus and --devices are both given; --devices means any kind: give one of them")
+        raise click.UsageError("give either --gpus or --devices (any kind), not both")
     sweep, snapshot = parse_sweep(options["sweep"]), not options["no_snapshot"]
     if sweep and not (options["detach"] or options["dry_run"]):
-        raise click.UsageError("--sweep makes several jobs, whose logs are not shown at once: add --detach")
+        raise click.UsageError("--sweep submits several jobs, whose logs cannot be shown together: add --detach")
     request = command_line_job(
         argv,
         name=options["name"],
@@ -148,7 +148,7 @@ def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options:
 
 
 def _attend(answer: dict[str, Any]) -> int:
-    """Show the job's log until it is over; an interrupt cancels it and waits until it is gone."""
+    """Show the job's log until it ends; an interrupt cancels the job and waits for its end."""
     job = answer["id"]
     if answer["reason"]:
         note(f"{answer['name']} ({job}): {answer['reason']}")
@@ -172,24 +172,24 @@ def _attend(answer: dict[str, Any]) -> int:
 
 
 def _leave(name: str, number: int, _frame: object) -> NoReturn:
-    """Whoever ends this command, or the session it is in, has not said that the job is to end."""
-    note(f"clusterd: ended by {signal.Signals(number).name}; {name} runs on, clusterd cancel ends it")
+    """Exit on a signal and leave the job running: the end of this session is no request to cancel."""
+    note(f"clusterd: ended by {signal.Signals(number).name}; {name} keeps running: clusterd cancel ends it")
     sys.exit(128 + number)
 
 
 def _follow(answer: dict[str, Any]) -> dict[str, Any]:
-    """The job's row when it is over, its log shown until then as long as somebody reads it."""
+    """The job's final row; prints its log until then, while standard output is open."""
     try:
         show_logs(answer, rank=0, follow=True)
-    except BrokenPipeError:  # as by `run ... | head`: the job is not over, and its exit code is wanted all the same
+    except BrokenPipeError:  # as by `run ... | head`: the job still runs, and its exit code is needed
         drop_output(sys.stdout)
-        note(f"nobody reads the output any more; {answer['name']} ({answer['id']}) runs on, Ctrl-C cancels it")
+        note(f"standard output was closed; {answer['name']} ({answer['id']}) keeps running, Ctrl-C cancels it")
     return until_over(answer["id"])
 
 
 def _dry_run(cluster: Client, spec: JobSpec, sweep: dict[str, list[str]], output: str, *, snapshot: bool) -> int:
     if snapshot and spec.workdir is not None:
-        pack_workdir(cluster, spec).archive.close()  # what a submit would be refused for is refused here too
+        pack_workdir(cluster, spec).archive.close()  # refuses what a submission would refuse
     answers = []
     for each in swept(spec, sweep):
         answer = cluster.call("dry_run", spec=plain(each))

@@ -13,52 +13,52 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterd.errors import ClusterError, UsageError
-from tui.source.preconnect import knock
+from tui.source.preconnect import preconnect
 
 if TYPE_CHECKING:
     from tui.source.sources import Source
 
 
 @click.command()
-@click.option("--readonly", is_flag=True, help="Hide every key that changes something.")
-@click.option("--socket", type=click.Path(path_type=Path), help="The daemon's socket, instead of the usual one.")
+@click.option("--readonly", is_flag=True, help="Hide all keys that change something.")
+@click.option("--socket", type=click.Path(path_type=Path), help="Socket of the daemon, instead of the usual one.")
 @click.option("--system", is_flag=True, help="The system's daemon, not the user's.")
-@click.option("--ascii", "plain", is_flag=True, help="Letters instead of drawing characters; NO_COLOR is heeded, too.")
+@click.option("--ascii", "plain", is_flag=True, help="Draw with ASCII characters only; NO_COLOR is respected, too.")
 @click.option(
     "--replay", type=click.Path(path_type=Path), help="Play a recording, or the journal of a daemon's state directory."
 )
-@click.option("--serve", is_flag=True, help="Show it in a browser on this machine instead.")
+@click.option("--serve", is_flag=True, help="Serve the UI to a browser on this machine instead.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8421, help="With --serve; default 8421.")
 def top(
     readonly: bool, socket: Path | None, system: bool, plain: bool, replay: Path | None, serve: bool, port: int
 ) -> int:
-    """Watch and steer the cluster: why is what where, and every verb one key away (? shows them)."""
+    """Watch and control the cluster; press ? for the keys."""
     if importlib.util.find_spec("textual") is None:
         raise ClusterError("the terminal UI needs textual: pip install 'clusterd[tui]'")
     if serve:
         return _serve(sys.argv[1:], port)
     if not (sys.stdin.isatty() and sys.stdout.isatty()) and "TEXTUAL_DRIVER" not in os.environ:
-        raise UsageError("top needs a terminal at both ends: clusterd ls and clusterd status print to anything")
+        raise UsageError("top needs a terminal for input and output: use clusterd ls or clusterd status in scripts")
     path = socket or _usual_socket(system)
-    knocked = None if replay else knock(path)
-    gc.set_threshold(50_000, 20, 50)  # rows are many and hold no cycles; the usual rounds cost a tenth of the start
-    from tui.app import Top  # this takes longest; the daemon makes its snapshot meanwhile
+    preconnected = None if replay else preconnect(path)
+    gc.set_threshold(50_000, 20, 50)  # rows are many and acyclic; default thresholds cost a tenth of the start
+    from tui.app import Top  # slow to import; meanwhile the daemon prepares its baseline
 
-    app = Top(_source(replay, path, knocked), readonly=readonly, ascii=plain or _needs_ascii())
+    app = Top(_source(replay, path, preconnected), readonly=readonly, ascii=plain or _needs_ascii())
     app.run()
     return app.return_code or 0
 
 
-def _source(replay: Path | None, path: Path, knocked: Connection | None) -> Source:
+def _source(replay: Path | None, path: Path, preconnected: Connection | None) -> Source:
     if replay is None:
-        from tui.source.sources import Daemon
+        from tui.source.sources import DaemonSource
 
-        return Daemon(path, knocked=knocked)
+        return DaemonSource(path, preconnected=preconnected)
     from clusterd.config import load
     from clusterd.replay import recording
-    from tui.source.playback import Recording
+    from tui.source.playback import RecordingSource
 
-    return Recording(list(recording(replay, load().policy)))
+    return RecordingSource(list(recording(replay, load().policy)))
 
 
 def _usual_socket(system: bool) -> Path:
@@ -68,7 +68,7 @@ def _usual_socket(system: bool) -> Path:
 
 
 def _needs_ascii() -> bool:
-    """The terminal, or the locale, knows no drawing characters."""
+    """The terminal or the locale cannot show drawing characters."""
     return "utf" not in (sys.stdout.encoding or "").lower() or os.environ.get("TERM") in ("linux", "dumb")
 
 

@@ -28,13 +28,13 @@ def finished_(local_cluster: RunningCluster, tmp_path: Path) -> str:
 def test_nothing_is_left_of_a_job_but_its_line(local_cluster: RunningCluster, finished: str) -> None:
     assert len(kept(local_cluster, finished)) >= 2, "on its host and on the head node"
     told = local_cluster.run("forget", finished)
-    assert "1 job forgotten, 1.9 MiB free" in told.stderr
+    assert "1 job forgotten, 1.9 MiB freed" in told.stderr
     assert kept(local_cluster, finished) == []
     assert "writes" in local_cluster.run("ls", "--all").stdout
     gone = local_cluster.run("logs", finished, check=False)
     assert gone.returncode == 1
     assert "it never started, or was forgotten" in gone.stderr
-    assert "0 B free" in local_cluster.run("forget", finished).stderr, "once more does no harm"
+    assert "0 B freed" in local_cluster.run("forget", finished).stderr, "once more does no harm"
 
 
 def test_a_job_that_runs_is_not_forgotten(local_cluster: RunningCluster) -> None:

@@ -51,7 +51,7 @@ def test_nothing_is_written_over_unless_that_is_said(
     (here / "results/a.txt").write_text("mine")
     refused = local_cluster.run("get", written, "results/*", "--to", str(here), check=False)
     assert refused.returncode == 1
-    assert "results/a.txt is there already: --force writes over it" in refused.stderr
+    assert "results/a.txt already exists: --force overwrites it" in refused.stderr
     assert [p.name for p in here.rglob("*") if p.is_file()] == ["a.txt"], "none of them was copied"
     assert (here / "results/a.txt").read_text() == "mine"
     local_cluster.run("get", written, "results/*", "--to", str(here), "--force")
@@ -64,7 +64,7 @@ def test_what_is_not_there_is_said_so(local_cluster: RunningCluster, written: st
         assert refused.returncode == 1
         assert f"has written no {wanted}" in refused.stderr
     (tmp_path / "file").touch()
-    for wanted, code, why in (("", 2, "no file is named"), ("out.bin", 1, "cannot write")):
+    for wanted, code, why in (("", 2, "the file name is empty"), ("out.bin", 1, "cannot write")):
         refused = local_cluster.run("get", written, wanted, "--to", str(tmp_path / "file" / "below"), check=False)
         assert (refused.returncode, why in refused.stderr) == (code, True), refused.stderr
     local_cluster.run("forget", written)
@@ -79,7 +79,7 @@ def test_what_a_silent_host_has_is_not_known(local_cluster: RunningCluster, writ
     for wanted in ((), ("-o", "json"), ("out.bin",), (".",)):
         refused = local_cluster.run("get", written, *wanted, check=False)
         assert refused.returncode == 75
-        assert f"is not known before {host} can be asked" in refused.stderr
+        assert f"is unknown until {host} can be reached" in refused.stderr
 
 
 def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(

@@ -67,7 +67,7 @@ def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster
         assert "y\n" in run.stdout
         run.stdout.close()
         if run.stderr is not None:
-            assert any("nobody reads the output any more; yes (1) runs on" in line for line in run.stderr)
+            assert any("standard output was closed; yes (1) keeps running" in line for line in run.stderr)
         over.touch()
         assert run.wait(30) == 3
 

@@ -30,7 +30,7 @@ def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluste
     _, said = watching.communicate(timeout=30.0)
     job = local_cluster.call("jobs")[0]
     assert said.splitlines()[-1] == (
-        f"clusterd: ended by {number.name}; {job['name']} ({job['id']}) runs on, clusterd cancel ends it"
+        f"clusterd: ended by {number.name}; {job['name']} ({job['id']}) keeps running: clusterd cancel ends it"
     )
     assert watching.returncode == 128 + number
     assert job["state"] == "running"

@@ -56,7 +56,7 @@ def test_a_job_file_that_is_right_is_taken(
         assert str(told.value) == f"{file}: {refused.value}"
     file.write_text("command = ['true']\n[limits]\ntime = 3")
     config.main(["check", "--job", str(file)], standalone_mode=False)
-    assert f"{file}: job job, command: right" in capsys.readouterr().err
+    assert f"{file}: job job, command: valid" in capsys.readouterr().err
     cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
 
 

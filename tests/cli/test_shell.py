@@ -83,7 +83,7 @@ def at_terminal_(local_cluster: RunningCluster, tmp_path: Path) -> Iterator[Call
 
 def test_a_shell_has_a_device_until_it_ends(local_cluster: RunningCluster, at_terminal: Callable[..., Person]) -> None:
     person = at_terminal("shell", "--devices", "1")
-    person.sees("exit gives it back")
+    person.sees("exit releases the devices")
     person.types("cat mine.txt; echo $((6*7))-$CLUSTERD_JOB_NAME\r")
     person.sees("of this directory")
     person.sees("42-shell")
@@ -107,7 +107,7 @@ def test_whoever_goes_away_holds_nothing(
     local_cluster: RunningCluster, at_terminal: Callable[..., Person], how: signal.Signals
 ) -> None:
     person = at_terminal("shell", "--devices", "2")
-    person.sees("exit gives it back")
+    person.sees("exit releases the devices")
     (row,) = local_cluster.call("jobs")
     person.process.send_signal(how)
     local_cluster.wait_for(row["id"], lambda row: row["state"] == "cancelled" and not row["holds_devices"])
@@ -119,12 +119,12 @@ def test_who_waits_is_told_why_and_may_give_up(
     first = local_cluster.run("shell", "--devices", "2", "--detach", cwd=tmp_path).stdout.strip()
     second = local_cluster.run("shell", "--devices", "2", "-d", cwd=tmp_path).stdout.strip()
     person = at_terminal("shell", "--devices", "1", "--name", "third")
-    person.sees("3 waits: ")
+    person.sees("3 is waiting: ")
     person.types("\x03")
     assert person.leaves() == 130
     local_cluster.wait_for("third", lambda row: row["state"] == "cancelled")
     another = at_terminal("shell", "--devices", "1", "--name", "fourth")
-    another.sees("4 waits: ")
+    another.sees("4 is waiting: ")
     another.process.kill()  # as when a lid is closed: nothing is reserved for whoever is not there
     local_cluster.wait_for("fourth", lambda row: row["state"] == "cancelled")
     assert [local_cluster.job(job)["state"] for job in (first, second)] == ["running", "running"]
@@ -178,9 +178,9 @@ def test_a_shell_ends_with_its_job(local_cluster: RunningCluster, at_terminal: C
 def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_path: Path) -> None:
     local_cluster.run("run", "--name", "done", "--", "true", cwd=tmp_path)
     for arguments, code, why in (
-        ((), 2, "name a JOB to go into, or say what to reserve"),
-        (("--gpus", "1", "--devices", "1"), 2, "give one of them"),
-        (("--time", "2h", "gpt"), 2, "--time is of a reservation"),
+        ((), 2, "give a JOB to join, or devices to reserve"),
+        (("--gpus", "1", "--devices", "1"), 2, "give either --gpus or --devices"),
+        (("--time", "2h", "gpt"), 2, "--time applies to a reservation"),
         (("nobody",), 2, "no job"),
         (("done",), 1, "only inside a running job"),
     ):

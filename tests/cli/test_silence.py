@@ -43,7 +43,7 @@ def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: Running
             pass
         told.touch()
         said = line + estimate.stderr.read()
-    assert "the model of slow is being learned: its script runs on a host" in said
+    assert "inspecting the model of slow: its script runs on a host" in said
     assert "is it stopped" not in said
     assert estimate.returncode == 1, "the script ended without a word about its model"
 

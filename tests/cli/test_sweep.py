@@ -79,7 +79,7 @@ def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster
     assert [row["id"] for row in json.loads(local_cluster.run("ls", "-o", "json").stdout)] == [other]
     answer = local_cluster.run("cancel", "net_*", check=False)
     assert answer.returncode == 2
-    assert "no job of yours that is not over has a name like net_*" in answer.stderr
+    assert "no active job of yours matches net_*" in answer.stderr
     assert "3 jobs forgotten" in local_cluster.run("forget", "net_*").stderr
 
 

@@ -43,7 +43,7 @@ def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster,
         over.touch()
         printed, said = waiting.communicate(timeout=60)
     assert waiting.returncode == (0 if command == "logs" else 3), said
-    assert ("the daemon went away; sh (1) runs on" in said) == (command != "wait")
+    assert ("the daemon went away; sh (1) keeps running" in said) == (command != "wait")
     assert printed == {"run": "over\n", "logs": "0: over\n", "wait": ""}[command]
 
 

@@ -72,5 +72,5 @@ def test_whoever_removes_a_host_that_is_away_is_told_of_its_agent(cluster: Runni
     cut_power(cluster.directory, 0)
     until(lambda: [row["state"] for row in cluster.call("hosts")] == ["unreachable", "up"])
     said = cluster.run("host", "remove", "local0", "local1").stderr.splitlines()
-    assert said[0].startswith("local0 is removed; it could not be reached, and its agent stays there")
+    assert said[0].startswith("local0 is removed; it could not be reached, and its idle agent is still running there")
     assert said[1] == "local1 is removed"

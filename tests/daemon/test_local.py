@@ -15,7 +15,7 @@ def test_hosts_of_an_earlier_start_get_the_devices_that_are_asked_for(cluster: R
     cluster.run("stop")
     said = cluster.run("start", "--local", "1", "--devices", "3").stderr
     assert "local0: 3 CPU devices\n" in said
-    assert "local1: 1 CPU devices as before, for it is not among the first that --local names" in said
+    assert "local1: 1 CPU devices as before, because it is beyond the number given with --local" in said
     assert offered(cluster) == {"local0": 3, "local1": 1}
     cluster.run("stop")
     cluster.run("start", "--local", "2")  # without a word about devices nothing changes
@@ -28,7 +28,7 @@ def test_a_host_that_runs_something_keeps_its_devices_and_says_so(cluster: Runni
     cluster.wait_for(job, lambda row: row["state"] == "running")
     cluster.run("stop")
     said = cluster.run("start", "--local", "1", "--devices", "1").stderr
-    assert "local0: 2 CPU devices as before, for it runs busy: start again when nothing runs there" in said
+    assert "local0: 2 CPU devices as before, because it runs busy: start again when it is idle" in said
     assert cluster.job(job)["state"] == "running"
 
 
@@ -36,4 +36,4 @@ def test_devices_of_no_hosts_are_refused(cluster: RunningCluster) -> None:
     """They were ignored."""
     refused = cluster.run("start", "--devices", "3", check=False)
     assert refused.returncode == 2
-    assert "say how many, with --local N" in refused.stderr
+    assert "give their number with --local N" in refused.stderr

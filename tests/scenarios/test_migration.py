@@ -85,7 +85,7 @@ def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: Running
     assert "predicted downtime" in said
     assert local_cluster.job(job)["migrations"] == []
     said = local_cluster.run("migrate", "gpt", "--plan", "dp=4,zero=3").stdout
-    assert "went on after step" in said
+    assert "resumed after step" in said
     local_cluster.run("migrate", "gpt", "--plan", "tp=2", "--devices", "local1:cpu0,local1:cpu1", "--pin")
     row = trains_on(local_cluster, job)
     assert (row["plan"], row["devices"], row["attempt"]) == ("tp=2", ["local1:cpu0", "local1:cpu1"], 1)

@@ -45,7 +45,7 @@ def test_a_job_is_profiled_while_it_trains(local_cluster: RunningCluster) -> Non
 
     file = local_cluster.directory / "measured.csv"
     local_cluster.call("cancel", job=job)
-    assert "measurements are in" in local_cluster.run("measurements", "export", str(file)).stderr
+    assert "measurements written to" in local_cluster.run("measurements", "export", str(file)).stderr
     assert local_cluster.run("measurements", "import", str(file)).stderr == "0 measurements were new\n"
     with file.open(newline="") as lines:
         assert {row["environment"].partition(" ")[0] for row in csv.DictReader(lines)} == {"torch"}

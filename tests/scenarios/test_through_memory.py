@@ -51,7 +51,7 @@ def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningC
     said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", "--dry-run").stdout
     assert (
         "through host memory" in said
-        and "it stops and starts again: a rank of dp=2" in said
+        and "it stops and restarts: a rank of dp=2" in said
         and "trains on the same device" in said
     )
     said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1").stdout

@@ -21,7 +21,7 @@ from tests.tui.terminal import Terminal
 from tui.app import Top
 from tui.model.view import LinkState
 from tui.source import sources
-from tui.source.sources import Daemon
+from tui.source.sources import DaemonSource
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_garbage_is_said_and_the_rows_stay(socket: Path, garbage: str) -> None:
     daemon = pretend(socket, "--garbage", garbage)
 
     async def run() -> None:
-        app = Top(Daemon(socket))
+        app = Top(DaemonSource(socket))
         async with app.run_test(size=(100, 30)) as pilot:
             await test_pilot.until(pilot, lambda: len(app.shared.model.jobs) == 20)
             await test_pilot.until(pilot, lambda: app.link.state in (LinkState.LOST, LinkState.REFUSED))
@@ -147,13 +147,13 @@ def test_the_daemon_is_killed_and_started_again_under_an_open_interface(cluster:
     cluster.run("submit", _job(cluster.directory))
 
     async def run() -> None:
-        app = Top(Daemon(cluster.socket))
+        app = Top(DaemonSource(cluster.socket))
         async with app.run_test(size=(100, 30)) as pilot:
             await test_pilot.until(pilot, lambda: len(app.shared.model.jobs) == 1)
             await asyncio.to_thread(cluster.kill)
             await test_pilot.until(pilot, lambda: app.link.state is LinkState.LOST)
             banner = app.query_one("#banner")
-            assert "Jobs run on meanwhile" in banner.text  # type: ignore[attr-defined]
+            assert "Jobs keep running" in banner.text  # type: ignore[attr-defined]
             assert len(app.shared.model.jobs) == 1
             await asyncio.to_thread(cluster.start)
             await test_pilot.until(pilot, lambda: app.link.state is LinkState.LIVE)
@@ -171,7 +171,7 @@ def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningClus
     cluster.wait_for(job, lambda row: row["state"] == "running")
 
     async def run() -> None:
-        app = Top(Daemon(cluster.socket))
+        app = Top(DaemonSource(cluster.socket))
         async with app.run_test(size=(100, 30)) as pilot:
             head: Any = app.query_one("#head")
             await test_pilot.until(pilot, lambda: "daemon up" in head.text)
@@ -193,7 +193,7 @@ def test_garbage_leaves_a_usable_screen_and_the_terminal_as_it_was(socket: Path,
     terminal = top(socket)
     try:
         terminal.expect(b"job-1")
-        terminal.expect(b"trying again")
+        terminal.expect(b"retrying")
         terminal.type("1")
         terminal.expect(b"host000")
         terminal.type("q")
@@ -214,17 +214,17 @@ def test_a_daemon_that_dies_leaves_a_usable_screen_and_the_terminal_as_it_was(so
         for _ in range(2):
             daemon.kill()
             daemon.wait()
-            terminal.expect(b"Jobs run on meanwhile")
+            terminal.expect(b"Jobs keep running")
             terminal.type("1")
             terminal.expect(b"host000")
             socket.unlink()
             daemon = pretend(socket)
-            terminal.expect(b"attached to the daemon again")
+            terminal.expect(b"reconnected to the daemon")
             terminal.type("2")
             terminal.expect(b"job-1")
         daemon.kill()
         daemon.wait()
-        terminal.expect(b"Jobs run on meanwhile")
+        terminal.expect(b"Jobs keep running")
         terminal.type("q")
         assert terminal.wait() == 0
         assert terminal.is_restored

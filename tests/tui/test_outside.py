@@ -18,13 +18,13 @@ from tests.tui.test_pilot import until, window
 from tests.tui.test_windows import drive
 from tui.app import Top
 from tui.model import lines, rows
-from tui.model.event_words import said
+from tui.model.event_words import summary
 from tui.model.fleet import host_summary
 from tui.model.job_page import read_steps
 from tui.model.state_styles import Look
 from tui.screens import saved_views
-from tui.source.playback import Player, Recording
-from tui.widgets.dialogs import Say
+from tui.source.playback import Player, RecordingSource
+from tui.widgets.dialogs import TextDialog
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_saved_views_of_wrong_types_are_said_to_be_none(row: Any) -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         await pilot.press("v")
         refused = await window(pilot)
-        assert isinstance(refused, Say)
+        assert isinstance(refused, TextDialog)
         assert "holds no saved views" in refused.text
 
     drive(script)
@@ -77,7 +77,7 @@ def test_a_recording_plays_up_to_what_cannot_be_read(bad: dict[str, Any]) -> Non
     good = {"number": 1, "at_s": NOW_S + 1, "jobs": [job(1, "first", "running")]}
 
     async def run() -> None:
-        app = Top(Recording([FIRST, good, bad, {"number": 3, "at_s": NOW_S + 3}]))
+        app = Top(RecordingSource([FIRST, good, bad, {"number": 3, "at_s": NOW_S + 3}]))
         player = app.player
         assert player is not None
         player.speed = 100.0
@@ -127,7 +127,7 @@ def test_an_answer_of_another_form_is_said(key: str, verb: str, answer: Any) -> 
             await pilot.press("enter")
         if key == "K":
             await pilot.press(*"/x", "enter")
-        await until(pilot, lambda: isinstance(app.screen, Say))
+        await until(pilot, lambda: isinstance(app.screen, TextDialog))
         assert "cannot be read" in app.screen.text  # type: ignore[attr-defined]
 
     drive(script)
@@ -209,4 +209,4 @@ def test_a_use_that_is_no_number_is_an_empty_bar() -> None:
 
 def test_an_event_with_a_spec_of_another_form_is_told() -> None:
     spec = {"kind": "command", "command": 5, "resources": {"devices": 2, "kind": 7}}
-    assert said(rows.happening({"kind": "JobSubmitted", "spec": spec})) == "command, 2 7 devices"
+    assert summary(rows.read_event({"kind": "JobSubmitted", "spec": spec})) == "command, 2 7 devices"

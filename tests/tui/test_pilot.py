@@ -21,9 +21,9 @@ from tui.screens import saved_views
 from tui.screens.job import JobBoard
 from tui.screens.log import LogScreen
 from tui.screens.queue import QueueBoard
-from tui.source.sources import Daemon
-from tui.widgets.dialogs import Say
-from tui.widgets.migrate_dialog import ChoosePlan, WatchMove
+from tui.source.sources import DaemonSource
+from tui.widgets.dialogs import TextDialog
+from tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
 
 PATIENCE_S = 40.0
 
@@ -55,7 +55,7 @@ def drive(cluster: RunningCluster, script: Callable[[Top, Pilot[Any]], Awaitable
     """Open the interface, let `script` press its keys, and leave."""
 
     async def run() -> None:
-        app = Top(Daemon(cluster.socket), **options)
+        app = Top(DaemonSource(cluster.socket), **options)
         async with app.run_test(size=(120, 40)) as pilot:
             await until(pilot, lambda: app.shared.model.number >= 0)
             await script(app, pilot)
@@ -104,7 +104,7 @@ def test_why_and_priority_of_a_job_that_waits(shared: RunningCluster, running: s
         await on_job(app, pilot, waits)
         await pilot.press("w")
         said = await window(pilot)
-        assert isinstance(said, Say)
+        assert isinstance(said, TextDialog)
         assert "no host has more than 2" in said.text
         assert "steady has 2 devices" in said.text
         await pilot.press("escape", "p")
@@ -129,18 +129,18 @@ def test_a_job_is_moved_and_its_phases_are_seen(shared: RunningCluster, running:
         before = len(app.shared.model.jobs[running].migrations)
         await pilot.press("m")
         chooser = await window(pilot)
-        if isinstance(chooser, ChoosePlan):  # something is known of the model already
+        if isinstance(chooser, PlanDialog):  # something is known of the model already
             await pilot.press("end", "enter")
-            await until(pilot, lambda: type(app.screen).__name__ == "Ask")
+            await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         await type_in(pilot, "tp=2")
-        await until(pilot, lambda: type(app.screen).__name__ == "Confirm")
+        await until(pilot, lambda: type(app.screen).__name__ == "ConfirmDialog")
         await pilot.press("P")
-        await until(pilot, lambda: isinstance(app.screen, WatchMove))
+        await until(pilot, lambda: isinstance(app.screen, MigrationDialog))
         watch = app.screen
-        assert isinstance(watch, WatchMove)
+        assert isinstance(watch, MigrationDialog)
         await until(pilot, lambda: "done: esc closes" in watch.pane.text)
         assert "quiesce" in watch.pane.text
-        assert "stood still" in watch.pane.text
+        assert "downtime" in watch.pane.text
         job = app.shared.model.jobs[running]
         assert job.plan == "tp=2"
         assert len(job.migrations) > before
@@ -186,7 +186,7 @@ def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_pa
         await until(pilot, lambda: app.clipboard == running)
         await pilot.press("L")
         said = await window(pilot)
-        assert "no log of one before" in said.text
+        assert "no log of an earlier one" in said.text
 
     drive(shared, script)
 
@@ -198,7 +198,7 @@ def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, r
         await on_job(app, pilot, running)
         await pilot.press("!")
         said = await window(pilot)
-        assert "no terminal to give away" in said.text
+        assert "no terminal for this" in said.text
 
     drive(shared, script)
 
@@ -214,7 +214,7 @@ def test_submit_from_a_file(shared: RunningCluster, tmp_path: Path) -> None:
         await type_in(pilot, "/nowhere.toml")
         assert len(app.screen_stack) == 2
         await type_in(pilot, str(file))
-        await until(pilot, lambda: type(app.screen).__name__ == "Confirm")
+        await until(pilot, lambda: type(app.screen).__name__ == "ConfirmDialog")
         await pilot.press("y")
         await until(pilot, lambda: any(job.name == "quick" for job in app.shared.model.jobs.values()))
         number = next(job.id for job in app.shared.model.jobs.values() if job.name == "quick")
@@ -253,9 +253,9 @@ def test_many_jobs_at_once(shared: RunningCluster) -> None:
         await until(pilot, lambda: sorted(board.table.keys) == sorted(jobs))
         await pilot.press("v")
         chooser = await window(pilot)
-        chooser.list.highlighted = [key for key, _ in chooser._options].index("keep")
+        chooser.list.highlighted = [key for key, _ in chooser._options].index("save")
         await pilot.press("enter")
-        await until(pilot, lambda: type(app.screen).__name__ == "Ask")
+        await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         await type_in(pilot, "mine")
         await until(pilot, lambda: saved_views.path().exists())
         assert json.loads(saved_views.path().read_text())[0]["filter"] == "name:many"
@@ -293,7 +293,7 @@ def test_two_clients_see_the_same(shared: RunningCluster) -> None:
     """What one does, the other is told."""
 
     async def run() -> None:
-        one, two = Top(Daemon(shared.socket)), Top(Daemon(shared.socket))
+        one, two = Top(DaemonSource(shared.socket)), Top(DaemonSource(shared.socket))
         async with one.run_test(size=(120, 40)) as first:
             await until(first, lambda: one.shared.model.number >= 0)
             await first.press("1", "d")

@@ -17,15 +17,15 @@ from tests.tui.staged import NOW_S, host, job, snapshot
 from tui.model import columns, lines, rows
 from tui.model.filters import BadFilter, parse
 from tui.model.fleet import host_summary
-from tui.model.keys import VERBS
+from tui.model.keys import COMMANDS
 from tui.model.line_chart import Series, chart
 from tui.model.listing import Listing
-from tui.model.log_window import LogWindow, readable
 from tui.model.model import Model
 from tui.model.state_styles import Look
 from tui.model.view import SCREENS
 from tui.screens.footer import footer
 from tui.source.playback import Player
+from tui.widgets.log_pane import LogWindow, readable
 
 JOBS = [rows.read(rows.Job, row) for row in snapshot()["jobs"]]
 
@@ -71,7 +71,7 @@ def test_a_loss_fits_its_column_and_is_right(loss: float) -> None:
     """To a digit at least, however small or large; never cut at its end."""
     row = rows.read(rows.Job, job(1, "a", "running", loss=loss))
     column = next(column for column in columns.JOB_COLUMNS if column.name == "loss")
-    shown = lines.plain(column.show(row, columns.Frame(NOW_S, Look(), {})))
+    shown = lines.plain(column.show(row, columns.CellContext(NOW_S, Look(), {})))
     assert lines.width(((shown, ""),)) <= column.cells
     assert float(shown) == pytest.approx(loss, rel=0.5)
 
@@ -106,7 +106,7 @@ def test_a_listing_kept_up_to_date_is_the_one_built_anew(changes: list[tuple[int
 
     def made() -> Listing[rows.Job]:
         listing: Listing[rows.Job] = Listing(columns.job_fields, lambda row: row.step, lambda key: (len(key), key))
-        listing.choose(shown, lambda row: row.step, True)
+        listing.configure(shown, lambda row: row.step, True)
         return listing
 
     kept, table = made(), dict[str, rows.Job]()
@@ -167,7 +167,7 @@ def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, c
     shown, clicks = footer(screen, not replays, replays, cells)
     said = lines.plain(shown[0])
     assert lines.width(shown[0]) <= cells
-    words = {f"{verb.shown} {verb.short}" for verb in VERBS}
+    words = {f"{command.shown} {command.short}" for command in COMMANDS}
     assert set(said.strip().split("  ")) <= words
     assert "q quit" in said
     assert "? help" in said
@@ -181,7 +181,7 @@ def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, c
 def test_a_drained_host_says_what_is_still_there_and_not_since_when() -> None:
     """It was up for two hours; nobody knows for how long it has been drained."""
     here = [host("gpu01", drained="ann: new fan", jobs=["gpt-large"]), host("gpu02")]
-    drained, used = rows.read(rows.Snapshot, {"status": {}, "jobs": [], "hosts": here}).hosts
+    drained, used = rows.read(rows.Baseline, {"status": {}, "jobs": [], "hosts": here}).hosts
     said = [lines.plain(one) for one in host_summary(drained, {}, Look(), NOW_S)]
     assert said[0] == "gpu01  ◇ drained"
     assert any("still here" in one and "gpt-large" in one for one in said)

@@ -15,7 +15,7 @@ from clusterd.cli.simulate import simulate
 from clusterd.replay import recording
 from tests.tui.test_pilot import until
 from tui.app import Top
-from tui.source.playback import Player, Recording
+from tui.source.playback import Player, RecordingSource
 
 TIMES_S = {1: 8.0, 2: 4.2, 4: 2.2, 8: 1.2}
 
@@ -44,7 +44,7 @@ def play(file: Path, script: Callable[[Top, Player, Pilot[Any]], Awaitable[None]
     """Open the interface on a recording, paused at its beginning."""
 
     async def run() -> None:
-        app = Top(Recording(list(recording(file))), **options)
+        app = Top(RecordingSource(list(recording(file))), **options)
         player = app.player
         assert player is not None
         player.playing = False

@@ -15,7 +15,7 @@ from clusterd.daemon.api.watch import WINDOW, Feed
 from tests.conftest import RunningCluster
 from tui.model.model import Model
 from tui.model.view import Link, LinkState
-from tui.source.sources import Daemon
+from tui.source.sources import DaemonSource
 from tui.source.wire import Wire
 
 
@@ -114,7 +114,7 @@ def test_the_interface_goes_on_where_its_connection_broke(running: RunningCluste
             return opened[-1]
 
         monkeypatch.setattr("tui.source.sources.Wire.open", remember)
-        source = Daemon(running.socket)
+        source = DaemonSource(running.socket)
         links: list[LinkState] = []
         told: list[dict[str, Any]] = []
         async with asyncio.timeout(30):

@@ -28,13 +28,13 @@ async def settled(pilot: Pilot[Any]) -> None:
     await pilot.pause()
     for _ in range(100):
         busy = [worker for worker in app.workers if worker.name != "pump" and not worker.is_finished]
-        if not busy and app.feeding.is_shown:
+        if not busy and app.feed.is_shown:
             break
         await asyncio.sleep(0.01)
     if isinstance(app.board, QueueBoard):
         log = app.board.log_pane
         for _ in range(100):
-            if log.text or log.said or not app.board.table.keys:
+            if log.text or log.placeholder or not app.board.table.keys:
                 break
             await asyncio.sleep(0.01)
     await pilot.pause()

@@ -25,11 +25,11 @@ from tui.app import Top
         ("n", "", "there is no file"),
         ("K", "relative", "an absolute path"),
         ("v", "", "a name"),
-        ("slash", "(", "no regular expression"),
-        ("slash", "x{99999999999}", "no regular expression"),
-        ("slash", "(" * 3000, "no regular expression"),
-        ("slash", "!" * 3000 + "(", "no regular expression"),
-        ("slash", "step:>nan", "no number"),
+        ("slash", "(", "not a regular expression"),
+        ("slash", "x{99999999999}", "not a regular expression"),
+        ("slash", "(" * 3000, "not a regular expression"),
+        ("slash", "!" * 3000 + "(", "not a regular expression"),
+        ("slash", "step:>nan", "not a number"),
     ],
     ids=lambda text: text[:12],
 )
@@ -39,9 +39,9 @@ def test_a_slip_is_said_under_what_was_typed(key: str, typed: str, said: str) ->
         await pilot.press(key)
         if key == "v":
             chooser = await window(pilot)
-            chooser.list.highlighted = [name for name, _ in chooser._options].index("keep")
+            chooser.list.highlighted = [name for name, _ in chooser._options].index("save")
             await pilot.press("enter")
-            await until(pilot, lambda: type(app.screen).__name__ == "Ask")
+            await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         ask = await window(pilot)
         await type_in(pilot, typed)
         await until(pilot, lambda: said in str(ask._wrong.content))
@@ -96,16 +96,16 @@ def test_what_is_typed_is_no_markup() -> None:
         await noticed(pilot, f"step 7 is in /tmp/{MARKUP}")
         await pilot.press("v")
         chooser = await window(pilot)
-        chooser.list.highlighted = [name for name, _ in chooser._options].index("keep")
+        chooser.list.highlighted = [name for name, _ in chooser._options].index("save")
         await pilot.press("enter")
-        await until(pilot, lambda: type(app.screen).__name__ == "Ask")
+        await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         await type_in(pilot, MARKUP)
-        await noticed(pilot, f"kept as {MARKUP}")
+        await noticed(pilot, f"saved as {MARKUP}")
         await pilot.press("l")
         await window(pilot)
         await pilot.press("slash")
         await type_in(pilot, f"{MARKUP}(")
-        await noticed(pilot, f"'{MARKUP}(' is no regular expression")
+        await noticed(pilot, f"'{MARKUP}(' is not a regular expression")
 
     async def run() -> None:
         app = staged()

@@ -15,9 +15,9 @@ from tests.tui.test_pilot import until, window
 from tui.app import Top
 from tui.commands import parsing
 from tui.commands.parsing import job_files
-from tui.model.keys import VERBS
+from tui.model.keys import COMMANDS
 from tui.widgets.log_pane import LogPane
-from tui.widgets.migrate_dialog import ChoosePlan, WatchMove
+from tui.widgets.migrate_dialog import MigrationDialog, PlanDialog
 
 PREVIEW = {
     "from": "dp=2,tp=2", "plan": "dp=4,zero=1", "devices": ["gpu01:gpu0"], "local_bytes": 1 << 30, "network_bytes": 0,
@@ -48,14 +48,14 @@ def test_the_best_plan_is_first_and_its_cost_is_asked_before_anything_moves() ->
         source.answers["migrate"] = PREVIEW
         await pilot.press("m")
         chooser = await window(pilot)
-        assert isinstance(chooser, ChoosePlan)
+        assert isinstance(chooser, PlanDialog)
         await until(pilot, lambda: "310ms" in chooser.preview.text)
         asked = [args for verb, args in source.calls if verb == "migrate"]
         assert asked == [{"job": "1", "plan": "dp=4,zero=1", "dry_run": True}]
         await pilot.press("enter")
-        await until(pilot, lambda: type(app.screen).__name__ == "Confirm")
+        await until(pilot, lambda: type(app.screen).__name__ == "ConfirmDialog")
         await pilot.press("y")
-        await until(pilot, lambda: isinstance(app.screen, WatchMove))
+        await until(pilot, lambda: isinstance(app.screen, MigrationDialog))
         assert source.calls[-1] == ("migrate", {"job": "1", "plan": "dp=4,zero=1", "pin": False})
 
     drive(script)
@@ -70,7 +70,7 @@ def test_a_job_with_a_loop_of_its_own_is_started_again() -> None:
         await pilot.press("m")
         await window(pilot)
         await pilot.press(*["backspace"] * 4, *"dp=2", "enter")
-        await until(pilot, lambda: type(app.screen).__name__ == "Confirm")
+        await until(pilot, lambda: type(app.screen).__name__ == "ConfirmDialog")
         await pilot.press("y")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         assert source.calls[-1] == ("migrate", {"job": "1", "plan": "dp=2", "pin": False})
@@ -276,7 +276,7 @@ def test_a_filter_that_takes_for_ever_is_taken_off() -> None:
         await pilot.press("enter")
         await until(pilot, lambda: not board.filter)
         assert list(board.table.keys) == everything
-        await until(pilot, lambda: any("takes too long" in note.message for note in app._notifications))
+        await until(pilot, lambda: any("took too long" in note.message for note in app._notifications))
 
     drive(script)
 
@@ -307,5 +307,7 @@ def test_of_a_long_log_the_end_is_shown_from_its_next_line_on() -> None:
 
 def test_every_verb_of_the_table_is_carried_out_by_somebody() -> None:
     app = staged()
-    for verb in VERBS:
-        assert hasattr(app.acting, verb.action) or hasattr(app.arranging, verb.action), verb.action
+    for command in COMMANDS:
+        assert hasattr(app.cluster_commands, command.action) or hasattr(app.view_commands, command.action), (
+            command.action
+        )

@@ -1,1 +1,1 @@
-"""Keys and typed commands carried out against the daemon."""
+"""Key commands: on the cluster and on the view."""

@@ -1,4 +1,4 @@
-"""Carrying out what the keys say: ask where asking is due, call the daemon, say what became of it."""
+"""Key commands that act on the cluster: ask where needed, call the daemon, report the outcome."""
 
 from __future__ import annotations
 
@@ -9,35 +9,33 @@ import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterd.errors import ClusterError
 from clusterd.units import duration
 from tui.commands.parsing import absolute_path, existing_file, job_files, something, whole_number
+from tui.commands.port import AppPort
 from tui.model import rows
-from tui.model.columns import clock, decided
+from tui.model.columns import clock, decision_label
 from tui.model.lines import Line, line, printable
 
-if TYPE_CHECKING:
-    from tui.app import Top
-
 LOG_BYTES_MAX = 256 << 20
-"""What a pager is given at most."""
+"""Limit of a log copied to a temporary file for the pager."""
 
 
-class Acting:
-    """The application's verbs that concern the cluster."""
+class ClusterCommands:
+    """Commands that read from or change the cluster; method names are the actions of `tui.model.keys`."""
 
-    def __init__(self, app: Top) -> None:
+    def __init__(self, app: AppPort) -> None:
         self._app = app
         self._last_directory = ""
 
     @property
     def _jobs(self) -> list[rows.Job]:
-        """The jobs that a verb is about.
+        """The marked jobs, or the one under the cursor.
 
         Raises:
-            ClusterError: there are none.
+            ClusterError: there is none.
         """
         app = self._app
         found = [app.shared.model.jobs[job] for job in app.board.jobs() if job in app.shared.model.jobs]
@@ -58,28 +56,28 @@ class Acting:
         return found
 
     async def _each(self, verb: str, done: str, items: list[tuple[str, dict[str, Any]]]) -> None:
-        """Ask for each; say in one line how it went, and in full what was refused."""
+        """Call `verb` for each item; report successes in one notice and refusals in a dialog."""
         refused: list[Line] = []
         for name, args in items:
             try:
                 await self._app.shared.source.call(verb, **args)
             except ClusterError as error:
                 refused.append(line((f"{name}: ", "bold"), printable(str(error))))
-        await self._told(done, [name for name, _ in items] if len(refused) < len(items) else [], refused)
+        await self._report(done, [name for name, _ in items] if len(refused) < len(items) else [], refused)
 
-    async def _told(self, done: str, names: list[str], refused: list[Line]) -> None:
+    async def _report(self, done: str, names: list[str], refused: list[Line]) -> None:
         if names:
             self._app.notify(f"{done}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
         if refused:
-            await self._app.say("refused", refused)
-        self._app.board_marks_clear()
+            await self._app.show_text("refused", refused)
+        self._app.clear_marks()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def why(self) -> None:
-        """Why a job is where it is: the daemon's own account."""
+        """Show the daemon's explanation of a job's state."""
         job = self._job
-        answer = rows.read(rows.Why, await self._app.shared.source.call("why", job=job.id))
+        answer = rows.read(rows.Explanation, await self._app.shared.source.call("why", job=job.id))
         now_s = self._app.shared.clock()
         made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
         if answer.ahead:
@@ -94,34 +92,36 @@ class Acting:
             made += [line(("unusable   ", "dim"), printable(reason)) for reason in answer.unusable]
         for host, reason in answer.unfit.items():
             made.append(line(("left out   ", "dim"), printable(f"{host}: {reason}")))
-        made += [line(("no plan    ", "dim"), printable(f"{plan}: {said}")) for plan, said in answer.refused.items()]
+        made += [
+            line(("no plan    ", "dim"), printable(f"{plan}: {reason}")) for plan, reason in answer.refused.items()
+        ]
         made.append(line(""))
         for decision, times in _runs(list(reversed(answer.decisions))):
-            at, kind = clock(decision.at_s, now_s), decided(decision.kind)
+            at, kind = clock(decision.at_s, now_s), decision_label(decision.kind)
             again = f" ({times} times)" if times > 1 else ""
             made.append(line((f"{at}  ", "dim"), f"{kind}: {printable(decision.reason)}", (again, "dim")))
-        await self._app.say(f"why {job.name}", made, hang=11)
+        await self._app.show_text(f"why {job.name}", made, hang=11)
 
     async def cancel(self) -> None:
-        """End jobs, after a question."""
+        """Cancel jobs after confirmation."""
         jobs = [job for job in self._jobs if not job.is_over]
         if not jobs:
             raise ClusterError(f"{self._job.name} is {self._job.state} already")
         lost = [f"{job.name} ({job.id}), {job.shown_state}, step {job.step}" for job in jobs]
         lines = [*(line(text) for text in lost[:8]), *([line(f"and {len(lost) - 8} more")] if len(lost) > 8 else [])]
-        what = f"cancel {len(jobs)} jobs" if len(jobs) > 1 else f"cancel {jobs[0].name}"
-        if await self._app.confirm(what, lines, {"y": what}):
+        title = f"cancel {len(jobs)} jobs" if len(jobs) > 1 else f"cancel {jobs[0].name}"
+        if await self._app.confirm(title, lines, {"y": title}):
             others = [job.id for job in jobs[1:]]
             asked = self._app.shared.source.call("cancel", job=jobs[0].id, also=others)
             answer = rows.read(rows.Cancelled, await asked)
             refused = [line(printable(each.message)) for each in answer.refused]
-            await self._told("being cancelled", [job.name for job in answer.jobs], refused)
+            await self._report("cancelling", [job.name for job in answer.jobs], refused)
 
     async def priority(self) -> None:
-        """Another priority."""
+        """Change the jobs' priority."""
         jobs = self._jobs
         names = ", ".join(job.name for job in jobs[:5])
-        value = await self._app.ask(
+        value = await self._app.prompt(
             "priority",
             [line(f"of {names}; higher goes first")],
             str(jobs[0].priority),
@@ -132,62 +132,69 @@ class Acting:
             await self._each("priority", f"priority {value}", calls)
 
     async def migrate(self, pin: bool = False) -> None:
-        """Choose a plan, see the cost, confirm, watch; a job with a training loop of its own starts again under it."""
-        from tui.widgets.migrate_dialog import WatchMove, cost_lines
+        """Choose a plan, show the cost, confirm, then follow the migration.
+
+        A job with its own training loop restarts under the new plan instead.
+        """
+        from tui.widgets.migrate_dialog import MigrationDialog, cost_lines
 
         job = self._job
         if job.kind == "command" or job.state != "running":
-            raise ClusterError(f"{job.name} ({job.kind}) is {job.state}: commands stay; other jobs move while they run")
+            raise ClusterError(
+                f"{job.name} ({job.kind}) is {job.state}: only running jobs can move, and jobs of kind command cannot"
+            )
         plan = await self._chosen_plan(job)
         if plan is None:
             return
         source = self._app.shared.source
-        cost = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
+        cost = rows.read(rows.MigrationPreview, await source.call("migrate", job=job.id, plan=plan, dry_run=True))
         keys = {"P": "move and pin"} if pin else {"y": "move", "P": "move and pin it there"}
         if cost.restarts:
-            keys = {"y": "start it again"}
+            keys = {"y": "restart it"}
         answer = await self._app.confirm(f"move {job.name}", cost_lines(cost), keys)
         if not answer:
             return
-        begun = rows.read(rows.Cost, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
+        begun = rows.read(rows.MigrationPreview, await source.call("migrate", job=job.id, plan=plan, pin=answer == "P"))
         if begun.restarts:
-            self._app.notify(f"{job.name} saves, and starts again as {begun.plan}")
+            self._app.notify(f"{job.name} saves its state and restarts as {begun.plan}")
             return
-        watch = WatchMove(self._app.shared, job, begun.migrations, begun.predicted_downtime_s)
-        await self._app.window(watch)
+        watch = MigrationDialog(self._app.shared, job, begun.migrations, begun.predicted_downtime_s)
+        await self._app.show_dialog(watch)
 
     async def _chosen_plan(self, job: rows.Job) -> str | None:
-        """Out of those that are ranked, or as it is typed."""
-        from tui.widgets.migrate_dialog import OTHER, ChoosePlan
+        """Plan chosen from the ranking or typed; None if the user left."""
+        from tui.widgets.migrate_dialog import OTHER_PLAN, PlanDialog
 
-        known = rows.Plans(known="its plans, and any that its command can be told")
+        known = rows.Plans(known="any plan that its command accepts")
         if job.kind == "elastic":
             try:
                 known = rows.read(rows.Plans, await self._app.shared.source.call("plans", job=job.id))
             except (ClusterError, rows.Malformed) as refused:
                 known = rows.Plans(known=str(refused))
-        if known.rows and (plan := await self._app.window(ChoosePlan(self._app.shared, job, known))) != OTHER:
+        if known.rows and (plan := await self._app.show_dialog(PlanDialog(self._app.shared, job, known))) != OTHER_PLAN:
             return plan
         why = [line((printable(known.known), "dim"))] if known.known and not known.rows else []
         hint = line("dp, tp, pp, zero, accumulation ... as in ", ("dp=2,tp=2", "key"))
         title = f"move {job.name} from {job.plan} to"
-        return await self._app.ask(title, [hint, *why], job.plan or "", something("a plan, please"))
+        return await self._app.prompt(title, [hint, *why], job.plan or "", something("a plan, please"))
 
     async def pin(self) -> None:
-        """Unpin what is pinned; otherwise move and pin."""
+        """Unpin a pinned job; otherwise migrate and pin."""
         job = self._job
         if not job.pinned:
             await self.migrate(pin=True)
         elif await self._app.confirm(
-            f"unpin {job.name}", [line(f"{job.name} keeps {job.plan} until the scheduler finds better")], {"y": "unpin"}
+            f"unpin {job.name}",
+            [line(f"{job.name} keeps {job.plan} until the scheduler finds a better plan")],
+            {"y": "unpin"},
         ):
             await self._each("unpin", "unpinned", [(job.name, {"job": job.id})])
 
     async def checkpoint(self) -> None:
-        """Write a job's state; it trains on meanwhile."""
+        """Write a job's checkpoint; training continues meanwhile."""
         job = self._job
         hint = line("an absolute directory that all its hosts share; it trains on meanwhile")
-        where = await self._app.ask(
+        where = await self._app.prompt(
             f"checkpoint {job.name} to",
             [hint],
             job.checkpoint or self._last_directory,
@@ -197,18 +204,20 @@ class Acting:
             return
         self._last_directory = where
         self._app.notify(f"{job.name}: writing its checkpoint")
-        said = rows.read(rows.Written, await self._app.shared.source.call("checkpoint", job=job.id, path=where))
-        stood = duration(said.blocked_s)
-        self._app.notify(f"{job.name}: step {said.step} is in {said.path} (stood still for {stood})", timeout=10)
+        reply = await self._app.shared.source.call("checkpoint", job=job.id, path=where)
+        written = rows.read(rows.CheckpointWritten, reply)
+        paused = duration(written.blocked_s)
+        done = f"{job.name}: step {written.step} is in {written.path} (training paused for {paused})"
+        self._app.notify(done, timeout=10)
 
     async def submit(self) -> None:
-        """Queue the job of a file."""
+        """Submit a job file."""
         from clusterd.submission.job_file import read_job_file
 
-        here = await asyncio.to_thread(job_files)  # a file system may take its time
+        here = await asyncio.to_thread(job_files)  # may be slow on a network file system
         lines = [line("path of a job file; workdir is relative to it")]
         lines += [line(("  " + path, "dim")) for path in here[:6]]
-        file = await self._app.ask("submit", lines, "", existing_file, suggestions=here)
+        file = await self._app.prompt("submit", lines, "", existing_file, suggestions=here)
         if file is None:
             return
         request = read_job_file(file)
@@ -220,14 +229,14 @@ class Acting:
             line(("workdir ", "dim"), spec.workdir or "none"),
         ]
         if await self._app.confirm(f"submit {spec.name}", about, {"y": "submit"}):
-            answer = rows.read(rows.Accepted, await self._app.shared.source.submit(request))
+            answer = rows.read(rows.SubmittedJob, await self._app.shared.source.submit(request))
             self._app.notify(f"{answer.name} is queued as {answer.id}")
             self._app.goto_job_row(answer.id)
 
     # --- hosts --------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Give hosts nothing new, and move away what can be moved."""
+        """Place nothing new on hosts, and migrate away what can be migrated."""
         hosts = [host for host in self._hosts if host.drained is None]
         if not hosts:
             raise ClusterError(f"{self._hosts[0].name} is drained already")
@@ -238,39 +247,39 @@ class Acting:
             if running
             else line("no jobs there")
         )
-        how = line(("elastic jobs move away where there is room; others run to their end", "dim"))
-        why = await self._app.ask(f"drain {names}", [there, how, line("why (may stay empty):")], "", str)
+        how = line(("elastic jobs move to other hosts if devices are free; others run to completion", "dim"))
+        why = await self._app.prompt(f"drain {names}", [there, how, line("why (may stay empty):")], "", str)
         if why is not None:
-            # At one moment: what leaves one of them must not come to the next.
+            # In one request: a job that leaves one of these hosts must not be placed on the next.
             also = {"also": [host.name for host in hosts[1:]]} if hosts[1:] else {}
             await self._each("host_drain", "drained", [(names, {"host": hosts[0].name, "why": why, **also})])
 
     async def undrain(self) -> None:
-        """Use hosts again."""
+        """Return drained hosts to service."""
         hosts = [host for host in self._hosts if host.drained is not None]
         if not hosts:
             raise ClusterError(f"{self._hosts[0].name} is not drained")
-        await self._each("host_undrain", "used again", [(host.name, {"host": host.name}) for host in hosts])
+        await self._each("host_undrain", "undrained", [(host.name, {"host": host.name}) for host in hosts])
 
     # --- logs ---------------------------------------------------------------------------------------------------------
 
     async def logs(self, previous: bool = False) -> None:
-        """A job's log on the whole screen."""
+        """Show a job's log full screen."""
         from tui.screens.log import LogScreen
 
         job = self._job
         if previous and job.attempt < 2:
-            raise ClusterError(f"{job.name} has had {job.attempt} attempts: there is no log of one before")
+            raise ClusterError(f"{job.name} has had {job.attempt} attempts: there is no log of an earlier one")
         screen = LogScreen(self._app.shared, job, job.attempt - 1 if previous else None)
-        if await self._app.window(screen) == "pager":
+        if await self._app.show_dialog(screen) == "pager":
             await self._page(job, screen.attempt)
 
     async def previous_logs(self) -> None:
-        """The log of the attempt before."""
+        """Show the log of the previous attempt."""
         await self.logs(previous=True)
 
     async def pager(self) -> None:
-        """A job's log, all of it, in a pager."""
+        """Open a job's whole log in a pager."""
         await self._page(self._job, None)
 
     async def _page(self, job: rows.Job, attempt: int | None) -> None:
@@ -285,20 +294,20 @@ class Acting:
         try:
             with tempfile.NamedTemporaryFile("wb", prefix=f"{job.name}-", suffix=".log") as file:
                 taken = 0
-                async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as pieces:
-                    async for piece in pieces:
-                        file.write(bytes(piece["data"]))
-                        taken += len(piece["data"])
+                async with aclosing(source.stream("logs", job=job.id, rank=0, attempt=attempt)) as chunks:
+                    async for chunk in chunks:
+                        file.write(bytes(chunk["data"]))
+                        taken += len(chunk["data"])
                         if taken > LOG_BYTES_MAX:
                             file.write(b"\n(cut here: clusterd logs prints all of it)\n")
                             break
                 file.flush()
                 self._give_terminal([*pager, file.name], "set PAGER")
-        except OSError as error:  # of the file: what the pager meets is told apart
-            raise ClusterError(f"there is no room for the log: {error.strerror}: set TMPDIR") from None
+        except OSError as error:  # of the file; errors of the pager are handled in _give_terminal
+            raise ClusterError(f"cannot write the log to a temporary file: {error.strerror}: set TMPDIR") from None
 
     async def shell(self) -> None:
-        """A shell beside a job's rank 0."""
+        """Open a shell next to a job's rank 0."""
         job = self._job
         if job.state != "running":
             raise ClusterError(f"{job.name} is {job.state}: a shell is inside a running job")
@@ -306,7 +315,7 @@ class Acting:
         self._give_terminal(command, "run clusterd shell in a terminal", self._app.shared.source.environment)
 
     def _give_terminal(self, command: list[str], hint: str, more: Mapping[str, str] | None = None) -> None:
-        """The terminal is the command's until it ends: nothing is drawn and nothing read meanwhile."""
+        """Run a command with the terminal; the UI neither draws nor reads until it exits."""
         import subprocess
 
         from textual.app import SuspendNotSupported
@@ -315,12 +324,12 @@ class Acting:
             with self._app.suspend():
                 subprocess.run(command, check=False, env={**os.environ, **(more or {})})
         except SuspendNotSupported:
-            raise ClusterError("a browser has no terminal to give away: run clusterd top in one") from None
+            raise ClusterError("a browser has no terminal for this: run clusterd top in a terminal") from None
         except OSError as error:
             raise ClusterError(f"{command[0]} cannot be run: {error.strerror}: {hint}") from None
 
 
 def _runs(decisions: list[rows.Decision]) -> list[tuple[rows.Decision, int]]:
-    """Neighbours that say the same as one, with their number."""
+    """Group consecutive decisions with the same kind and reason; each with its count."""
     groups = itertools.groupby(decisions, key=lambda decision: (decision.kind, decision.reason))
     return [(members[0], len(members)) for members in (list(group) for _, group in groups)]

@@ -1,4 +1,4 @@
-"""What people type into a line: each of these reads one kind of answer; a ValueError says what is wanted instead."""
+"""Parsers of prompt input: each returns the value, or raises ValueError with a message that says what is expected."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def something(wanted: str) -> Callable[[str], str]:
-    """Any text but none at all, which is answered with `wanted`."""
+    """A parser of any text except the empty one, which is refused with `wanted`."""
 
     def read(text: str) -> str:
         if not text:
@@ -22,14 +22,14 @@ def something(wanted: str) -> Callable[[str], str]:
 
 
 def whole_number(text: str) -> int:
-    """``-7``; of so few digits that it fits into a message."""
+    """An integer such as ``-7``, of at most nine digits."""
     if not re.fullmatch(r"[+-]?[0-9]{1,9}", text):
         raise ValueError("a whole number of at most nine digits, please")
     return int(text)
 
 
 def absolute_path(text: str) -> str:
-    """A path on the hosts, which need not be there on this machine."""
+    """An absolute path on the hosts; it need not exist on this machine."""
     if not text.startswith("/"):
         raise ValueError("an absolute path, please")
     return text
@@ -37,13 +37,13 @@ def absolute_path(text: str) -> str:
 
 FILES_MAX = 200
 LOOK_S = 1.0
-"""For job files; whoever is in the root of a file system knows the path."""
+"""Time limit of the search for job files; from the root of a file system it would take too long."""
 
 
 def job_files() -> list[str]:
-    """Files below this directory that may hold a job, to choose among, near ones first.
+    """Possible job files below the current directory, nearest first.
 
-    Hidden directories and what cannot be read are passed over, and names that are no text, which cannot be shown.
+    Skips hidden directories, unreadable ones, and names that cannot be displayed.
     """
     until_s = time.monotonic() + LOOK_S
     found: list[str] = []
@@ -65,11 +65,11 @@ def job_files() -> list[str]:
 
 
 def existing_file(text: str) -> Path:
-    """A file of this machine.
+    """A file on this machine.
 
     Raises:
-        ValueError: there is none.
-        OSError, RuntimeError: nobody can know, as of a name that is too long, or of the home of nobody.
+        ValueError: there is no such file.
+        OSError, RuntimeError: the path cannot be resolved: a name too long, or ``~`` of an unknown user.
     """
     file = Path(text).expanduser()
     if not file.is_file():

@@ -1,29 +1,27 @@
-"""Carrying out the keys that concern the screens alone: filter, order, columns, views, zoom, jump, replay."""
+"""Key commands that act on the screens only: marks, filter, order, columns, saved views, zoom, jump, playback."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.widget import Widget
 
 from clusterd.errors import ClusterError
 from tui.commands.parsing import something
+from tui.commands.port import AppPort
 from tui.model.filters import BadFilter, parse
 from tui.model.lines import line, printable
 from tui.screens import saved_views
 from tui.screens.base import TableBoard
 from tui.source.playback import Player
 
-if TYPE_CHECKING:
-    from tui.app import Top
 
+class ViewCommands:
+    """Commands that change nothing in the cluster; method names are the actions of `tui.model.keys`."""
 
-class Arranging:
-    """The application's verbs that change nothing in the cluster."""
-
-    def __init__(self, app: Top) -> None:
+    def __init__(self, app: AppPort) -> None:
         self._app = app
-        self._out: list[Widget] = []
+        self._hidden: list[Widget] = []
         self._zoomed: list[Widget] = []
 
     @property
@@ -36,7 +34,7 @@ class Arranging:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     async def mark(self) -> None:
-        """Mark the row under the cursor, and go on to the next."""
+        """Mark the row under the cursor and move to the next."""
         board = self._board
         if board.table.cursor is not None:
             board.table.mark(board.table.cursor)
@@ -44,14 +42,14 @@ class Arranging:
             board.table.border_title = board.table_title()
 
     async def mark_all(self) -> None:
-        """All that are shown; if they are already, none."""
+        """Mark all shown rows; if all are marked, unmark them."""
         table = self._board.table
         table.marked = set() if table.marked >= set(table.keys) else set(table.keys)
         table.redraw()
         table.border_title = self._board.table_title()
 
     async def copy(self) -> None:
-        """The id of what is under the cursor, to the terminal's clipboard (OSC 52, which tmux and SSH pass on)."""
+        """Copy the id under the cursor to the clipboard (OSC 52, which tmux and SSH pass on)."""
         app = self._app
         found = app.board.hosts() if app.board.id == "fleet" else app.board.jobs()
         if not found:
@@ -60,62 +58,62 @@ class Arranging:
         app.notify(f"copied: {' '.join(found[:5])}")
 
     async def filter(self) -> None:
-        """What rows must match."""
+        """Prompt for a filter of the rows."""
         board = self._board
 
         lines = [
-            line("words and regular expressions, field:value, field:>3, !not; empty shows all"),
+            line("regular expressions, field:value, field:>3, !not; empty shows all"),
             line(("fields: " + ", ".join(sorted(board.fields)), "dim")),
         ]
-        chosen = await self._app.ask("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
+        chosen = await self._app.prompt("filter", lines, board.filter.text, lambda text: parse(text, board.fields))
         if chosen is not None:
             board.use_filter(chosen)
             self._app.show_frame()
 
     async def sort(self) -> None:
-        """By which column."""
-        from tui.widgets.dialogs import Choose
+        """Choose the column to sort by."""
+        from tui.widgets.dialogs import ChoiceDialog
 
         board = self._board
         options = [(column.name, line(column.title)) for column in board.all_columns]
-        hint = "enter sorts, the same again turns it round   esc leaves it"
-        column = await self._app.window(Choose("sort by", options, board.sort, hint))
+        hint = "enter sorts, the same one again reverses   esc closes"
+        column = await self._app.show_dialog(ChoiceDialog("sort by", options, board.sort, hint))
         if column is not None:
             board.sort_by(column)
             self._app.show_frame()
 
     async def columns(self) -> None:
-        """Which ones are shown, where there is room."""
-        from tui.widgets.dialogs import Tick
+        """Choose the columns to show, where the terminal is wide enough."""
+        from tui.widgets.dialogs import MultiChoiceDialog
 
         board = self._board
         options = [(column.name, column.title) for column in board.all_columns]
-        chosen = await self._app.window(Tick("columns", options, board.columns))
+        chosen = await self._app.show_dialog(MultiChoiceDialog("columns", options, board.columns))
         if chosen:
             board.columns = chosen
             board.apply_choices()
 
     async def views(self) -> None:
-        """Go to a view, keep this one, or forget one."""
-        from tui.widgets.dialogs import Choose
+        """Apply a saved view, save the current one, or delete one."""
+        from tui.widgets.dialogs import ChoiceDialog
 
         board, name, file = self._board, str(self._app.board.id), saved_views.path()
         own = saved_views.load(file)
         known = [*(v for v in saved_views.BUILT_IN if v.screen == name), *(v for v in own if v.screen == name)]
         options = [(str(at), line(printable(v.name), (f"   {v.filter}", "dim"))) for at, v in enumerate(known)]
-        options += [("keep", line(("keep what is shown now under a name", "info")))]
-        options += [(f"forget {at}", line((f"forget {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
-        chosen = await self._app.window(Choose("views", options))
+        options += [("save", line(("save the current view", "info")))]
+        options += [(f"delete {at}", line((f"delete {v.name}", "dim"))) for at, v in enumerate(known) if v in own]
+        chosen = await self._app.show_dialog(ChoiceDialog("views", options))
         if chosen is None:
             return
-        if chosen == "keep":
-            title = await self._app.ask("keep this view as", [], "", something("a name, please"))
+        if chosen == "save":
+            title = await self._app.prompt("save this view as", [], "", something("a name, please"))
             if title is not None:
                 now = (name, board.filter.text, board.sort, board.descending, tuple(board.columns))
                 saved_views.save(file, saved_views.SavedView(title, *now))
-                self._app.notify(f"kept as {title} in {file}")
-        elif chosen.startswith("forget "):
-            saved_views.forget(file, known[int(chosen.removeprefix("forget "))])
+                self._app.notify(f"saved as {title} in {file}")
+        elif chosen.startswith("delete "):
+            saved_views.forget(file, known[int(chosen.removeprefix("delete "))])
         else:
             self._use(board, known[int(chosen)])
 
@@ -135,11 +133,11 @@ class Arranging:
 
     @property
     def zoomed(self) -> bool:
-        """One pane stands alone."""
+        """A single pane fills the screen."""
         return bool(self._zoomed)
 
     async def zoom(self) -> None:
-        """The focused pane alone, or all of them again."""
+        """Toggle between the focused pane alone and all panes."""
         if self.zoomed:
             self.unzoom()
             return
@@ -154,37 +152,39 @@ class Arranging:
         for widget in board.query("Table, TextPane, LogPane, Container"):
             if widget not in keep and widget.parent in {board, *keep}:
                 widget.add_class("out")
-                self._out.append(widget)
+                self._hidden.append(widget)
 
     def unzoom(self) -> None:
-        """All panes again."""
-        for widget in self._out:
+        """Show all panes again."""
+        for widget in self._hidden:
             widget.remove_class("out")
         for widget in self._zoomed:
             widget.remove_class("zoomed")
-        self._out, self._zoomed = [], []
+        self._hidden, self._zoomed = [], []
 
     async def jump(self) -> None:
-        """A letter for every pane and every screen."""
-        from tui.widgets.jump import Jump
+        """Label every pane with a letter and focus the chosen one."""
+        from tui.widgets.dialogs import JumpOverlay
 
         app = self._app
         panes = [widget for widget in app.board.query("Table, TextPane, LogPane") if widget.region.area]
-        chosen = await app.window(Jump([(f"pane {at}", pane.region.offset) for at, pane in enumerate(panes)]))
+        chosen = await app.show_dialog(
+            JumpOverlay([(f"pane {at}", pane.region.offset) for at, pane in enumerate(panes)])
+        )
         if chosen is not None:
             panes[int(chosen.removeprefix("pane "))].focus()
 
     async def help(self) -> None:
-        """All keys."""
+        """Show all keys of the screen."""
         from tui.screens.footer import help_lines
 
         app = self._app
         shared = app.shared
         lines = help_lines(str(app.board.id), shared.can_act, app.player is not None, shared.readonly)
-        await app.say(f"keys on {app.board.id}", lines, hang=16)
+        await app.show_text(f"keys on {app.board.id}", lines, hang=16)
 
     async def quit(self) -> None:
-        """Leave."""
+        """Leave the application."""
         self._app.exit()
 
     # --- recordings ---------------------------------------------------------------------------------------------------
@@ -193,40 +193,40 @@ class Arranging:
     def _player(self) -> Player:
         player = self._app.player
         if player is None:
-            raise ClusterError("this is no recording")
+            raise ClusterError("this is not a recording")
         return player
 
     async def play(self) -> None:
-        """Play or pause."""
+        """Play or pause the recording."""
         self._player.play()
         self._app.show_recording()
 
     async def step_on(self) -> None:
-        """One change on."""
+        """Step one change forward."""
         self._player.step(1)
         self._app.show_recording()
 
     async def step_back(self) -> None:
-        """One change back."""
+        """Step one change back."""
         self._player.step(-1)
         self._app.show_recording()
 
     async def faster(self) -> None:
-        """Twice as fast."""
+        """Double the playback speed."""
         self._player.speed = min(self._player.speed * 2, 1 << 24)
         self._app.show_frame()
 
     async def slower(self) -> None:
-        """Half as fast."""
+        """Halve the playback speed."""
         self._player.speed = max(self._player.speed / 2, 1 / 64)
         self._app.show_frame()
 
     async def skip_on(self) -> None:
-        """A twentieth of it forward."""
+        """Skip a twentieth of the recording forward."""
         self._skip(0.05)
 
     async def skip_back(self) -> None:
-        """A twentieth of it back."""
+        """Skip a twentieth of the recording back."""
         self._skip(-0.05)
 
     def _skip(self, share: float) -> None:
@@ -235,6 +235,6 @@ class Arranging:
         self._app.show_recording()
 
     async def rewind(self) -> None:
-        """To the beginning."""
+        """Go back to the start of the recording."""
         self._player.seek(0)
         self._app.show_recording()

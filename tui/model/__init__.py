@@ -1,1 +1,1 @@
-"""What the daemon reported, as plain values that every screen is drawn from."""
+"""State reported by the daemon and its rendering as styled lines; imports no widget."""

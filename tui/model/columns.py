@@ -1,4 +1,4 @@
-"""Columns of the tables: how a row becomes cells, what it is sorted by, and what a filter sees of it."""
+"""Table columns: cells, sort key and filter fields of each row type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.event_words import said, short_plan, words
+from tui.model.event_words import readable_kind, short_plan, summary
 from tui.model.fleet import tiles
 from tui.model.lines import Line, line, printable
 from tui.model.state_styles import Look, job_colour
@@ -21,12 +21,12 @@ R = TypeVar("R")
 LOSS_CELLS = 7
 
 SIMULATED_BEFORE_S = 1e8
-"""A clock that says 1973 or earlier counts from the start of a simulation."""
+"""Timestamps before this (1973) count from the start of a simulation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
-    """What cells depend on besides their row."""
+class CellContext:
+    """Inputs of a cell besides its row: time, terminal and jobs by id."""
 
     now_s: float
     look: Look
@@ -35,22 +35,22 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[R]):
-    """One column; the widest that is `flexible` takes what is left."""
+    """A table column; `flexible` columns share the space that is left."""
 
     name: str
     title: str
     cells: int
-    show: Callable[[R, Frame], Line]
+    show: Callable[[R, CellContext], Line]
     order: Callable[[R], Any]
     right: bool = False
     flexible: bool = False
-    wants: int = 0  # cells that a flexible one gets before the others, if there are so many
-    shown: bool = True  # unless its user chooses otherwise
-    rank: int = 0  # in a narrow terminal, columns of the highest rank go first
+    wants: int = 0  # width that a flexible column gets before the others, if available
+    shown: bool = True  # by default
+    rank: int = 0  # narrow terminals drop columns of the highest rank first
 
 
 def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], int]]:
-    """The columns that find room in `cells`, each with its width; a space stands between them."""
+    """Columns that fit in `cells`, each with its width, separated by one space."""
     chosen = list(columns)
     while len(chosen) > 1 and sum(column.cells + 1 for column in chosen) - 1 > cells:
         chosen.remove(max(chosen, key=lambda column: column.rank))
@@ -66,8 +66,8 @@ def lay_out(columns: Sequence[Column[R]], cells: int) -> list[tuple[Column[R], i
     return [(column, widths[column.name]) for column in chosen]
 
 
-def compact(devices: Sequence[str | None]) -> str:
-    """``gpu01:gpu0-3 gpu02:gpu1``: runs of devices by host."""
+def compact_devices(devices: Sequence[str | None]) -> str:
+    """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
     by_kind: dict[tuple[str, str], list[int]] = {}
     for device in devices:
         host, _, local = (device or "").rpartition(":")
@@ -83,13 +83,13 @@ def compact(devices: Sequence[str | None]) -> str:
                 runs[-1].append(number_)
             else:
                 runs.append([number_])
-        said = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-        parts.append(f"{host}:{kind}{said}")
+        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        parts.append(f"{host}:{kind}{ranges}")
     return " ".join(parts)
 
 
 def clock(at_s: float, now_s: float) -> str:
-    """Time of day, with the date when it was on another day; since the start where time is simulated."""
+    """Time of day, with the date on other days; elapsed time since the start in simulations."""
     if now_s < SIMULATED_BEFORE_S:
         hours, rest_s = divmod(int(at_s), 3600)
         return f"{hours}:{rest_s // 60:02d}:{rest_s % 60:02d}"
@@ -98,21 +98,21 @@ def clock(at_s: float, now_s: float) -> str:
 
 
 TURNED_DOWN = frozenset({"HoldJob"})
-"""Decisions that say why nothing was done."""
+"""Decision kinds that record why nothing was done."""
 
 
-def decided(kind: str) -> str:
-    """A kind of decision, in words; holding a job back is turning its wish down."""
-    return "turned down" if kind in TURNED_DOWN else words(kind)
+def decision_label(kind: str) -> str:
+    """Readable kind of a decision; holding a job back is shown as "turned down"."""
+    return "turned down" if kind in TURNED_DOWN else readable_kind(kind)
 
 
 def ran_s(job: rows.Job, now_s: float) -> float | None:
-    """Seconds since its first start, to its end or now."""
+    """Seconds from the first start to the end or now; None before the start."""
     return max((job.ended_s or now_s) - job.started_s, 0.0) if job.started_s else None
 
 
 def waited_s(job: rows.Job, now_s: float) -> float:
-    """Seconds between its submit and its start, its end or now."""
+    """Seconds from submission to the start, the end or now."""
     return max((job.started_s or job.ended_s or now_s) - job.submitted_s, 0.0)
 
 
@@ -121,14 +121,17 @@ def _text(text: str, style: str = "") -> Line:
 
 
 def short_number(value: float | None, cells: int) -> str:
-    """``5.52e-5``: four digits, or as many as there is room for; a number that is cut is another one."""
+    """Number with up to four significant digits that fits in `cells`, as in ``5.52e-5``.
+
+    Drops digits rather than cutting the text, which would change the value.
+    """
     if value is None:
         return ""
     made = [re.sub(r"e([+-])0*(\d)", r"e\1\2", f"{value:.{digits}g}").replace("e+", "e") for digits in (4, 3, 2, 1)]
     return next((text for text in made if len(text) <= cells), made[-1])
 
 
-def _name(job: rows.Job, frame: Frame) -> Line:
+def _name(job: rows.Job, frame: CellContext) -> Line:
     style = f"job{job_colour(job.id)}" if job.holds_devices else "dim" if job.is_over else ""
     return _text(job.name, style)
 
@@ -139,13 +142,13 @@ def _progress(job: rows.Job) -> str:
     return str(job.step) if job.step else ""
 
 
-def _devices(job: rows.Job, frame: Frame) -> Line:
+def _devices(job: rows.Job, frame: CellContext) -> Line:
     if job.holds_devices:
-        return _text(compact(job.devices))
+        return _text(compact_devices(job.devices))
     return _text(f"({job.asked})" if job.asked and not job.is_over else "", "dim")
 
 
-def _plan(job: rows.Job, frame: Frame) -> Line:
+def _plan(job: rows.Job, frame: CellContext) -> Line:
     if job.plan is None:
         return ()
     return _text(short_plan(job.plan) + (" pinned" if job.pinned else ""), "dim" if job.is_over else "")
@@ -157,28 +160,28 @@ _STATES = {
 
 
 def _by_state(job: rows.Job) -> tuple[int, int]:
-    """What runs before what waits, and that in the order of its turn."""
+    """Sort key: running before waiting, waiting jobs by priority."""
     return _STATES.get(job.state, 9), -job.priority
 
 
-def _loss(job: rows.Job, frame: Frame) -> Line:
+def _loss(job: rows.Job, frame: CellContext) -> Line:
     return _text(short_number(job.loss, LOSS_CELLS))
 
 
-def _step_time(job: rows.Job, frame: Frame) -> Line:
+def _step_time(job: rows.Job, frame: CellContext) -> Line:
     return _text("" if job.step_time_s is None else duration(job.step_time_s))
 
 
-def _waited(job: rows.Job, frame: Frame) -> Line:
+def _waited(job: rows.Job, frame: CellContext) -> Line:
     return _text(duration(waited_s(job, frame.now_s)))
 
 
-def _ran(job: rows.Job, frame: Frame) -> Line:
+def _ran(job: rows.Job, frame: CellContext) -> Line:
     seconds = ran_s(job, frame.now_s)
     return _text("" if seconds is None else duration(seconds))
 
 
-def _reason(job: rows.Job, frame: Frame) -> Line:
+def _reason(job: rows.Job, frame: CellContext) -> Line:
     return _text(job.reason, "dim")
 
 
@@ -201,12 +204,12 @@ JOB_COLUMNS: tuple[Column[rows.Job], ...] = (
 
 
 def _last(value: float | None) -> float:
-    """Sorts what is not known after everything else, and so a loss that is no number any more."""
+    """Sort key that puts unknown values and NaN last."""
     return math.inf if value is None or math.isnan(value) else value
 
 
 def job_fields(job: rows.Job) -> dict[str, str]:
-    """What a filter sees of a job."""
+    """Filter fields of a job."""
     return {
         "id": job.id, "name": job.name, "state": job.shown_state, "kind": job.kind, "reason": job.reason,
         "user": job.user, "tenant": job.tenant, "priority": str(job.priority), "plan": job.plan or "",
@@ -219,28 +222,28 @@ def job_fields(job: rows.Job) -> dict[str, str]:
 JOB_FIELDS = frozenset(job_fields(rows.Job(id="", name="", state="")))
 
 
-def _tiles(host: rows.Host, frame: Frame) -> Line:
+def _tiles(host: rows.Host, frame: CellContext) -> Line:
     return tiles(host, frame.look, frame.jobs)
 
 
-def _memory(host: rows.Host, frame: Frame) -> Line:
+def _memory(host: rows.Host, frame: CellContext) -> Line:
     if not host.memory_bytes:
         return ()
     return _text(f"{size(host.memory_used_bytes)} of {size(host.memory_bytes)}")
 
 
-def _cores(host: rows.Host, frame: Frame) -> Line:
+def _cores(host: rows.Host, frame: CellContext) -> Line:
     if not host.cpu_cores:
         return ()
     bar = frame.look.bar(host.cores_used / host.cpu_cores, 4)
     return line((bar, "info"), f" {host.cores_used}/{host.cpu_cores}")
 
 
-def _address(host: rows.Host, frame: Frame) -> Line:
+def _address(host: rows.Host, frame: CellContext) -> Line:
     return _text(host.address or "", "dim")
 
 
-def _why(host: rows.Host, frame: Frame) -> Line:
+def _why(host: rows.Host, frame: CellContext) -> Line:
     return _text(host.why or host.drained or "", "warn")
 
 
@@ -257,7 +260,7 @@ HOST_COLUMNS: tuple[Column[rows.Host], ...] = (
 
 
 def host_fields(host: rows.Host) -> dict[str, str]:
-    """What a filter sees of a host."""
+    """Filter fields of a host."""
     return {
         "host": host.name, "state": host.shown_state, "why": host.why or host.drained or "", "job": " ".join(host.jobs),
         "devices": str(len(host.devices)), "free": str(host.free), "address": host.address or "",
@@ -268,16 +271,16 @@ def host_fields(host: rows.Host) -> dict[str, str]:
 HOST_FIELDS = frozenset(host_fields(rows.Host(name="", state="")))
 
 
-def _job_name(job: str | None, frame: Frame) -> Line:
+def _job_name(job: str | None, frame: CellContext) -> Line:
     if job is None:
         return ()
     known = frame.jobs.get(job)
     return _text(f"{job} {known.name}" if known else job, f"job{job_colour(job)}")
 
 
-def _decided(decision: rows.Decision, frame: Frame) -> Line:
+def _decided(decision: rows.Decision, frame: CellContext) -> Line:
     style = "warn" if decision.kind in TURNED_DOWN else "bad" if decision.kind == "AbortMigration" else "good"
-    return _text(decided(decision.kind), style)
+    return _text(decision_label(decision.kind), style)
 
 
 DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
@@ -291,9 +294,9 @@ DECISION_COLUMNS: tuple[Column[tuple[int, rows.Decision]], ...] = (
 
 
 def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
-    """What a filter sees of a decision."""
+    """Filter fields of a decision."""
     return {
-        "decision": decided(row[1].kind),
+        "decision": decision_label(row[1].kind),
         "job": row[1].job or "",
         "host": row[1].host or "",
         "reason": row[1].reason,
@@ -302,25 +305,32 @@ def decision_fields(row: tuple[int, rows.Decision]) -> dict[str, str]:
 
 DECISION_FIELDS = frozenset(("decision", "job", "host", "reason"))
 
-EVENT_COLUMNS: tuple[Column[tuple[int, rows.Happening]], ...] = (
+EVENT_COLUMNS: tuple[Column[tuple[int, rows.EventRow]], ...] = (
     Column("number", "number", 7, lambda r, f: _text(str(r[1].id), "dim"), lambda r: -r[0], right=True, rank=3),
     Column("time", "time", 11, lambda r, f: _text(clock(r[1].at_s, f.now_s), "dim"), lambda r: -r[1].at_s),
-    Column("event", "event", 20, lambda r, f: _text(words(r[1].kind), _event_style(r[1].kind)), lambda r: r[1].kind),
+    Column("event", "event", 20, lambda r, f: _event_kind(r[1]), lambda r: r[1].kind),
     Column("job", "job", 14, lambda r, f: _job_name(r[1].job, f), lambda r: r[1].job or ""),
     Column("host", "host", 10, lambda r, f: _text(r[1].host or ""), lambda r: r[1].host or "", rank=2),
-    Column("what", "what", 20, lambda r, f: _text(said(r[1])), lambda r: said(r[1]), flexible=True),
+    Column("what", "what", 20, lambda r, f: _text(summary(r[1])), lambda r: summary(r[1]), flexible=True),
 )
 
 
-def _event_style(kind: str) -> str:
-    if kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed")):
-        return "bad"
-    return "dim" if kind in ("AttemptProgressed", "TimerFired") else ""
+def _event_kind(event: rows.EventRow) -> Line:
+    if event.kind.endswith(("Failed", "Orphaned", "Disconnected", "NotDescribed")):
+        style = "bad"
+    else:
+        style = "dim" if event.kind in ("AttemptProgressed", "TimerFired") else ""
+    return _text(readable_kind(event.kind), style)
 
 
-def event_fields(row: tuple[int, rows.Happening]) -> dict[str, str]:
-    """What a filter sees of an event."""
-    return {"event": words(row[1].kind), "job": row[1].job or "", "host": row[1].host or "", "what": said(row[1])}
+def event_fields(row: tuple[int, rows.EventRow]) -> dict[str, str]:
+    """Filter fields of an event."""
+    return {
+        "event": readable_kind(row[1].kind),
+        "job": row[1].job or "",
+        "host": row[1].host or "",
+        "what": summary(row[1]),
+    }
 
 
 EVENT_FIELDS = frozenset(("event", "job", "host", "what"))

@@ -1,4 +1,4 @@
-"""Events in words: what their fields say, in a cell or in full."""
+"""Events as text: a one-line summary for cells, full values for the detail pane."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ from typing import Any
 from tui.model import rows
 
 NESTED_CELLS = 60
-"""Of a value within a value, in one line; the event's own pane shows all of it."""
+"""Limit of a nested value in a summary; the detail pane shows all of it."""
 
 
-def words(kind: str) -> str:
-    """``launch attempt`` of ``LaunchAttempt``."""
+def readable_kind(kind: str) -> str:
+    """``launch attempt`` for ``LaunchAttempt``."""
     return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
 
 
 def short_plan(plan: str) -> str:
-    """``pp=2,acc=4`` of ``pp=2,accumulation=4``."""
+    """``pp=2,acc=4`` for ``pp=2,accumulation=4``."""
     return plan.replace("accumulation", "acc").replace("checkpointing", "ckpt").replace("micro_batch", "mb")
 
 
-def said(event: rows.Happening) -> str:
-    """What an event says besides who it is about, in one line."""
+def summary(event: rows.EventRow) -> str:
+    """One line with the fields of an event, without its job and host."""
     skipped = ("id", "at_s", "job", "host")
-    shown = {name: value for name, value in event.fields.items() if name not in skipped and _says(value)}
-    if isinstance(spec := shown.get("spec"), dict):  # of a submit: what people ask for, not how it is run
-        return _wanted(spec)
+    shown = {name: value for name, value in event.fields.items() if name not in skipped and _is_set(value)}
+    if isinstance(spec := shown.get("spec"), dict):  # of a submission: the request, not the execution details
+        return _request(spec)
     return ", ".join(f"{name} {_short(value)}" for name, value in shown.items())
 
 
-def _says(value: Any) -> bool:
-    """Neither nothing nor no: zero says something."""
+def _is_set(value: Any) -> bool:
+    """The value is neither empty nor False; zero counts as set."""
     return value is not False and value not in (None, "", (), [], {})
 
 
-def _wanted(spec: dict[str, Any]) -> str:
-    """What a submitted job asks for, in a few words."""
-    said = [str(spec.get("kind", ""))]
+def _request(spec: dict[str, Any]) -> str:
+    """Summary of a submitted job: kind, devices, plan, priority and command."""
+    parts = [str(spec.get("kind", ""))]
     if isinstance(asked := spec.get("resources"), dict):
         count, kind = asked.get("devices"), asked.get("kind")
         devices = "device" if count == 1 else "devices"
-        said.append(" ".join(filter(None, (str(count), str(kind or ""), devices))) if count else "CPU cores")
-        said.append(_short_plan_of(asked["plan"]) if isinstance(asked.get("plan"), dict) else "")
-    said.append(f"priority {spec['priority']}" if spec.get("priority") else "")
-    said.append("guaranteed" if spec.get("guaranteed") else "")
+        parts.append(" ".join(filter(None, (str(count), str(kind or ""), devices))) if count else "CPU cores")
+        parts.append(_short_plan_of(asked["plan"]) if isinstance(asked.get("plan"), dict) else "")
+    parts.append(f"priority {spec['priority']}" if spec.get("priority") else "")
+    parts.append("guaranteed" if spec.get("guaranteed") else "")
     command = spec.get("command")
-    said.append(" ".join(map(str, command)) if isinstance(command, list | tuple) else "")
-    return ", ".join(filter(None, said))
+    parts.append(" ".join(map(str, command)) if isinstance(command, list | tuple) else "")
+    return ", ".join(filter(None, parts))
 
 
 def _short_plan_of(plan: dict[str, Any]) -> str:
-    """``dp=4,zero=1``: what is not as in a plan that says nothing."""
+    """Non-default fields of a plan, as in ``dp=4,zero=1``."""
     usual = {
         "dp": 1,
         "tp": 1,
@@ -60,28 +60,28 @@ def _short_plan_of(plan: dict[str, Any]) -> str:
         "offload": "none",
         "schedule": plan.get("schedule"),
     }
-    told = {name: value for name, value in plan.items() if _says(value) and value != usual.get(name)}
-    return short_plan(",".join(f"{name}={value}" for name, value in told.items()))
+    given = {name: value for name, value in plan.items() if _is_set(value) and value != usual.get(name)}
+    return short_plan(",".join(f"{name}={value}" for name, value in given.items()))
 
 
-def in_full(value: Any) -> str:
-    """A field of an event with everything in it that says something."""
+def full_value(value: Any) -> str:
+    """A field's value with all nested fields that are set."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_bracketed(v)}" for name, v in value.items() if _says(v))
+        return ", ".join(f"{name} {_bracketed(v)}" for name, v in value.items() if _is_set(v))
     if isinstance(value, list | tuple):
         return ", ".join(map(_bracketed, value)) or "none"
     return "none" if value is None else str(value)
 
 
 def _bracketed(value: Any) -> str:
-    return f"({in_full(value)})" if isinstance(value, dict | list | tuple) else str(value)
+    return f"({full_value(value)})" if isinstance(value, dict | list | tuple) else str(value)
 
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if _says(v))
+        inner = ", ".join(f"{name} {_short(v)}" for name, v in value.items() if _is_set(v))
         return f"({inner})" if len(inner) <= NESTED_CELLS else f"({inner[:NESTED_CELLS]}...)"
     if isinstance(value, list | tuple):
         return f"{len(value)} items" if len(value) > 3 else "[" + ", ".join(map(_short, value)) + "]"

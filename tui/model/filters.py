@@ -1,7 +1,7 @@
-r"""What is typed after ``/``: terms that must all hold.
+r"""Row filters, as typed after ``/``: terms separated by spaces, all of which must match.
 
-``gpt`` and ``gpt-\d`` are regular expressions over everything a row shows; ``state:running`` looks at one field;
-``step:>100`` compares numbers; ``!`` before any of them turns it round.
+``gpt`` and ``gpt-\d`` are regular expressions over all fields of a row; ``state:running`` matches one field;
+``step:>100`` compares numbers; a leading ``!`` negates a term.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from dataclasses import dataclass
 Fields = Mapping[str, str]
 
 _NUMBER = re.compile(r"(?:(?<!\w)-)?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|(?<!\w)inf(?!\w))")
-"""As cells show them; the dash of ``sweep-17`` is no sign."""
+"""A number as cells show it; the dash in ``sweep-17`` is not a sign."""
 
 
-SHOWN_LETTERS = 60
-"""Of what was typed, in what is said of it."""
+SHOWN_CHARS = 60
+"""Limit of the quoted input in an error message."""
 
 
-PATIENCE_S = 1.0
-"""Of this process's time, for looking at all rows; they take some milliseconds."""
+TIME_LIMIT_S = 1.0
+"""CPU time limit of one pass over all rows, which normally takes milliseconds."""
 
 
-class TooSlow(Exception):
-    """A regular expression that repeats what repeats may take for ever."""
+class FilterTooSlow(Exception):
+    """A regular expression with nested repetition takes too long."""
 
 
 @contextlib.contextmanager
-def patience() -> Iterator[None]:
-    """What is done within is interrupted when it takes too long; the main thread alone can be.
+def time_limit() -> Iterator[None]:
+    """Interrupt the block after `TIME_LIMIT_S` of CPU time; only in the main thread, where signals are handled.
 
     Raises:
-        TooSlow: it did; the message is for the person who typed the expression.
+        FilterTooSlow: the limit is exceeded; the message addresses the user who typed the expression.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up(*_: object) -> None:
-        raise TooSlow("that expression takes too long, and was taken off: can it do with fewer * and +?")
+        raise FilterTooSlow("the filter took too long and was removed: use fewer * and +")
 
     before = signal.signal(signal.SIGVTALRM, give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, PATIENCE_S)
+    signal.setitimer(signal.ITIMER_VIRTUAL, TIME_LIMIT_S)
     try:
         yield
     finally:
@@ -56,18 +56,18 @@ def patience() -> Iterator[None]:
 
 
 class BadFilter(ValueError):
-    """It is no filter; the message says where."""
+    """Invalid filter; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A compiled filter; `text` is what was typed."""
+    """A compiled filter; `text` is the source."""
 
     text: str
     _terms: tuple[Callable[[Fields], bool], ...] = ()
 
     def matches(self, fields: Fields) -> bool:
-        """Every term holds for these fields (name to shown text)."""
+        """Every term matches these fields (displayed text by field name)."""
         return all(term(fields) for term in self._terms)
 
     def __bool__(self) -> bool:
@@ -75,23 +75,23 @@ class Filter:
 
 
 def parse(text: str, known: frozenset[str]) -> Filter:
-    """The filter that `text` means, over rows with the fields `known`.
+    """Compile a filter over rows with the fields `known`.
 
     Raises:
-        BadFilter: a field that is not there, or no regular expression.
+        BadFilter: unknown field, or invalid regular expression.
     """
-    return Filter(text.strip(), tuple(_term(word, known) for word in text.split()))
+    return Filter(text.strip(), tuple(_term(term, known) for term in text.split()))
 
 
-def _term(word: str, known: frozenset[str]) -> Callable[[Fields], bool]:
-    bare = word.lstrip("!")
-    if bare and bare != word:
+def _term(term: str, known: frozenset[str]) -> Callable[[Fields], bool]:
+    bare = term.lstrip("!")
+    if bare and bare != term:
         inner = _term(bare, known)
-        turned = bool((len(word) - len(bare)) % 2)
-        return lambda fields: inner(fields) is not turned
-    name, colon, value = word.partition(":")
+        negated = bool((len(term) - len(bare)) % 2)
+        return lambda fields: inner(fields) is not negated
+    name, colon, value = term.partition(":")
     if not colon or not re.fullmatch(r"[a-z_]+", name):
-        found = pattern(word)
+        found = pattern(term)
         return lambda fields: any(found.search(shown) for shown in fields.values())
     if name not in known:
         raise BadFilter(f"there is no field {name!r}; there are {', '.join(sorted(known))}")
@@ -102,16 +102,16 @@ def _term(word: str, known: frozenset[str]) -> Callable[[Fields], bool]:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """The regular expression that somebody typed; case does not matter.
+    """Compile a regular expression typed by the user, ignoring case.
 
     Raises:
-        BadFilter: it is none.
+        BadFilter: it is invalid.
     """
     try:
         return re.compile(text, re.IGNORECASE)
     except (re.error, OverflowError, RecursionError) as error:  # repeated too often; nested too deeply
-        shown = text if len(text) <= SHOWN_LETTERS else f"{text[:SHOWN_LETTERS]}..."
-        raise BadFilter(f"{shown!r} is no regular expression: {error}") from None
+        shown = text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+        raise BadFilter(f"{shown!r} is not a regular expression: {error}") from None
 
 
 def _comparison(name: str, sign: str, limit: str) -> Callable[[Fields], bool]:
@@ -120,7 +120,7 @@ def _comparison(name: str, sign: str, limit: str) -> Callable[[Fields], bool]:
     except ValueError:
         bound = math.nan
     if math.isnan(bound):
-        raise BadFilter(f"{name}:{sign}{limit}: {limit!r} is no number")
+        raise BadFilter(f"{name}:{sign}{limit}: {limit!r} is not a number")
 
     def compare(fields: Fields) -> bool:
         number = _NUMBER.search(fields.get(name, ""))

@@ -1,4 +1,4 @@
-"""Hosts and their devices as tiles: who has which device, what is free, what may not be used, and why."""
+"""Hosts and their devices as tiles: holder, free, unusable, drained, out of reach."""
 
 from __future__ import annotations
 
@@ -11,34 +11,37 @@ TILE_CELLS = 8
 
 
 def tiles(host: rows.Host, look: Look, jobs: dict[str, rows.Job]) -> Line:
-    """One tile per device: its job's name on its job's colour, or why it has none."""
-    room = 3 if len(host.devices) > 4 else TILE_CELLS
+    """One tile per device: its job's name in the job's colour, or a pattern that says why it has none."""
+    cells = 3 if len(host.devices) > 4 else TILE_CELLS
     found: list[Run] = []
     for device in host.devices:
-        found += (tile(host, device, look, jobs, room), (" ", ""))
+        found += (tile(host, device, look, jobs, cells), (" ", ""))
     return tuple(found[:-1])
 
 
-def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], room: int) -> Run:
-    """One device. What is no job has a pattern: free dots, foreign use a shade, a drained or absent host dashes."""
+def tile(host: rows.Host, device: rows.Device, look: Look, jobs: dict[str, rows.Job], cells: int) -> Run:
+    """Tile of one device.
+
+    Patterns: dots for free, a shade for foreign use, dashes for drained, question marks for an absent host.
+    """
     if device.job is not None:
         job = jobs.get(device.job)
         name = printable(device.job_name or (job.name if job else "") or device.job)
-        if room <= 3:
-            name = device.job.rjust(room)
-        text = "".join(piece for piece, _ in fit(((name, ""),), room, more="" if room <= 3 else look.glyph("more")))
+        if cells <= 3:
+            name = device.job.rjust(cells)
+        text = "".join(part for part, _ in fit(((name, ""),), cells, more="" if cells <= 3 else look.glyph("more")))
         return text, f"tile{job_colour(device.job)}"
     if device.foreign:
-        return look.glyph("foreign") * room, "bad"
+        return look.glyph("foreign") * cells, "bad"
     if host.state != "up":
-        return "?" * room, "dim"
+        return "?" * cells, "dim"
     if host.drained is not None:
-        return "-" * room, "warn"
-    return look.glyph("free") * room, "dim"
+        return "-" * cells, "warn"
+    return look.glyph("free") * cells, "dim"
 
 
 def legend(look: Look) -> Line:
-    """What the patterns mean."""
+    """Legend of the tile patterns."""
     return line(
         (" name ", "tile0"), " a job's  ",
         (look.glyph("free") * 3, "dim"), " free  ",
@@ -49,8 +52,8 @@ def legend(look: Look) -> Line:
 
 
 def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: float) -> list[Line]:
-    """All about one host: its state in words, and every device with its holder, use and memory."""
-    # Since when it is up, or away, is known; since when it is drained is not.
+    """Details of a host: its state, and every device with holder, utilisation and memory."""
+    # The daemon reports since when a host is up or away, not since when it is drained.
     since = (
         f" for {duration(max(now_s - host.since_s, 0.0))}" if host.since_s and host.shown_state == host.state else ""
     )
@@ -60,7 +63,7 @@ def host_summary(host: rows.Host, jobs: dict[str, rows.Job], look: Look, now_s: 
     if host.drained is not None:
         made.append(line(("drained   ", "dim"), printable(host.drained) or "yes", ("   u undrains", "dim")))
         if host.jobs:
-            still = "move away where there is room, or run to their end"
+            still = "move away if devices are free, or run to completion"
             made.append(line(("still here", "dim"), f" {printable(', '.join(host.jobs))}", (f": {still}", "dim")))
     if host.address:
         made.append(line(("address   ", "dim"), host.address))
@@ -92,8 +95,8 @@ def _device(
         holder = line("  ", (printable(device.foreign), "bad"))
     else:
         holder = line("  ", ("free" if host.shown_state == "up" else f"not offered: {host.shown_state}", "dim"))
-    told = f"  {printable(device.name)}, {size(device.memory_bytes)}" if device.memory_bytes else ""
-    return (*start, *used, *holder, (told, "dim"))
+    about = f"  {printable(device.name)}, {size(device.memory_bytes)}" if device.memory_bytes else ""
+    return (*start, *used, *holder, (about, "dim"))
 
 
 def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
@@ -106,7 +109,7 @@ def fleet_totals(hosts: dict[str, rows.Host]) -> tuple[int, int, int, int]:
 
 
 def empty_fleet() -> list[Line]:
-    """What to do when there is no host."""
+    """Hint shown while there is no host."""
     return [
         line(("There are no hosts yet.", "bold")),
         line(""),

@@ -1,4 +1,4 @@
-"""The job's own screen: now and next, its loss, its plans and moves over time, its attempts, what is learned of it."""
+"""Job page: state, loss, step time, plans and migrations over time, attempts, performance profile."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tui.model.line_chart import Series, chart
 from tui.model.lines import Line, beside, line, printable, wrap
 from tui.model.model import Model, Point
 from tui.model.state_styles import Look
-from tui.model.view import job_summary, through
+from tui.model.view import job_summary, restart_note
 
 WIDE_CELLS = 110
 CHART_ROWS = 7
 HANG = 4
-"""The indent of what is wrapped."""
+"""Indent of wrapped lines."""
 
 
 @dataclass(slots=True)
-class Known:
-    """What was asked for beside the job's row; it comes when it comes."""
+class JobDetails:
+    """Data requested in addition to the job's row; filled in as replies arrive."""
 
-    detail: rows.Detail | None = None
+    detail: rows.JobDetail | None = None
     profile: rows.Profile | None = None
     losses: Sequence[Point] = field(default_factory=tuple)
     times: Sequence[tuple[int, float]] = field(default_factory=tuple)
-    trouble: list[str] = field(default_factory=list)  # what could not be had, and why
-    recorded: bool = False  # nothing can be asked for: a recording holds rows, events and decisions alone
+    trouble: list[str] = field(default_factory=list)  # requests that failed, with the reason
+    recorded: bool = False  # a recording answers no requests: it holds rows, events and decisions only
 
 
 def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
-    """Loss and step time by step, out of the lines that rank 0 wrote; a line cut short is left out."""
+    """Loss and step time by step, from rank 0's step log; incomplete lines are skipped."""
     losses: list[Point] = []
     times: list[tuple[int, float]] = []
     for raw in data.splitlines():
@@ -50,34 +50,34 @@ def read_steps(data: bytes) -> tuple[list[Point], list[tuple[int, float]]]:
     return losses, times
 
 
-def job_page(job: rows.Job, model: Model, known: Known, look: Look, now_s: float, cells: int) -> list[Line]:
-    """All of it, in two columns where there is room."""
+def job_page(job: rows.Job, model: Model, details: JobDetails, look: Look, now_s: float, cells: int) -> list[Line]:
+    """The whole page, in two columns where the terminal is wide enough."""
     wide = cells >= WIDE_CELLS
     left_cells = (cells - 3) // 2 if wide else cells
     right_cells = cells - 3 - left_cells if wide else cells
     left = [
         *job_summary(job, model, look, now_s),
         *_section("loss", left_cells, look),
-        *_losses(job, model, known, look, left_cells),
+        *_losses(job, model, details, look, left_cells),
         *_section("step time, s", left_cells, look),
-        *_times(job, known, look, left_cells),
+        *_times(job, details, look, left_cells),
     ]
     right = [
         *_section("plans so far", right_cells, look),
-        *timeline(job, known, look, now_s, right_cells),
+        *plan_timeline(job, details, look, now_s, right_cells),
         *_section("moves", right_cells, look),
-        *_moves(job, look, now_s),
+        *_migrations(job, look, now_s),
         *_section("attempts", right_cells, look),
-        *_attempts(job, known, now_s),
-        *_section("what is learned of its speed", right_cells, look),
-        *_learned(known, look, right_cells),
-        *(line((printable(said), "dim")) for said in known.trouble),
+        *_attempts(job, details, now_s),
+        *_section("measured and predicted speed", right_cells, look),
+        *_profile(details, look, right_cells),
+        *(line((printable(text), "dim")) for text in details.trouble),
     ]
     if not wide:
         return [*left, *right]
     return beside(
-        [piece for one in left for piece in wrap(one, left_cells, HANG)],
-        [piece for one in right for piece in wrap(one, right_cells, HANG)],
+        [part for one in left for part in wrap(one, left_cells, HANG)],
+        [part for one in right for part in wrap(one, right_cells, HANG)],
         left_cells,
         f" {look.glyph('bar')} ",
     )
@@ -87,23 +87,23 @@ def _section(name: str, cells: int, look: Look) -> list[Line]:
     return [line(""), line((f"{name} ", "title"), (look.glyph("rule") * max(cells - len(name) - 2, 0), "dim"))]
 
 
-def _losses(job: rows.Job, model: Model, known: Known, look: Look, cells: int) -> list[Line]:
+def _losses(job: rows.Job, model: Model, details: JobDetails, look: Look, cells: int) -> list[Line]:
     seen = model.losses.get(job.id, ())
-    asked = list(known.losses)
+    asked = list(details.losses)
     points = [*asked, *(point for point in seen if not asked or point[0] > asked[-1][0])]
     if not points:
-        none = "the recording holds none" if known.recorded else "no step yet"
-        return [line((none if job.kind == "elastic" else "a command: clusterd does not see inside", "dim"))]
+        none = "the recording holds none" if details.recorded else "no step yet"
+        return [line((none if job.kind == "elastic" else "a command: it reports no steps", "dim"))]
     return chart([Series(points, "info")], cells, CHART_ROWS, look.ascii)
 
 
-def _times(job: rows.Job, known: Known, look: Look, cells: int) -> list[Line]:
-    if not known.times:
-        return [line(("the recording holds none" if known.recorded else "no step yet", "dim"))]
-    steps = [step for step, _ in known.times]
-    values = sorted(seconds for _, seconds in known.times)
-    ceiling = values[int(len(values) * 0.98)] * 1.5  # a step that waited for a move would flatten all others
-    series = [Series([(step, min(seconds, ceiling)) for step, seconds in known.times], "info", joined=False)]
+def _times(job: rows.Job, details: JobDetails, look: Look, cells: int) -> list[Line]:
+    if not details.times:
+        return [line(("the recording holds none" if details.recorded else "no step yet", "dim"))]
+    steps = [step for step, _ in details.times]
+    values = sorted(seconds for _, seconds in details.times)
+    ceiling = values[int(len(values) * 0.98)] * 1.5  # a step that waited for a migration would flatten the others
+    series = [Series([(step, min(seconds, ceiling)) for step, seconds in details.times], "info", joined=False)]
     legend = [line(("measured", "info"))]
     if job.predicted_step_time_s:
         series.append(Series([(steps[0], job.predicted_step_time_s), (steps[-1], job.predicted_step_time_s)], "warn"))
@@ -118,31 +118,31 @@ class _Span:
     end_s: float
 
 
-def spans(job: rows.Job, known: Known, now_s: float) -> list[_Span]:
-    """Which plan the job ran under, from when to when."""
+def plan_spans(job: rows.Job, details: JobDetails, now_s: float) -> list[_Span]:
+    """Plans the job ran under, with start and end times."""
     if job.started_s is None:
         return []
     end_s = job.ended_s or now_s
-    attempts = known.detail.attempts if known.detail else ()
+    attempts = details.detail.attempts if details.detail else ()
     runs = [(a.started_s, min(a.ended_s or end_s, end_s), a.plan or job.kind) for a in attempts]
     if not runs:
         runs = [(job.started_s, end_s, job.plan or job.kind)]
     made: list[_Span] = []
-    moves = [move for move in job.migrations if not move.failure and move.ended_s]
+    migrations = [migration for migration in job.migrations if not migration.failure and migration.ended_s]
     for start_s, stop_s, last_plan in runs:
         at_s = start_s
-        for move in (m for m in moves if start_s <= m.started_s <= stop_s):
-            made.append(_Span(move.old, at_s, move.ended_s or stop_s))
-            at_s = move.ended_s or stop_s
+        for migration in (m for m in migrations if start_s <= m.started_s <= stop_s):
+            made.append(_Span(migration.old, at_s, migration.ended_s or stop_s))
+            at_s = migration.ended_s or stop_s
         made.append(_Span(last_plan, at_s, max(stop_s, at_s)))
     return made
 
 
-def timeline(job: rows.Job, known: Known, look: Look, now_s: float, cells: int) -> list[Line]:
-    """A bar over the job's life, one shade a plan, and what each is."""
-    found = spans(job, known, now_s)
+def plan_timeline(job: rows.Job, details: JobDetails, look: Look, now_s: float, cells: int) -> list[Line]:
+    """A bar over the job's life, one shade per plan, and a legend."""
+    found = plan_spans(job, details, now_s)
     if not found:
-        return [line(("it has not started", "dim"))]
+        return [line(("not started", "dim"))]
     start_s, end_s = found[0].start_s, max(found[-1].end_s, found[0].start_s + 1e-9)
     plans = list(dict.fromkeys(span.plan for span in found))
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -164,47 +164,52 @@ def timeline(job: rows.Job, known: Known, look: Look, now_s: float, cells: int) 
     return made
 
 
-def _moves(job: rows.Job, look: Look, now_s: float) -> list[Line]:
-    moves = [*job.migrations, *([job.migrating] if job.migrating else [])]
-    if not moves:
+def _migrations(job: rows.Job, look: Look, now_s: float) -> list[Line]:
+    migrations = [*job.migrations, *([job.migrating] if job.migrating else [])]
+    if not migrations:
         return [line(("none", "dim"))]
     made: list[Line] = []
-    for move in reversed(moves):
-        made += move_lines(move, look, now_s)
+    for migration in reversed(migrations):
+        made += migration_lines(migration, look, now_s)
     return made
 
 
-def move_lines(move: rows.Move, look: Look, now_s: float) -> list[Line]:
-    """One move with its phases."""
-    made = [line((f"{clock(move.started_s, now_s)} ", "dim"), (f"{move.old} {look.glyph('to')} {move.new}", "bold"))]
-    if move.reason:
-        made.append(line("  ", printable(move.reason)))
-    longest = max((phase.seconds for phase in move.phases), default=0.0) or 1.0
-    for phase in move.phases:
+def migration_lines(migration: rows.Migration, look: Look, now_s: float) -> list[Line]:
+    """One migration with its phases."""
+    made = [
+        line(
+            (f"{clock(migration.started_s, now_s)} ", "dim"),
+            (f"{migration.old} {look.glyph('to')} {migration.new}", "bold"),
+        )
+    ]
+    if migration.reason:
+        made.append(line("  ", printable(migration.reason)))
+    longest = max((phase.seconds for phase in migration.phases), default=0.0) or 1.0
+    for phase in migration.phases:
         bar = look.bar(phase.seconds / longest, 12)
-        said = f" {duration(phase.seconds):>6}  "
-        made.append(line(f"  {phase.phase:<9} ", (bar, "info"), said, (printable(phase.what), "dim")))
-    if move.failure:
-        made.append(line("  ", (f"failed, {move.old} goes on: {printable(move.failure)}", "bad")))
-    elif move.downtime_s is not None:
-        moved = f"{size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
-        if move.restarts:
-            moved = through(move)
-        stood = f"  stood still {duration(move.downtime_s)}; "
-        made.append(line((stood, "good"), (f"{moved}; went on after step {move.step}", "dim")))
+        took = f" {duration(phase.seconds):>6}  "
+        made.append(line(f"  {phase.phase:<9} ", (bar, "info"), took, (printable(phase.note), "dim")))
+    if migration.failure:
+        made.append(line("  ", (f"failed, {migration.old} continues: {printable(migration.failure)}", "bad")))
+    elif migration.downtime_s is not None:
+        moved = f"{size(migration.local_bytes)} in hosts, {size(migration.network_bytes)} over the network"
+        if migration.restarts:
+            moved = restart_note(migration)
+        downtime = f"  downtime {duration(migration.downtime_s)}; "
+        made.append(line((downtime, "good"), (f"{moved}; resumed after step {migration.step}", "dim")))
     else:
-        made.append(line(("  under way; the old ranks train on until the switch", "info")))
+        made.append(line(("  in progress; the source ranks train until the switch", "info")))
     return made
 
 
-def _attempts(job: rows.Job, known: Known, now_s: float) -> list[Line]:
-    if known.detail is None:
-        said = f"{job.attempt} so far" if job.attempt else "none yet"
-        return [line((said, "dim"))]
-    if not known.detail.attempts:
+def _attempts(job: rows.Job, details: JobDetails, now_s: float) -> list[Line]:
+    if details.detail is None:
+        count = f"{job.attempt} so far" if job.attempt else "none yet"
+        return [line((count, "dim"))]
+    if not details.detail.attempts:
         return [line(("none yet", "dim"))]
     made = []
-    for attempt in reversed(known.detail.attempts):
+    for attempt in reversed(details.detail.attempts):
         ran = duration(max((attempt.ended_s or now_s) - attempt.started_s, 0.0))
         when = f"{attempt.state} {clock(attempt.started_s, now_s)} for {ran}"
         made.append(line((f"{attempt.number:>2} ", "bold"), f"{attempt.plan or 'command'}  ", (when, "dim")))
@@ -213,21 +218,21 @@ def _attempts(job: rows.Job, known: Known, now_s: float) -> list[Line]:
         ends = {rank.end for rank in attempt.ranks if rank.end}
         if ends:
             made.append(line("   ", ("ranks: " + ", ".join(sorted(ends)), "dim")))
-    if len(known.detail.attempts) > 1:
+    if len(details.detail.attempts) > 1:
         made.append(line(("   L shows the log of the one before", "dim")))
     return made
 
 
-def _learned(known: Known, look: Look, cells: int) -> list[Line]:
-    profile = known.profile
+def _profile(details: JobDetails, look: Look, cells: int) -> list[Line]:
+    profile = details.profile
     if profile is None or not (profile.trials or profile.curve):
-        return [line(("the recording does not hold it" if known.recorded else "nothing yet", "dim"))]
+        return [line(("the recording does not hold it" if details.recorded else "nothing yet", "dim"))]
     made = []
     for trial in profile.trials:
         measured = duration(trial.step_time_s) if trial.step_time_s is not None else "-"
-        said = f"  {trial.plan:<24} on {trial.devices}  {measured:>7} measured"
+        result = f"  {trial.plan:<24} on {trial.devices}  {measured:>7} measured"
         predicted = f", {duration(trial.predicted_s)} predicted" if trial.predicted_s is not None else ""
-        made.append(line(said, (predicted, "dim")))
+        made.append(line(result, (predicted, "dim")))
     if profile.curve:
         points = [(float(speed.devices), speed.samples_per_s) for speed in profile.curve]
         made.append(line(("samples/s by devices", "dim")))

@@ -1,4 +1,4 @@
-"""What the keys do. One table for bindings, footer, help and palette, so that they cannot disagree."""
+"""Table of key commands: the one source of bindings, footer, help and palette."""
 
 from __future__ import annotations
 
@@ -7,82 +7,86 @@ from dataclasses import dataclass
 ALL = ("fleet", "queue", "job", "decisions", "events")
 TABLES = ("fleet", "queue", "decisions", "events")
 JOBS = ("queue", "job", "decisions", "events", "fleet")
+HOSTS = ("fleet", "decisions", "events")
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
-    """One key."""
+class Command:
+    """A command bound to one key."""
 
     key: str  # as Textual names it
-    shown: str  # as it is printed on the keyboard
+    shown: str  # as printed on the keyboard
     action: str
     short: str  # for the footer
     help: str
     screens: tuple[str, ...] = ALL
     acts: bool = False  # changes something in the cluster: hidden when read-only, and in recordings
     footer: tuple[str, ...] = ()  # screens whose footer shows it
-    rank: int = 0  # in the footer of a narrow terminal, verbs of the highest rank go first
-    replay: bool | None = None  # True: in recordings alone; False: with a daemon alone
+    rank: int = 0  # narrow footers drop commands of the highest rank first
+    replay: bool | None = None  # True: in recordings only; False: with a daemon only
 
 
-VERBS: tuple[Verb, ...] = (
-    Verb("question_mark", "?", "help", "help", "all keys", footer=ALL, rank=-2),
-    Verb("w", "w", "why", "why", "why a job is where it is", JOBS, footer=("queue", "job"), replay=False),
-    Verb("m", "m", "migrate", "move", "move a job to another plan", JOBS, acts=True, footer=("queue", "job")),
-    Verb("c", "c", "cancel", "cancel", "cancel jobs", JOBS, acts=True, footer=("queue", "job")),
-    Verb("p", "p", "priority", "priority", "change jobs' priority", JOBS, acts=True, footer=("queue",), rank=7),
-    Verb("P", "P", "pin", "pin", "move a job to a plan and pin it there; a pinned one: unpin", JOBS, acts=True),
-    Verb("K", "K", "checkpoint", "checkpoint", "write a job's state to disk", JOBS, acts=True, footer=("job",), rank=4),
-    Verb("n", "n", "submit", "new", "submit a job file", acts=True, footer=("queue",), rank=2),
-    Verb("d", "d", "drain", "drain", "drain hosts: what can move, moves", ("fleet", "decisions", "events"), acts=True,
-         footer=("fleet",)),
-    Verb("u", "u", "undrain", "undrain", "use drained hosts again", ("fleet", "decisions", "events"), acts=True,
-         footer=("fleet",)),
-    Verb("l", "l", "logs", "log", "a job's log on the whole screen", JOBS, footer=("queue", "job"), rank=1,
-         replay=False),
-    Verb("L", "L", "previous_logs", "", "the log of its attempt before", JOBS, replay=False),
-    Verb("o", "o", "pager", "", "a job's log in $PAGER", JOBS, replay=False),
-    Verb("exclamation_mark", "!", "shell", "", "a shell inside a running job", JOBS, acts=True),
-    Verb("y", "y", "copy", "", "copy the id of what is under the cursor"),
-    Verb("space", "space", "mark", "mark", "mark a row; verbs are about all marked ones", TABLES, footer=("queue",),
-         rank=7, replay=False),
-    Verb("A", "A", "mark_all", "", "mark all rows that are shown, or none", TABLES, replay=False),
-    Verb("slash", "/", "filter", "filter", "filter: regular expressions, field:value, field:>3, !not", TABLES,
-         footer=TABLES, rank=5),
-    Verb("s", "s", "sort", "sort", "sort by a column; the same again turns it round", TABLES, footer=TABLES, rank=6),
-    Verb("f2", "F2", "columns", "", "choose columns", TABLES),
-    Verb("v", "v", "views", "", "saved views: filter, order and columns under a name", TABLES),
-    Verb("z", "z", "zoom", "", "the focused pane alone, or all panes"),
-    Verb("J", "J", "jump", "", "jump: a letter for every pane and screen"),
-    Verb("full_stop", ".", "step_on", "step", "one change forward", footer=ALL, rank=2, replay=True),
-    Verb("comma", ",", "step_back", "back", "one change back", footer=ALL, rank=3, replay=True),
-    Verb("space", "space", "play", "play", "play, or pause", footer=ALL, replay=True),
-    Verb("greater_than_sign", ">", "faster", "faster", "twice as fast", footer=ALL, rank=1, replay=True),
-    Verb("less_than_sign", "<", "slower", "slower", "half as fast", footer=ALL, rank=4, replay=True),
-    Verb("right_square_bracket", "]", "skip_on", "", "a twentieth of the recording forward", replay=True),
-    Verb("left_square_bracket", "[", "skip_back", "", "a twentieth of the recording back", replay=True),
-    Verb("R", "R", "rewind", "", "to the beginning", replay=True),
-    Verb("q", "q", "quit", "quit", "leave; nothing is stopped by that", footer=ALL, rank=-1),
+COMMANDS: tuple[Command, ...] = (
+    Command("question_mark", "?", "help", "help", "all keys", footer=ALL, rank=-2),
+    Command("w", "w", "why", "why", "why a job is in its state", JOBS, footer=("queue", "job"), replay=False),
+    Command("m", "m", "migrate", "move", "move a job to another plan", JOBS, acts=True, footer=("queue", "job")),
+    Command("c", "c", "cancel", "cancel", "cancel jobs", JOBS, acts=True, footer=("queue", "job")),
+    Command("p", "p", "priority", "priority", "change jobs' priority", JOBS, acts=True, footer=("queue",), rank=7),
+    Command("P", "P", "pin", "pin", "move a job to a plan and pin it there; a pinned one: unpin", JOBS, acts=True),
+    Command("K", "K", "checkpoint", "checkpoint", "write a job's state to disk", JOBS, acts=True, footer=("job",),
+            rank=4),
+    Command("n", "n", "submit", "new", "submit a job file", acts=True, footer=("queue",), rank=2),
+    Command("d", "d", "drain", "drain", "drain hosts: jobs that can move, do", HOSTS, acts=True,
+            footer=("fleet",)),
+    Command("u", "u", "undrain", "undrain", "return drained hosts to service", HOSTS, acts=True,
+            footer=("fleet",)),
+    Command("l", "l", "logs", "log", "a job's log, full screen", JOBS, footer=("queue", "job"), rank=1,
+            replay=False),
+    Command("L", "L", "previous_logs", "", "the log of its previous attempt", JOBS, replay=False),
+    Command("o", "o", "pager", "", "a job's log in $PAGER", JOBS, replay=False),
+    Command("exclamation_mark", "!", "shell", "", "a shell inside a running job", JOBS, acts=True),
+    Command("y", "y", "copy", "", "copy the id under the cursor"),
+    Command("space", "space", "mark", "mark", "mark a row; commands apply to all marked rows", TABLES,
+            footer=("queue",), rank=7, replay=False),
+    Command("A", "A", "mark_all", "", "mark all shown rows, or none", TABLES, replay=False),
+    Command("slash", "/", "filter", "filter", "filter: regular expressions, field:value, field:>3, !not", TABLES,
+            footer=TABLES, rank=5),
+    Command("s", "s", "sort", "sort", "sort by a column; the same one again reverses", TABLES, footer=TABLES, rank=6),
+    Command("f2", "F2", "columns", "", "choose columns", TABLES),
+    Command("v", "v", "views", "", "saved views: filter, order and columns under a name", TABLES),
+    Command("z", "z", "zoom", "", "zoom: the focused pane alone, or all panes"),
+    Command("J", "J", "jump", "", "jump: a letter for every pane"),
+    Command("full_stop", ".", "step_on", "step", "one change forward", footer=ALL, rank=2, replay=True),
+    Command("comma", ",", "step_back", "back", "one change back", footer=ALL, rank=3, replay=True),
+    Command("space", "space", "play", "play", "play or pause", footer=ALL, replay=True),
+    Command("greater_than_sign", ">", "faster", "faster", "twice as fast", footer=ALL, rank=1, replay=True),
+    Command("less_than_sign", "<", "slower", "slower", "half as fast", footer=ALL, rank=4, replay=True),
+    Command("right_square_bracket", "]", "skip_on", "", "a twentieth of the recording forward", replay=True),
+    Command("left_square_bracket", "[", "skip_back", "", "a twentieth of the recording back", replay=True),
+    Command("R", "R", "rewind", "", "back to the start", replay=True),
+    Command("q", "q", "quit", "quit", "quit; jobs keep running", footer=ALL, rank=-1),
 )  # fmt: skip
 
 
-def offered(screen: str, can_act: bool, replays: bool) -> list[Verb]:
-    """The verbs that mean something here."""
+def available(screen: str, can_act: bool, replays: bool) -> list[Command]:
+    """Commands available on a screen."""
     return [
-        verb
-        for verb in VERBS
-        if screen in verb.screens and (can_act or not verb.acts) and (verb.replay is None or verb.replay == replays)
+        command
+        for command in COMMANDS
+        if screen in command.screens
+        and (can_act or not command.acts)
+        and (command.replay is None or command.replay == replays)
     ]
 
 
-MOVING = (
+NAVIGATION_KEYS = (
     ("1 - 5", "fleet, queue, job, decisions, events"),
     ("enter", "open: a job's page, a host's jobs, a decision's job"),
-    ("esc", "back: out of a window, a filter, marks, a screen"),
+    ("esc", "back: closes a dialog, a filter, marks, a screen"),
     ("tab", "the next pane"),
     ("j k  arrows", "down, up"),
     ("g G", "first, last"),
     ("ctrl+d ctrl+u", "a page down, up"),
     ("ctrl+p", "the command palette"),
 )
-"""Keys that are no verbs, for the help."""
+"""Keys that are not commands, for the help."""

@@ -1,4 +1,4 @@
-"""Line charts of braille dots, two columns and four rows to a cell; of asterisks where there are no braille dots.
+"""Line charts in braille dots, two columns and four rows per cell, or in asterisks for ASCII terminals.
 
 Dot numbering: Unicode, "Braille Patterns" (U+2800).
 """
@@ -20,15 +20,15 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one curve, by rising x, and the style it is drawn in."""
+    """Points of one curve, by ascending x, and its style."""
 
     points: Sequence[Point]
     style: str = "info"
-    joined: bool = True  # by lines; otherwise dots alone
+    joined: bool = True  # joined by lines; otherwise dots only
 
 
 class Canvas:
-    """Dots over cells."""
+    """Grid of dots over terminal cells."""
 
     def __init__(self, cells: int, rows: int, ascii: bool = False) -> None:
         self.cells, self.rows, self._ascii = cells, rows, ascii
@@ -42,7 +42,7 @@ class Canvas:
         return self.cells * self._across, self.rows * self._down
 
     def dot(self, x: int, y: int, style: str) -> None:
-        """Set one dot; (0, 0) is at the top left. Outside of the canvas nothing happens."""
+        """Set one dot; (0, 0) is the top left. Dots outside the canvas are ignored."""
         across, down = self.dots
         if 0 <= x < across and 0 <= y < down:
             row, cell = y // self._down, x // self._across
@@ -50,14 +50,14 @@ class Canvas:
             self._styles[row][cell] = style
 
     def segment(self, start: tuple[int, int], end: tuple[int, int], style: str) -> None:
-        """A straight line of dots."""
+        """Draw a straight line of dots."""
         (x0, y0), (x1, y1) = start, end
         steps = max(abs(x1 - x0), abs(y1 - y0), 1)
         for step in range(steps + 1):
             self.dot(round(x0 + (x1 - x0) * step / steps), round(y0 + (y1 - y0) * step / steps), style)
 
     def lines(self) -> list[Line]:
-        """The picture."""
+        """The drawing as styled lines."""
         made = []
         for bits, styles in zip(self._bits, self._styles, strict=True):
             runs: list[tuple[str, str]] = []
@@ -72,9 +72,9 @@ class Canvas:
 
 
 def chart(series: Sequence[Series], cells: int, rows: int, ascii: bool = False, unit: str = "") -> list[Line]:
-    """The curves in one picture with the scale at its left and below: `rows` + 1 lines of `cells`.
+    """The curves in one drawing with the scale at the left and below: `rows` + 1 lines of `cells`.
 
-    Points that are not finite are left out; without any, one line says so.
+    Non-finite points are dropped; without any point, returns a single line that says so.
     """
     clean = [
         Series([p for p in one.points if math.isfinite(p[0]) and math.isfinite(p[1])], one.style, one.joined)

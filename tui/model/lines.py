@@ -1,4 +1,4 @@
-"""Styled text as plain values: what the pure half of the interface makes, and the widgets only paint.
+"""Styled text as plain values, produced by `tui.model` and painted by the widgets.
 
 A line is a tuple of runs; a run is a text and the name of a style (`tui.model.state_styles.STYLES`).
 """
@@ -16,29 +16,29 @@ EMPTY: Line = ()
 
 
 def line(*parts: str | Run) -> Line:
-    """A line of runs; bare text has no style."""
+    """Build a line of runs; bare text is unstyled."""
     return tuple((part, "") if isinstance(part, str) else part for part in parts)
 
 
 def plain(runs: Line) -> str:
-    """Its text alone."""
+    """Text of a line without styles."""
     return "".join(text for text, _ in runs)
 
 
 def printable(text: str) -> str:
-    """Without what would move the cursor or hide itself: controls become a middle dot, tabs spaces."""
+    """Text without control characters: tabs and newlines become spaces, others a middle dot."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else " " if c in "\t\n\r" else "·" for c in text)
 
 
 def width(runs: Line) -> int:
-    """Terminal cells it takes."""
+    """Width in terminal cells."""
     return sum(cell_len(text) for text, _ in runs)
 
 
 def fit(runs: Line, cells: int, right: bool = False, more: str = "…") -> Line:
-    """Exactly `cells` wide: padded, or cut with `more` at its end."""
+    """Pad, or truncate with `more`, to exactly `cells`."""
     have = width(runs)
     if have == cells:
         return runs
@@ -63,41 +63,44 @@ def _cut(runs: Line, cells: int) -> Iterator[Run]:
 
 
 def wrap(runs: Line, cells: int, hang: int = 0) -> list[Line]:
-    """Lines of at most `cells`, broken at spaces, and in plans at commas; all but the first are indented by `hang`."""
+    """Break into lines of at most `cells`, at spaces and after commas of plans.
+
+    Continuation lines are indented by `hang`.
+    """
     if width(runs) <= cells or cells <= 0:
         return [runs]
     hang = hang if hang < cells // 2 else 0
     made: list[list[Run]] = [[]]
     used = 0
     for text, style in runs:
-        for word in _words(text):
-            size = cell_len(word)
-            if used + len(word.rstrip()) > cells and used > (hang if len(made) > 1 else 0):
+        for token in _tokens(text):
+            size = cell_len(token)
+            if used + len(token.rstrip()) > cells and used > (hang if len(made) > 1 else 0):
                 made.append([(" " * hang, "")] if hang else [])
                 used = hang
-                word = word.lstrip()
-                size = cell_len(word)
-            while used + cell_len(word.rstrip()) > cells:  # a word longer than the line
-                piece = set_cell_size(word, cells - used)
-                made[-1].append((piece, style))
-                word = word[len(piece.rstrip()) or 1 :]
-                size = cell_len(word)
+                token = token.lstrip()
+                size = cell_len(token)
+            while used + cell_len(token.rstrip()) > cells:  # a word longer than the line
+                part = set_cell_size(token, cells - used)
+                made[-1].append((part, style))
+                token = token[len(part.rstrip()) or 1 :]
+                size = cell_len(token)
                 made.append([(" " * hang, "")] if hang else [])
                 used = hang
-            made[-1].append((word, style))
+            made[-1].append((token, style))
             used += size
-    return [tuple(_joined(_without_end(piece))) for piece in made]
+    return [tuple(_merged(_rstrip(part))) for part in made]
 
 
-def _without_end(runs: list[Run]) -> list[Run]:
-    """Without the spaces at its end, which would not fit."""
+def _rstrip(runs: list[Run]) -> list[Run]:
+    """Drop trailing spaces, which would not fit."""
     if runs and runs[-1][0].endswith(" ") and len(runs) > 1:
         return [*runs[:-1], (runs[-1][0].rstrip(), runs[-1][1])]
     return runs
 
 
-def _words(text: str) -> Iterator[str]:
-    """Words with the spaces that follow them; plans, which are long, have a word for each of their parts."""
+def _tokens(text: str) -> Iterator[str]:
+    """Split into words with their trailing spaces; a plan, which is long, is also split after its commas."""
     start = 0
     for at in range(1, len(text)):
         if (text[at] != " " and text[at - 1] == " ") or (text[at].isalpha() and text[at - 1] == ","):
@@ -107,22 +110,22 @@ def _words(text: str) -> Iterator[str]:
         yield text[start:]
 
 
-def _joined(runs: Iterable[Run]) -> Iterator[Run]:
-    """Neighbours of one style as one run."""
+def _merged(runs: Iterable[Run]) -> Iterator[Run]:
+    """Merge adjacent runs of the same style."""
     text, style = "", ""
-    for piece, name in runs:
+    for part, name in runs:
         if name == style:
-            text += piece
+            text += part
             continue
         if text:
             yield text, style
-        text, style = piece, name
+        text, style = part, name
     if text:
         yield text, style
 
 
 def beside(left: list[Line], right: list[Line], left_cells: int, between: str) -> list[Line]:
-    """Two columns as one: `left` padded to `left_cells`, then `between`, then `right`."""
+    """Two columns side by side: `left` padded to `left_cells`, then `between`, then `right`."""
     made = []
     for at in range(max(len(left), len(right))):
         mine = fit(left[at] if at < len(left) else EMPTY, left_cells)

@@ -1,7 +1,7 @@
-"""What the daemon told, and nothing else: the one truth that all screens are drawn from.
+"""Cluster state as reported by the daemon; the single source that all screens render.
 
-`Model.apply` takes what `watch` sends, or what a recording holds, and says what it touched. Rows are immutable, so a
-copy of the model costs a few dictionaries, which is what makes going back in a recording cheap.
+`Model.apply` takes an item of `watch`, or of a recording, and returns what it touched. Rows are immutable, so a copy
+of the model is a copy of a few dictionaries, which makes seeking back in a recording cheap.
 """
 
 from __future__ import annotations
@@ -15,28 +15,31 @@ import msgspec
 
 from tui.model import rows
 
-DECISIONS_KEPT = 5000
-EVENTS_KEPT = 3000
-POINTS_KEPT = 2048
-"""Of a job's loss curve, seen since we attached; the job's screen asks for all of it."""
+DECISIONS_MAX = 5000
+EVENTS_MAX = 3000
+POINTS_MAX = 2048
+"""Points of a job's loss curve since we attached; the job screen requests the whole curve."""
+
+Item = dict[str, Any]
+"""One message of the daemon's `watch` stream: a baseline, a change, or a heartbeat."""
 
 Point = tuple[int, float]
 
 
 @dataclass(slots=True)
 class Touched:
-    """What a refresh has to look at."""
+    """Rows to redraw at the next refresh."""
 
     everything: bool = False
     jobs: set[str] = field(default_factory=set)
     hosts: set[str] = field(default_factory=set)
-    stream: bool = False  # decisions or events came
+    stream: bool = False  # decisions or events were added
 
     def __bool__(self) -> bool:
         return bool(self.everything or self.jobs or self.hosts or self.stream)
 
     def add(self, other: Touched) -> None:
-        """And what `other` touched."""
+        """Merge the changes of `other`."""
         self.everything |= other.everything
         self.stream |= other.stream
         self.jobs |= other.jobs
@@ -45,47 +48,47 @@ class Touched:
 
 @dataclass(slots=True)
 class Model:
-    """The cluster as last told."""
+    """Latest reported state of the cluster."""
 
     jobs: dict[str, rows.Job] = field(default_factory=dict)
     hosts: dict[str, rows.Host] = field(default_factory=dict)
     status: Mapping[str, Any] = field(default_factory=dict)
-    decisions: deque[tuple[int, rows.Decision]] = field(default_factory=lambda: deque(maxlen=DECISIONS_KEPT))
-    events: deque[tuple[int, rows.Happening]] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
+    decisions: deque[tuple[int, rows.Decision]] = field(default_factory=lambda: deque(maxlen=DECISIONS_MAX))
+    events: deque[tuple[int, rows.EventRow]] = field(default_factory=lambda: deque(maxlen=EVENTS_MAX))
     losses: dict[str, tuple[Point, ...]] = field(default_factory=dict)
-    number: int = -1  # of the newest change; -1: nothing was told yet
+    number: int = -1  # of the newest change; -1: nothing received yet
     at_s: float = 0.0  # of the newest event
-    told: int = 0  # decisions and events so far: their keys on the screens
+    stream_count: int = 0  # decisions and events so far; numbers their rows
 
     def copy(self) -> Model:
-        """As it is now, whatever is applied to this one later."""
+        """Independent copy of the current state."""
         return Model(
             jobs=dict(self.jobs),
             hosts=dict(self.hosts),
             status=self.status,
-            decisions=deque(self.decisions, DECISIONS_KEPT),
-            events=deque(self.events, EVENTS_KEPT),
+            decisions=deque(self.decisions, DECISIONS_MAX),
+            events=deque(self.events, EVENTS_MAX),
             losses=dict(self.losses),
             number=self.number,
             at_s=self.at_s,
-            told=self.told,
+            stream_count=self.stream_count,
         )
 
     def apply(self, item: Mapping[str, Any]) -> Touched:
-        """Take in one item of `watch`.
+        """Apply one item of `watch`.
 
         Raises:
-            Malformed: it has not the form of one; nothing was taken in.
+            Malformed: the item is invalid; the model is unchanged.
         """
         if "snapshot" in item:
-            self._restart(rows.read(rows.Snapshot, item["snapshot"]), item)
+            self._restart(rows.read(rows.Baseline, item["snapshot"]), item)
             return Touched(everything=True)
         if "alive_s" in item:
             return Touched()
         change = rows.read(rows.Change, item)
-        happenings = [rows.happening(event) for event in change.events]
+        events = [rows.read_event(event) for event in change.events]
         for job in change.jobs:
-            self._keep_loss(job)
+            self._add_loss(job)
             self.jobs[job.id] = job
         for host in change.hosts:
             self.hosts[host.name] = host
@@ -93,7 +96,7 @@ class Model:
             self.hosts.pop(name, None)
         if change.recovering is not None:
             self.status = {**self.status, "recovering": change.recovering}
-        self._tell(happenings, change.decisions, change.at_s)
+        self._append(events, change.decisions, change.at_s)
         self.number = change.number
         self.at_s = change.at_s or self.at_s
         return Touched(
@@ -103,66 +106,66 @@ class Model:
         )
 
     def add_history(self, events: Iterable[Mapping[str, Any]], decisions: Iterable[Mapping[str, Any]]) -> Touched:
-        """What happened before we attached, or while we were cut off; each goes where it belongs, and none twice.
+        """Merge events and decisions from before we attached, or from a gap, in order and without duplicates.
 
         Raises:
-            Malformed: it has not the form of events and decisions.
+            Malformed: an event or decision is invalid.
         """
-        all_events = {event.id: event for event in map(rows.happening, map(dict, events))}
+        all_events = {event.id: event for event in map(rows.read_event, map(dict, events))}
         all_events |= {event.id: event for _, event in self.events}
-        # All that an event caused is told at once.
+        # All decisions of one event arrive together.
         shown = {decision.cause for _, decision in self.decisions}
         all_decisions = [rows.read(rows.Decision, row) for row in decisions]
         all_decisions = [decision for decision in all_decisions if decision.cause not in shown]
         all_decisions += [decision for _, decision in self.decisions]
         self.events.clear()
         self.decisions.clear()
-        self._tell(
+        self._append(
             sorted(all_events.values(), key=lambda event: event.id),
             sorted(all_decisions, key=lambda decision: decision.cause),
             0.0,
         )
         return Touched(stream=True)
 
-    def _restart(self, snapshot: rows.Snapshot, item: Mapping[str, Any]) -> None:
-        self.jobs = {job.id: job for job in snapshot.jobs}
-        self.hosts = {host.name: host for host in snapshot.hosts}
-        self.status = snapshot.status
+    def _restart(self, baseline: rows.Baseline, item: Mapping[str, Any]) -> None:
+        self.jobs = {job.id: job for job in baseline.jobs}
+        self.hosts = {host.name: host for host in baseline.hosts}
+        self.status = baseline.status
         number = item.get("number")
         self.number = number if isinstance(number, int) else 0
         at_s = item.get("at_s")
         self.at_s = float(at_s) if isinstance(at_s, int | float) else self.at_s
-        for job in snapshot.jobs:
-            self._keep_loss(job)
+        for job in baseline.jobs:
+            self._add_loss(job)
 
-    def _keep_loss(self, job: rows.Job) -> None:
+    def _add_loss(self, job: rows.Job) -> None:
         if job.loss is None:
             return
         points = self.losses.get(job.id, ())
         if not points and job.first_loss is not None and job.step > 1:
             points = ((1, job.first_loss),)
-        if points and points[-1][0] >= job.step:  # the same step again, or an attempt that went back
+        if points and points[-1][0] >= job.step:  # a repeated step, or an attempt that restarted from an earlier one
             points = tuple(point for point in points if point[0] < job.step)
         points = (*points, (job.step, job.loss))
-        if len(points) > POINTS_KEPT:
-            points = (*points[: POINTS_KEPT // 2 : 2], *points[POINTS_KEPT // 2 :])
+        if len(points) > POINTS_MAX:
+            points = (*points[: POINTS_MAX // 2 : 2], *points[POINTS_MAX // 2 :])
         self.losses[job.id] = points
 
-    def _tell(self, events: Iterable[rows.Happening], decisions: Iterable[rows.Decision], at_s: float) -> None:
+    def _append(self, events: Iterable[rows.EventRow], decisions: Iterable[rows.Decision], at_s: float) -> None:
         for event in events:
-            self.told += 1
-            self.events.append((self.told, event))
+            self.stream_count += 1
+            self.events.append((self.stream_count, event))
         for decision in decisions:
-            self.told += 1
+            self.stream_count += 1
             if not decision.at_s and at_s:
                 decision = msgspec.structs.replace(decision, at_s=at_s)
-            self.decisions.append((self.told, decision))
+            self.decisions.append((self.stream_count, decision))
 
     def queue(self) -> list[rows.Job]:
-        """Jobs that wait, first come first."""
+        """Queued jobs in scheduling order: by priority, then submission."""
         waiting = [job for job in self.jobs.values() if job.state == "queued"]
         return sorted(waiting, key=lambda job: (-job.priority, job.submitted_s, job.id))
 
     def decisions_on(self, job: str) -> list[rows.Decision]:
-        """What was decided about a job since we attached, oldest first."""
+        """Decisions about a job since we attached, oldest first."""
         return [decision for _, decision in self.decisions if decision.job == job]

@@ -1,6 +1,6 @@
-"""The daemon's rows, typed: everything that comes over the socket is checked here before a widget sees it.
+"""Typed rows of the daemon's messages: everything from the socket is validated here before a widget sees it.
 
-Fields that a daemon of another version does not send have defaults; those that we do not know are passed over.
+Fields that an older daemon does not send have defaults; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 Seconds = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
-"""An instant or a span within 3,000 years: no calendar has others, and nobody can read them."""
+"""An instant or duration within 3,000 years: larger values cannot be formatted as dates."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase of a move."""
+    """One phase of a migration."""
 
     phase: str
     seconds: Seconds
-    what: str = ""
+    note: str = msgspec.field(name="what", default="")
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A job's move from one plan to another: under way, or history."""
+class Migration(msgspec.Struct, frozen=True, kw_only=True):
+    """A job's migration from one plan to another, in progress or past."""
 
     number: int = 0
     old: str = msgspec.field(name="from", default="")
@@ -40,8 +40,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Next(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan a job would get next, what it would gain, and what the move would cost."""
+class NextPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan the job would get next, its gain, and the cost of the migration."""
 
     plan: str
     devices: int = 0
@@ -50,7 +50,7 @@ class Next(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """One job as it is now."""
+    """Current state of a job."""
 
     id: str
     name: str
@@ -75,9 +75,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     step_time_s: Seconds | None = None
     predicted_step_time_s: Seconds | None = None
-    next: Next | None = None
+    next: NextPlan | None = None
     predictable: bool = False
-    profiling: bool = False  # it is being tried under other plans
+    profiling: bool = False  # trials under other plans are in progress
     trials: int = 0  # so far
     submitted_s: Seconds = 0.0
     started_s: Seconds | None = None
@@ -86,24 +86,24 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     pinned: bool = False
     checkpoint: str | None = None
     checkpoint_step: int = 0
-    migrating: Move | None = None
-    migrations: tuple[Move, ...] = ()
+    migrating: Migration | None = None
+    migrations: tuple[Migration, ...] = ()
 
     @property
     def is_over(self) -> bool:
-        """Nothing will change any more."""
+        """The job has ended."""
         return self.state in ("finished", "failed", "cancelled")
 
     @property
     def shown_state(self) -> str:
-        """Its state, or that it moves, or that nobody can look at it."""
+        """State to display: ``moving`` while migrating, ``silent`` while its hosts do not answer."""
         if self.away and self.state == "running":
             return "silent"
         return "moving" if self.migrating is not None and self.state == "running" else self.state
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """One device of a host, and who has it."""
+    """A device of a host and its holder."""
 
     id: str
     kind: str = ""
@@ -115,7 +115,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """One host as it is now."""
+    """Current state of a host."""
 
     name: str
     state: str
@@ -129,23 +129,23 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: int = 0
     jobs: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
-    link: dict[str, Any] = {}  # what the connection says; msgspec copies the default
+    link: dict[str, Any] = {}  # facts of the connection; msgspec copies the default
 
     @property
     def shown_state(self) -> str:
-        """Its state, or that it is drained."""
+        """State to display: ``drained`` for a drained host that is up."""
         return "drained" if self.state == "up" and self.drained is not None else self.state
 
     @property
     def free(self) -> int:
-        """Devices that a job could have now."""
+        """Devices available for jobs now."""
         if self.state != "up" or self.drained is not None:
             return 0
         return sum(1 for device in self.devices if device.job is None and not device.foreign)
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """By the number of a GPU: how busy it was when its host last told; empty for CPU devices."""
+        """Utilisation by GPU, as last reported by the host; empty for CPU devices."""
         facts = self.link.get("facts")
         gpus = facts.get("gpus") if isinstance(facts, dict) else None
         found: dict[str, float] = {}
@@ -156,7 +156,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision, and why."""
+    """A decision and its reason."""
 
     kind: str
     reason: str = ""
@@ -166,8 +166,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     at_s: Seconds = 0.0
 
 
-class Happening(msgspec.Struct, frozen=True, kw_only=True):
-    """One event; `fields` is everything it says."""
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An event; `fields` holds all of its fields."""
 
     kind: str
     id: int = 0
@@ -177,8 +177,8 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it at one instant."""
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole state at one instant."""
 
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
@@ -186,7 +186,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One handled batch, with everything it touched as it is afterwards."""
+    """One batch of events with every row it touched, as of after the batch."""
 
     number: int
     at_s: Seconds = 0.0
@@ -195,7 +195,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[Job, ...] = ()
     hosts: tuple[Host, ...] = ()
     gone: tuple[str, ...] = ()
-    recovering: tuple[str, ...] | None = None  # hosts to hear from before anything is placed; None: it is not said
+    recovering: tuple[str, ...] | None = None  # hosts that must report before anything is placed; None: not reported
 
 
 Malformed = msgspec.ValidationError
@@ -204,21 +204,21 @@ Row = TypeVar("Row")
 
 
 def read(kind: type[Row], value: Any) -> Row:
-    """The rows that a message holds.
+    """Convert a message to a row type.
 
     Raises:
-        Malformed: they are not of this form.
+        Malformed: it does not match.
     """
     return msgspec.convert(value, kind)
 
 
-def happening(value: dict[str, Any]) -> Happening:
-    """An event.
+def read_event(value: dict[str, Any]) -> EventRow:
+    """Convert a message to an event.
 
     Raises:
-        Malformed: it is not of this form.
+        Malformed: it does not match.
     """
-    known = msgspec.convert(value, Happening)
+    known = msgspec.convert(value, EventRow)
     return msgspec.structs.replace(known, fields={k: v for k, v in value.items() if k != "kind"})
 
 
@@ -243,15 +243,15 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[Rank, ...] = ()
 
 
-class Detail(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job's row does not hold."""
+class JobDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of a job that its row does not hold."""
 
     attempts: tuple[Attempt, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
 
 class RankedPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan the job could have, and what is predicted of it."""
+    """A candidate plan with its prediction."""
 
     plan: str
     devices: int = 0
@@ -265,14 +265,14 @@ class RankedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plans(msgspec.Struct, frozen=True, kw_only=True):
-    """Plans of a job, best first."""
+    """Candidate plans of a job, best first."""
 
     rows: tuple[RankedPlan, ...] = ()
     known: str = ""
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A short run under one plan: measured against predicted."""
+    """A trial run under one plan: measured and predicted step time."""
 
     plan: str
     devices: int = 0
@@ -281,8 +281,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     at_s: Seconds = 0.0
 
 
-class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """Throughput of the best plan on so many devices."""
+class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+    """Throughput of the best plan on this many devices."""
 
     devices: int
     plan: str = ""
@@ -290,15 +290,15 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was learned of a job's speed."""
+    """Performance model of a job's model."""
 
     model: str | None = None
     trials: tuple[Trial, ...] = ()
-    curve: tuple[Speed, ...] = ()
+    curve: tuple[Throughput, ...] = ()
 
 
-class Why(msgspec.Struct, frozen=True, kw_only=True):
-    """The daemon's account of where a job is; what it decided about it newest last."""
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """The daemon's explanation of a job's state; decisions oldest first."""
 
     state: str
     reason: str = ""
@@ -311,21 +311,21 @@ class Why(msgspec.Struct, frozen=True, kw_only=True):
     decisions: tuple[Decision, ...] = ()
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """Why one of several was left as it is."""
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Reason why one item of a batch was refused."""
 
     message: str = ""
 
 
 class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
-    """Several jobs at one moment."""
+    """Jobs cancelled in one request."""
 
     jobs: tuple[Job, ...] = ()
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[Refusal, ...] = ()
 
 
-class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a move that was asked for will do, or would."""
+class MigrationPreview(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted cost of a requested or proposed migration."""
 
     old: str = msgspec.field(name="from", default="")
     plan: str = ""
@@ -333,21 +333,21 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     local_bytes: int = 0
     network_bytes: int = 0
     predicted_downtime_s: Seconds = 0.0
-    crowded: str | None = None  # why it has to stop and start again
+    crowded: str | None = None  # why source and target ranks do not fit side by side
     migrations: int = 0  # of the job so far
-    restarts: bool = False  # it has a training loop of its own, and starts again
+    restarts: bool = False  # the job has its own training loop and restarts
 
 
-class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was asked for."""
+class CheckpointWritten(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was written on request."""
 
     step: int
     path: str
     blocked_s: Seconds = 0.0
 
 
-class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that was submitted."""
+class SubmittedJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A submitted job."""
 
     id: str
     name: str

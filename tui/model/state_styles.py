@@ -1,6 +1,6 @@
-"""How states look: a shape and a word each, and a colour on top that nobody has to see.
+"""Symbol, word and colour of each state; no information is in the colour alone.
 
-The colours are Okabe and Ito's, which people with colour blindness tell apart ("Color Universal Design", 2008).
+The colours are Okabe and Ito's, which remain distinct under colour blindness ("Color Universal Design", 2008).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STYLES: dict[str, Style] = {
     "reverse": Style(reverse=True),
     "heading": Style(bold=True, underline=True),
     **{f"job{n}": Style(color=colour) for n, colour in enumerate(JOB_COLOURS)},
-    # A tile is a coloured area with text in it; black on these colours is readable, and so is plain reverse.
+    # A tile is text on a coloured area; black on these colours is readable, and so is plain reverse.
     **{f"tile{n}": Style(color=colour, reverse=True) for n, colour in enumerate(JOB_COLOURS)},
 }
 
 
 @lru_cache(256)
 def style(name: str) -> Style:
-    """The style of this name; several may be joined, as in ``bold warn``."""
+    """Style of this name; names can be combined, as in ``bold warn``."""
     made = Style()
     for part in name.split():
         made += STYLES[part]
@@ -78,31 +78,31 @@ _GLYPHS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the terminal can show."""
+    """Symbols for the terminal: Unicode, or ASCII only."""
 
     ascii: bool = False
 
     def glyph(self, name: str) -> str:
-        """A drawing character."""
+        """A drawing character by name."""
         return _GLYPHS[name][1 if self.ascii else 0]
 
     def state(self, name: str) -> tuple[str, str]:
-        """Shape and word of a state as one run, with its style."""
+        """Symbol and word of a state as one run, with its style."""
         shape, letter, style_name = _STATES.get(name, ("?", "?", ""))
         return f"{letter if self.ascii else shape} {name}", style_name
 
     def shape(self, name: str) -> tuple[str, str]:
-        """The shape alone."""
+        """Symbol of a state, with its style."""
         shape, letter, style_name = _STATES.get(name, ("?", "?", ""))
         return (letter if self.ascii else shape), style_name
 
     def bar(self, share: float, cells: int) -> str:
-        """A horizontal bar, `share` of it full."""
-        full = round(max(0.0, min(1.0, share)) * cells) if share == share else 0  # a host may tell that it is no number
+        """A horizontal bar, filled to `share`."""
+        full = round(max(0.0, min(1.0, share)) * cells) if share == share else 0  # not for NaN, which a host may report
         return self.glyph("full") * full + self.glyph("none") * (cells - full)
 
     def plain(self, text: str) -> str:
-        """The text with nothing the terminal cannot show."""
+        """The text, without characters that the terminal cannot show."""
         if not self.ascii:
             return text
         for name, (fancy, letter) in _GLYPHS.items():
@@ -112,6 +112,6 @@ class Look:
 
 
 def job_colour(job: str) -> int:
-    """The number of a job's colour: the same on every screen, and in every session."""
+    """Index of a job's colour: the same on every screen and in every session."""
     number = int(job) if job.isdecimal() else sum(job.encode())
     return number % len(JOB_COLOURS)

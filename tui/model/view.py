@@ -1,4 +1,4 @@
-"""What the screens say in words: header, crumbs, a job in short. Pure functions of the model and the time."""
+"""Header, breadcrumbs, banner and job summary as text: pure functions of the model and the time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import clock, compact, decided, ran_s, waited_s
+from tui.model.columns import clock, compact_devices, decision_label, ran_s, waited_s
 from tui.model.fleet import fleet_totals
 from tui.model.lines import Line, fit, line, printable, width
 from tui.model.model import Model
@@ -17,18 +17,18 @@ SCREENS = ("fleet", "queue", "job", "decisions", "events")
 
 
 class LinkState(StrEnum):
-    """How we stand with the daemon."""
+    """State of the connection to the daemon."""
 
     CONNECTING = "connecting"
     LIVE = "live"
-    LOST = "lost"  # it went away, or stopped answering; tried again by itself
-    REFUSED = "refused"  # it will not have us; tried again, seldom
+    LOST = "lost"  # gone or not answering; reconnects automatically
+    REFUSED = "refused"  # refused by the daemon; retried less often
     REPLAY = "replay"
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection, in words."""
+    """The connection, with details to display."""
 
     state: LinkState = LinkState.CONNECTING
     why: str = ""
@@ -39,7 +39,7 @@ class Link:
 
 
 def header(model: Model, link: Link, now_s: float, look: Look, cells: int, readonly: bool) -> Line:
-    """Totals of the cluster at the left, health of the daemon at the right."""
+    """Cluster totals at the left, state of the daemon at the right."""
     right = _health(model, link, now_s, look, readonly)
     for left in _totals(model, look):
         if width(left) + width(right) <= cells:
@@ -48,7 +48,7 @@ def header(model: Model, link: Link, now_s: float, look: Look, cells: int, reado
 
 
 def _totals(model: Model, look: Look) -> list[Line]:
-    """Hosts, devices and jobs in figures, from the fullest form to the shortest."""
+    """Host, device and job counts, from the longest form to the shortest."""
     name = (" clusterd ", "bold reverse")
     if model.number < 0:
         return [line(name), line("")]
@@ -70,25 +70,25 @@ def _totals(model: Model, look: Look) -> list[Line]:
 
 
 def _health(model: Model, link: Link, now_s: float, look: Look, readonly: bool) -> Line:
-    who = "read-only" if readonly else "operator" if link.is_operator else link.user
+    role = "read-only" if readonly else "operator" if link.is_operator else link.user
     if link.state is LinkState.LIVE:
         started_s = model.status.get("started_s")
         age = f" {duration(max(now_s - started_s, 0.0))}" if isinstance(started_s, int | float) else ""
         recovering = model.status.get("recovering")
         if recovering:
-            return line((f"{look.shape('connecting')[0]} daemon recovering ", "warn"), (f"{who} ", "dim"))
-        return line((f"{look.shape('up')[0]} daemon up{age} ", "good"), (f"{who} ", "dim"))
+            return line((f"{look.shape('connecting')[0]} daemon recovering ", "warn"), (f"{role} ", "dim"))
+        return line((f"{look.shape('up')[0]} daemon up{age} ", "good"), (f"{role} ", "dim"))
     if link.state is LinkState.REPLAY:
         return line((f"{look.glyph('play')} recording ", "info"))
-    word = {LinkState.CONNECTING: "connecting", LinkState.LOST: "no daemon", LinkState.REFUSED: "refused"}[link.state]
-    return line((f"{look.shape('connecting' if word == 'connecting' else 'lost')[0]} {word} ", "bad"))
+    text = {LinkState.CONNECTING: "connecting", LinkState.LOST: "no daemon", LinkState.REFUSED: "refused"}[link.state]
+    return line((f"{look.shape('connecting' if text == 'connecting' else 'lost')[0]} {text} ", "bad"))
 
 
 def crumbs(current: str, trail: str, shown: str, look: Look, cells: int) -> Line:
-    """The screens with their keys, where we are, and the filter and order in force."""
+    """Screens with their keys, the current one, and the active filter and order."""
     tabs: list[tuple[str, str]] = []
     for number, name in enumerate(SCREENS, 1):
-        # Brackets, too: a copied text, and a terminal without colours, must say where we are.
+        # Brackets mark the current screen in copied text and on terminals without colours.
         here = name == current
         tabs += (
             ("[" if here else " ", "bold"),
@@ -99,18 +99,18 @@ def crumbs(current: str, trail: str, shown: str, look: Look, cells: int) -> Line
     if trail:
         tabs.append((f" {look.glyph('crumb')} {printable(trail)}  ", "bold"))
     right = line((printable(shown), "warn")) if shown else ()
-    room = max(cells - width(right) - 1, 0)
-    return (*fit(tuple(tabs), room, more=look.glyph("more")), *right)
+    tab_cells = max(cells - width(right) - 1, 0)
+    return (*fit(tuple(tabs), tab_cells, more=look.glyph("more")), *right)
 
 
 def banner(link: Link, number: int, now_s: float) -> str:
-    """What is wrong with the connection; empty: nothing."""
+    """Message about a lost or refused connection; empty while there is none."""
     if link.state is LinkState.LOST:
         age = duration(max(now_s - link.since_s, 0.0))
-        kept = "; what is shown is how it was then" if number >= 0 else ""
-        return f"{link.why} - for {age}; trying again{kept}. Jobs run on meanwhile."
+        stale = "; the screens show the last known state" if number >= 0 else ""
+        return f"{link.why} - for {age}; retrying{stale}. Jobs keep running."
     if link.state is LinkState.REFUSED:
-        return f"{link.why} - trying again."
+        return f"{link.why} - retrying."
     return ""
 
 
@@ -119,7 +119,7 @@ def _fact(name: str, *parts: str | tuple[str, str]) -> Line:
 
 
 def job_head(job: rows.Job, look: Look) -> Line:
-    """Name, state and how it ended."""
+    """Name, state and exit code."""
     code = f" (exit code {job.exit_code})" if job.exit_code is not None else ""
     return line(
         (printable(job.name), f"bold job{job_colour(job.id)}"), f" {job.id}  ", look.state(job.shown_state), code
@@ -127,71 +127,73 @@ def job_head(job: rows.Job, look: Look) -> Line:
 
 
 def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[Line]:
-    """A job in a dozen lines: where it stands and why, what it has, how fast it goes, what comes next."""
+    """A job in a dozen lines: state and reason, resources, speed, next plan, recent decisions."""
     made = [job_head(job, look)]
     if job.reason:
         made.append(
             _fact("why", (printable(job.reason), "warn" if job.state in ("queued", "failed") or job.away else ""))
         )
     if job.state == "queued":
-        made += _standing(job, model, now_s)
-    made.append(_fact("asked", _asked(job)))
+        made += _queue_position(job, model, now_s)
+    made.append(_fact("asked", _requested(job)))
     if job.plan:
         made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
     if job.holds_devices:
-        made.append(_fact("devices", f"{len(job.devices)}: {compact(job.devices)}" if job.devices else "CPU cores"))
+        made.append(
+            _fact("devices", f"{len(job.devices)}: {compact_devices(job.devices)}" if job.devices else "CPU cores")
+        )
     if job.step or job.steps:
         share = job.step / job.steps if job.steps else 0.0
         done = f"{job.step}/{job.steps} " if job.steps else f"{job.step}"
-        made.append(_fact("step", done, (look.bar(share, 12) if job.steps else "", "info"), _left(job)))
+        made.append(_fact("step", done, (look.bar(share, 12) if job.steps else "", "info"), _time_left(job)))
     if job.step_time_s is not None:
         made.append(_fact("step time", *step_time(job)))
     if job.loss is not None:
         first = f"  from {job.first_loss:.4g}" if job.first_loss is not None else ""
         made.append(_fact("loss", f"{job.loss:.4g}", (first, "dim")))
     if job.profiling:
-        made.append(_fact("learning", ("its speed under other plans is being tried", "info"), f", {job.trials} so far"))
-    made += candidate(job, look)
+        made.append(_fact("profiling", ("trial runs under other plans", "info"), f", {job.trials} so far"))
+    made += next_plan(job, look)
     if job.migrating is not None:
-        move = job.migrating
-        phase = f", {move.phases[-1].phase} done" if move.phases else ""
-        made.append(_fact("moving", (f"{move.old} {look.glyph('to')} {move.new}{phase}", "info")))
-    for move in job.migrations[-2:]:
-        made.append(_fact("moved", *move_line(move, look, now_s)))
+        migration = job.migrating
+        phase = f", {migration.phases[-1].phase} done" if migration.phases else ""
+        made.append(_fact("moving", (f"{migration.old} {look.glyph('to')} {migration.new}{phase}", "info")))
+    for migration in job.migrations[-2:]:
+        made.append(_fact("moved", *migration_line(migration, look, now_s)))
     made.append(_fact("times", _times(job, now_s)))
     if job.checkpoint:
         made.append(_fact("checkpoint", f"step {job.checkpoint_step} in {printable(job.checkpoint)}"))
     for decision in model.decisions_on(job.id)[-4:]:
-        made.append(_fact(clock(decision.at_s, now_s), decided(decision.kind), ": ", printable(decision.reason)))
+        made.append(_fact(clock(decision.at_s, now_s), decision_label(decision.kind), ": ", printable(decision.reason)))
     return made
 
 
-def _standing(job: rows.Job, model: Model, now_s: float) -> list[Line]:
-    """Who stands before a queued job, and who has the devices."""
+def _queue_position(job: rows.Job, model: Model, now_s: float) -> list[Line]:
+    """Queue position, and the jobs that hold the devices."""
     waiting = [other.id for other in model.queue()]
     ahead = waiting.index(job.id) if job.id in waiting else 0
     names = ", ".join(model.jobs[other].name for other in waiting[: min(ahead, 3)])
     more = ", ..." if ahead > 3 else ""
-    made = [_fact("in queue", f"{ahead} before it: {names}{more}" if ahead else "nobody before it")]
+    made = [_fact("in queue", f"{ahead} before it: {names}{more}" if ahead else "first in the queue")]
     held = {other.name: len(other.devices) for other in model.jobs.values() if other.holds_devices and other.devices}
     if held:
         most = sorted(held.items(), key=lambda item: -item[1])
-        said = ", ".join(f"{name} {count}" for name, count in most[:4]) + (", ..." if len(most) > 4 else "")
-        made.append(_fact("held by", printable(said)))
-    shut = [f"{host.name} is {host.shown_state}" for host in model.hosts.values() if host.shown_state != "up"]
-    if shut:
-        made.append(_fact("not usable", (", ".join(shut[:3]) + (", ..." if len(shut) > 3 else ""), "warn")))
+        holders = ", ".join(f"{name} {count}" for name, count in most[:4]) + (", ..." if len(most) > 4 else "")
+        made.append(_fact("held by", printable(holders)))
+    unusable = [f"{host.name} is {host.shown_state}" for host in model.hosts.values() if host.shown_state != "up"]
+    if unusable:
+        made.append(_fact("not usable", (", ".join(unusable[:3]) + (", ..." if len(unusable) > 3 else ""), "warn")))
     return made
 
 
-def _asked(job: rows.Job) -> str:
+def _requested(job: rows.Job) -> str:
     kind = f" {job.asked_kind}" if job.asked_kind else ""
-    said = f"{job.asked}{kind} device{'' if job.asked == 1 else 's'}" if job.asked else "CPU cores"
+    devices = f"{job.asked}{kind} device{'' if job.asked == 1 else 's'}" if job.asked else "CPU cores"
     extra = [f"priority {job.priority}", job.kind, "guaranteed" if job.guaranteed else "", job.user]
-    return ", ".join(filter(None, (said, *extra)))
+    return ", ".join(filter(None, (devices, *extra)))
 
 
-def _left(job: rows.Job) -> str:
+def _time_left(job: rows.Job) -> str:
     if not job.steps or job.step_time_s is None or job.is_over:
         return ""
     return f" {duration((job.steps - job.step) * job.step_time_s)} left"
@@ -199,25 +201,25 @@ def _left(job: rows.Job) -> str:
 
 def _times(job: rows.Job, now_s: float) -> str:
     ran = ran_s(job, now_s)
-    said = f"submitted {clock(job.submitted_s, now_s)}, waited {duration(waited_s(job, now_s))}"
-    return said + (f", ran {duration(ran)}" if ran is not None else "")
+    text = f"submitted {clock(job.submitted_s, now_s)}, waited {duration(waited_s(job, now_s))}"
+    return text + (f", ran {duration(ran)}" if ran is not None else "")
 
 
 def step_time(job: rows.Job) -> list[str | tuple[str, str]]:
-    """Measured, and how far off the prediction is."""
+    """Measured step time, and the error of the prediction."""
     assert job.step_time_s is not None
-    said: list[str | tuple[str, str]] = [f"{duration(job.step_time_s)} measured"]
+    parts: list[str | tuple[str, str]] = [f"{duration(job.step_time_s)} measured"]
     if job.predicted_step_time_s:
         off = job.step_time_s / job.predicted_step_time_s - 1
-        said += [
+        parts += [
             f", {duration(job.predicted_step_time_s)} predicted ",
             (f"({off:+.0%})", "warn" if abs(off) > 0.25 else "good"),
         ]
-    return said
+    return parts
 
 
-def candidate(job: rows.Job, look: Look) -> list[Line]:
-    """The plan it would get next, its gain and the cost of the move."""
+def next_plan(job: rows.Job, look: Look) -> list[Line]:
+    """The next plan, its gain and the cost of the migration."""
     after = job.next
     if after is None:
         return []
@@ -226,18 +228,18 @@ def candidate(job: rows.Job, look: Look) -> list[Line]:
     return [_fact("next", (f"{after.plan} on {after.devices} devices", "bold"), gain, cost)]
 
 
-def through(move: rows.Move) -> str:
-    """How a job went on that ended to start again."""
-    return f"{size(move.local_bytes)} through host memory" if move.local_bytes else "saved, and started again"
+def restart_note(migration: rows.Migration) -> str:
+    """Path by which a restarted job recovered its state."""
+    return f"{size(migration.local_bytes)} through host memory" if migration.local_bytes else "from a checkpoint"
 
 
-def move_line(move: rows.Move, look: Look, now_s: float) -> list[str | tuple[str, str]]:
-    """One move in a line."""
-    way = f"{move.old} {look.glyph('to')} {move.new}"
-    if move.failure:
-        return [way, (f" failed: {printable(move.failure)}", "bad")]
-    stood = f"stood still {duration(move.downtime_s)}" if move.downtime_s is not None else "under way"
-    moved = f", {size(move.local_bytes)} in hosts, {size(move.network_bytes)} over the network"
-    if move.restarts:
-        moved = f", {through(move)}"
-    return [way, (f"  {stood}{moved} ({clock(move.started_s, now_s)})", "dim")]
+def migration_line(migration: rows.Migration, look: Look, now_s: float) -> list[str | tuple[str, str]]:
+    """One migration in one line."""
+    plans = f"{migration.old} {look.glyph('to')} {migration.new}"
+    if migration.failure:
+        return [plans, (f" failed: {printable(migration.failure)}", "bad")]
+    downtime = f"downtime {duration(migration.downtime_s)}" if migration.downtime_s is not None else "in progress"
+    moved = f", {size(migration.local_bytes)} in hosts, {size(migration.network_bytes)} over the network"
+    if migration.restarts:
+        moved = f", {restart_note(migration)}"
+    return [plans, (f"  {downtime}{moved} ({clock(migration.started_s, now_s)})", "dim")]

@@ -1,4 +1,4 @@
-"""What all table screens have in common: a listing, its filter, order and columns, and a table that shows it."""
+"""Base classes of the screens: a container, and one around a filtered and sorted table."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from textual.app import ComposeResult
 from textual.containers import Container
 
 from tui.model.columns import Column
-from tui.model.context import Context
-from tui.model.filters import Filter, TooSlow, parse, patience
+from tui.model.filters import Filter, FilterTooSlow, parse, time_limit
 from tui.model.lines import Line
 from tui.model.listing import Listing
 from tui.model.model import Touched
+from tui.source.context import Context
 from tui.widgets.table import Table
 
 R = TypeVar("R")
 
 
 class Board(Container):
-    """One of the five screens."""
+    """One of the five screens: a container of panes inside the single Textual screen."""
 
     title = ""
 
@@ -30,34 +30,34 @@ class Board(Container):
         self.context = context
 
     def sync(self, touched: Touched) -> None:
-        """Show what the model says now."""
+        """Redraw what changed in the model."""
 
     def tick(self) -> None:
-        """A second has gone by."""
+        """Refresh ages; called once a second."""
 
     def entered(self) -> None:
-        """It is in sight from now on."""
+        """Called when the screen becomes visible."""
         self.sync(Touched(everything=True))
 
     def left(self) -> None:
-        """It is out of sight."""
+        """Called when the screen is hidden."""
 
     @property
     def trail(self) -> str:
-        """What the crumbs say behind the screen's name."""
+        """Text after the screen's name in the breadcrumbs."""
         return ""
 
     @property
     def shown(self) -> str:
-        """Filter and order, for the crumbs' right end."""
+        """Active filter and order, at the right of the breadcrumbs."""
         return ""
 
     def jobs(self) -> list[str]:
-        """The jobs that a verb is about: the marked ones, or the one under the cursor."""
+        """Jobs that a command applies to: the marked ones, or the one under the cursor."""
         return []
 
     def hosts(self) -> list[str]:
-        """The hosts that a verb is about."""
+        """Hosts that a command applies to."""
         return []
 
 
@@ -78,88 +78,86 @@ class TableBoard(Board, Generic[R]):
         self.table = Table(f"{name}-table", self._cells, context.look, self.stay_on_top)
         self._rows: Mapping[str, R] = {}
 
-    # --- for each screen to say ---------------------------------------------------------------------------------------
+    # --- overridden by each screen ------------------------------------------------------------------------------------
 
     def all_rows(self) -> Mapping[str, R]:
         """All rows by key."""
         raise NotImplementedError
 
     def fields_of(self, row: R) -> Mapping[str, str]:
-        """What a filter sees."""
+        """Filter fields of a row."""
         raise NotImplementedError
 
     def tie(self, key: str) -> Any:
-        """The order of rows that are equal otherwise."""
+        """Secondary sort key."""
         return (len(key), key)
 
     def touched(self, touched: Touched) -> Iterable[str] | None:
-        """The keys to look at again; None: all of them."""
+        """Keys to evaluate again; None for all."""
         return None
 
     def when_empty(self) -> list[Line]:
-        """What stands there instead of rows."""
+        """Lines shown while there are no rows."""
         return []
 
     def show_side(self) -> None:
-        """Show more about the row under the cursor."""
+        """Show details of the row under the cursor."""
 
     # --- the table ----------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """The table alone."""
         yield self.table
 
     def on_mount(self) -> None:
-        """Columns first."""
         self.apply_choices()
 
     def _cells(self, key: str, laid: Sequence[tuple[Column[R], int]]) -> Sequence[Line]:
         row = self._rows.get(key)
         if row is None:
             return [()] * len(laid)
-        frame = self.context.frame
-        return [column.show(row, frame) for column, _ in laid]
+        cell_context = self.context.cell_context
+        return [column.show(row, cell_context) for column, _ in laid]
 
     @property
     def _order(self) -> Callable[[R], Any]:
         return next(column.order for column in self.all_columns if column.name == self.sort)
 
     def apply_choices(self) -> None:
-        """Filter, order and columns as chosen now."""
+        """Apply the chosen filter, order and columns."""
         chosen = [column for column in self.all_columns if column.name in self.columns]
         self.table.set_columns(chosen, self.sort, self.descending)
-        self.listing.choose(self.filter, self._order, self.descending)
+        self.listing.configure(self.filter, self._order, self.descending)
         self.sync(Touched(everything=True))
 
     def set_filter(self, text: str) -> None:
-        """Show rows that match.
+        """Parse and apply a filter.
 
         Raises:
-            BadFilter: it is no filter.
+            BadFilter: the text is invalid.
         """
         self.use_filter(parse(text, self.fields))
 
     def use_filter(self, shown: Filter) -> None:
-        """Show rows that match."""
+        """Apply a filter."""
         self.filter = shown
         self.apply_choices()
 
     def sort_by(self, column: str) -> None:
-        """By this column; once more: the other way round."""
+        """Sort by this column; reverse the order if it is already sorted by it."""
         self.descending = not self.descending if column == self.sort else False
         self.sort = column
         self.apply_choices()
 
     def sync(self, touched: Touched) -> None:
-        """Look at what was touched, and show it."""
+        """Evaluate the touched rows and redraw."""
         self._rows = self.all_rows()
         keys = None if touched.everything else self.touched(touched)
         try:
-            with patience() if self.filter else nullcontext():
+            with time_limit() if self.filter else nullcontext():
                 self._list(keys)
-        except TooSlow as error:
+        except FilterTooSlow as error:
             self.filter = Filter("")
-            self.listing.choose(self.filter, self._order, self.descending)
+            self.listing.configure(self.filter, self._order, self.descending)
             self._list(None)
             self.app.notify(str(error), severity="error")
         if not self.listing.keys:
@@ -175,14 +173,13 @@ class TableBoard(Board, Generic[R]):
             self.listing.update(self._rows, keys)
 
     def table_title(self) -> str:
-        """The rows in figures."""
+        """Title with row counts."""
         count = len(self.listing.keys)
         hidden = f", {self.listing.hidden} hidden by the filter" if self.listing.hidden else ""
         marked = f", {len(self.table.marked)} marked" if self.table.marked else ""
         return f" {self.title} ({count}{hidden}{marked}) "
 
     def tick(self) -> None:
-        """Ages grow."""
         self.table.redraw()
         self.show_side()
 
@@ -193,18 +190,17 @@ class TableBoard(Board, Generic[R]):
 
     @property
     def shown(self) -> str:
-        """Filter and order."""
-        said = f"/{self.filter.text}" if self.filter else ""
+        text = f"/{self.filter.text}" if self.filter else ""
         if self.sort != self.default_sort or self.descending:
-            said += f" by {self.sort}{' (down)' if self.descending else ''}"
-        return said.strip()
+            text += f" by {self.sort}{' (descending)' if self.descending else ''}"
+        return text.strip()
 
     def on_table_moved(self, message: Table.Moved) -> None:
-        """Another row, another side."""
+        """Show the new row's details."""
         message.stop()
         self.show_side()
 
     def on_table_sorted(self, message: Table.Sorted) -> None:
-        """A click on a heading."""
+        """Sort by the heading that was clicked."""
         message.stop()
         self.sort_by(message.column)

@@ -1,4 +1,4 @@
-"""The fleet screen: hosts by devices."""
+"""The fleet screen: hosts and their devices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from textual.app import ComposeResult
 
 from tui.model import columns, rows
-from tui.model.context import Context
 from tui.model.fleet import empty_fleet, host_summary, legend
 from tui.model.lines import Line, line
 from tui.model.model import Touched
 from tui.screens.base import TableBoard
+from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
 
 
 class FleetBoard(TableBoard[rows.Host]):
-    """Hosts by devices."""
+    """Table of hosts with a detail pane."""
 
     title = "hosts"
     all_columns = columns.HOST_COLUMNS
@@ -28,7 +28,6 @@ class FleetBoard(TableBoard[rows.Host]):
         self.detail = TextPane("fleet-detail")
 
     def compose(self) -> ComposeResult:
-        """The hosts, and one of them in full."""
         yield self.table
         yield self.detail
 
@@ -37,21 +36,17 @@ class FleetBoard(TableBoard[rows.Host]):
         return self.context.model.hosts
 
     def fields_of(self, row: rows.Host) -> Mapping[str, str]:
-        """What a filter sees."""
         return columns.host_fields(row)
 
     def touched(self, touched: Touched) -> Iterable[str]:
-        """Hosts."""
         return touched.hosts
 
     def when_empty(self) -> list[Line]:
-        """How to get hosts."""
         if self.context.model.number < 0:
             return []
         return [line("No host matches the filter: esc clears it.")] if self.listing.hidden else empty_fleet()
 
     def show_side(self) -> None:
-        """The host under the cursor."""
         host = self.current
         look, now_s = self.context.look, self.context.clock()
         made = host_summary(host, self.context.model.jobs, look, now_s) if host else []
@@ -59,7 +54,6 @@ class FleetBoard(TableBoard[rows.Host]):
         self.detail.border_title = f" {host.name if host else 'host'} "
 
     def hosts(self) -> list[str]:
-        """Marked, or under the cursor."""
         return self.table.chosen
 
     def jobs(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A log on the whole screen: of any attempt, searched, wrapped, or handed to a pager."""
+"""Full-screen log of any attempt, with search, wrapping and a pager."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from tui.model import rows
-from tui.model.context import Context
 from tui.model.filters import BadFilter, pattern
+from tui.source.context import Context
 from tui.widgets.log_pane import LogPane
 
 
 class LogScreen(ModalScreen[str]):
-    """One job's log; `o` asks the application for a pager."""
+    """A job's log; dismissed with ``pager`` when the user asks for a pager."""
 
     SCOPED_CSS = False
     CSS = """
@@ -34,7 +34,7 @@ class LogScreen(ModalScreen[str]):
     ]
 
     def __init__(self, context: Context, job: rows.Job, attempt: int | None) -> None:
-        """`attempt`: None is the newest."""
+        """`attempt`: None for the newest."""
         super().__init__()
         self.shared = context
         self.job = job
@@ -44,14 +44,12 @@ class LogScreen(ModalScreen[str]):
         self._input.display = False
 
     def compose(self) -> ComposeResult:
-        """The log, and its keys."""
         yield self.log_pane
         yield self._input
         hint = "esc back   G follow   / only matching   W wrap   [ ] attempts   o pager"
         yield Static(hint, classes="hint", markup=False)
 
     def on_mount(self) -> None:
-        """Pull it."""
         self._follow()
         self.log_pane.focus()
 
@@ -59,7 +57,7 @@ class LogScreen(ModalScreen[str]):
         self.log_pane.follow_job(self.shared.source, self.job.id, name=self.job.name, attempt=self.attempt)
 
     def action_attempt(self, by: int) -> None:
-        """Of the attempt before, or after."""
+        """Show the previous or next attempt."""
         newest = self.job.attempt
         wanted = (self.attempt or newest) + by
         if 1 <= wanted <= newest:
@@ -69,12 +67,12 @@ class LogScreen(ModalScreen[str]):
             self.notify(f"{self.job.name} has had {newest} attempt{'' if newest == 1 else 's'}")
 
     def action_search(self) -> None:
-        """Type what lines must match."""
+        """Open the input for a search."""
         self._input.display = True
         self._input.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Show these lines alone."""
+        """Show only lines that match."""
         event.stop()
         try:
             only = pattern(event.value) if event.value else None
@@ -86,11 +84,11 @@ class LogScreen(ModalScreen[str]):
         self.log_pane.focus()
 
     def action_pager(self) -> None:
-        """All of it in a pager."""
+        """Leave and open the whole log in a pager."""
         self.dismiss("pager")
 
     def action_leave(self) -> None:
-        """Back, or out of the search."""
+        """Close the search, or the screen."""
         if self._input.display:
             self._input.display = False
             self.log_pane.focus()

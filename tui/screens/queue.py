@@ -1,4 +1,4 @@
-"""The queue screen: jobs, and one of them with its log."""
+"""The queue screen: jobs, and details and log of the one under the cursor."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from textual.containers import Container
 from textual.timer import Timer
 
 from tui.model import columns, rows
-from tui.model.context import Context
 from tui.model.lines import Line, line
 from tui.model.model import Touched
 from tui.model.view import job_summary
 from tui.screens.base import TableBoard
+from tui.source.context import Context
 from tui.widgets.log_pane import LogPane
 from tui.widgets.text_pane import TextPane
 
 SETTLE_S = 0.15
-"""The cursor rests so long before anything is asked of the daemon for its row."""
+"""The log is requested after the cursor has rested this long on a row."""
 
 
 class QueueBoard(TableBoard[rows.Job]):
-    """Jobs, and one of them with its log."""
+    """Table of jobs with detail and log panes."""
 
     title = "jobs"
     all_columns = columns.JOB_COLUMNS
@@ -46,15 +46,12 @@ class QueueBoard(TableBoard[rows.Job]):
         return self.context.model.jobs
 
     def fields_of(self, row: rows.Job) -> Mapping[str, str]:
-        """What a filter sees."""
         return columns.job_fields(row)
 
     def touched(self, touched: Touched) -> Iterable[str]:
-        """Jobs."""
         return touched.jobs
 
     def when_empty(self) -> list[Line]:
-        """How to get jobs."""
         if self.context.model.number < 0:
             return []
         if self.listing.hidden:
@@ -65,7 +62,7 @@ class QueueBoard(TableBoard[rows.Job]):
         return [line(("There are no jobs yet.", "bold")), line(""), *([how] if self.context.can_act else [])]
 
     def show_side(self) -> None:
-        """The job under the cursor: its detail at once, its log when the cursor rests."""
+        """Show the job's details at once, its log when the cursor rests."""
         job = self.current
         context = self.context
         self.detail.show(job_summary(job, context.model, context.look, context.clock()) if job else [])
@@ -80,19 +77,18 @@ class QueueBoard(TableBoard[rows.Job]):
     def _show_log(self) -> None:
         job = self.context.model.jobs.get(self._log_of[0]) if self._log_of else None
         if job is None:
-            self.log_pane.say("")
+            self.log_pane.show_placeholder("")
         elif not self.context.source.can_act:
-            self.log_pane.say("a recording holds no logs")
+            self.log_pane.show_placeholder("a recording holds no logs")
         elif not (job.attempt or job.is_over):
-            self.log_pane.say(f"{job.name} has not started: w says why")
+            self.log_pane.show_placeholder(f"{job.name} has not started: w shows why")
         else:
             self.log_pane.follow_job(self.context.source, job.id, name=job.name)
 
     def left(self) -> None:
-        """A log that nobody sees is not pulled."""
+        """Stop the log stream of the hidden pane."""
         self._log_of = None
         self.log_pane.stop()
 
     def jobs(self) -> list[str]:
-        """Marked, or under the cursor."""
         return self.table.chosen

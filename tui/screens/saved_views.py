@@ -1,4 +1,4 @@
-"""Filter, order and columns of a screen under a name, kept in the user's configuration directory."""
+"""Saved views: a screen's filter, order and columns under a name, in the user's configuration directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from clusterd.errors import ClusterError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
-    """How a screen looks at its rows."""
+    """Filter, order and columns of a screen."""
 
     name: str
     screen: str
@@ -39,7 +39,7 @@ BUILT_IN = (
 
 
 def path() -> Path:
-    """Where they are kept."""
+    """File of the saved views."""
     if given := os.environ.get("CLUSTERD_VIEWS"):
         return Path(given)
     import platformdirs
@@ -48,10 +48,10 @@ def path() -> Path:
 
 
 def load(file: Path) -> list[SavedView]:
-    """Those of this user.
+    """Read the saved views.
 
     Raises:
-        ConfigError: the file is there and is not ours.
+        ConfigError: the file exists but is not a list of views.
     """
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[SavedView])
@@ -62,17 +62,17 @@ def load(file: Path) -> list[SavedView]:
 
 
 def save(file: Path, view: SavedView) -> None:
-    """Keep one; of the same name and screen it replaces the old one.
+    """Add a view; replaces the one of the same name and screen.
 
     Raises:
         ClusterError: the file cannot be written.
     """
-    kept = [old for old in load(file) if (old.name, old.screen) != (view.name, view.screen)]
-    _write(file, [*kept, view])
+    others = [old for old in load(file) if (old.name, old.screen) != (view.name, view.screen)]
+    _write(file, [*others, view])
 
 
 def forget(file: Path, view: SavedView) -> None:
-    """Keep it no longer.
+    """Delete a view.
 
     Raises:
         ClusterError: the file cannot be written.

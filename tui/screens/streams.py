@@ -1,4 +1,4 @@
-"""The screens of what was decided and what happened, newest first."""
+"""The decisions and events screens, newest first."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Any
 
 from textual.app import ComposeResult
 
-from tui.model import columns, event_words, rows
-from tui.model.context import Context
+from tui.model import columns, rows
+from tui.model.columns import decision_label
+from tui.model.event_words import full_value, readable_kind, summary
 from tui.model.lines import Line, line, printable
 from tui.screens.base import TableBoard
+from tui.source.context import Context
 from tui.widgets.text_pane import TextPane
 
 
 class StreamBoard(TableBoard[Any]):
-    """Newest first; a cursor that is moved down stays with its row."""
+    """Table of decisions or events; a cursor moved off the top stays on its row."""
 
     stay_on_top = True
-    one = ""  # what a row is called
+    one = ""  # title of the detail pane
 
     def __init__(self, name: str, context: Context) -> None:
         super().__init__(name, context)
         self.detail = TextPane(f"{name}-detail", hang=10)
 
     def compose(self) -> ComposeResult:
-        """The stream, and one of it in full."""
         yield self.table
         yield self.detail
 
@@ -34,35 +35,31 @@ class StreamBoard(TableBoard[Any]):
         return -int(key)
 
     def jobs(self) -> list[str]:
-        """The job of the row under the cursor."""
         row = self.current
         return [row[1].job] if row is not None and row[1].job in self.context.model.jobs else []
 
     def hosts(self) -> list[str]:
-        """The host of the row under the cursor."""
         row = self.current
         return [row[1].host] if row is not None and row[1].host in self.context.model.hosts else []
 
-    def told(self, row: Any) -> list[Line]:
-        """One row in full."""
+    def row_lines(self, row: Any) -> list[Line]:
+        """Detail lines of a row."""
         raise NotImplementedError
 
     def show_side(self) -> None:
-        """The row under the cursor."""
         row = self.current
-        self.detail.show([] if row is None else self.told(row))
+        self.detail.show([] if row is None else self.row_lines(row))
         if row is not None:
             self.detail.border_title = f" {self.one} "
 
     def when_empty(self) -> list[Line]:
-        """Nothing yet."""
         if self.context.model.number < 0:
             return []
         return [line("Nothing matches the filter: esc clears it." if self.listing.hidden else "Nothing yet.")]
 
 
 class DecisionsBoard(StreamBoard):
-    """What was decided, and what was turned down, with reasons."""
+    """Decisions with their reasons, including jobs held back."""
 
     title = "decisions"
     one = "decision"
@@ -71,42 +68,40 @@ class DecisionsBoard(StreamBoard):
     default_sort = "time"
 
     def all_rows(self) -> Mapping[str, Any]:
-        """By number."""
+        """Decisions by number."""
         return {str(number): (number, decision) for number, decision in self.context.model.decisions}
 
     def fields_of(self, row: Any) -> Mapping[str, str]:
-        """What a filter sees."""
+        """Adds the job's name to the fields."""
         known = self.context.model.jobs.get(row[1].job or "")
         fields = columns.decision_fields(row)
         return {**fields, "job": f"{fields['job']} {known.name}"} if known else fields
 
-    def told(self, row: Any) -> list[Line]:
-        """The decision, its event, and what else that event brought about."""
+    def row_lines(self, row: Any) -> list[Line]:
+        """The decision, the event that caused it, and other decisions of that event."""
         decision: rows.Decision = row[1]
         model, now_s = self.context.model, self.context.clock()
         job = model.jobs.get(decision.job or "")
         made = [
-            line((columns.decided(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
+            line((decision_label(decision.kind), "bold"), f"  {columns.clock(decision.at_s, now_s)}"),
             line(("why       ", "dim"), printable(decision.reason)),
         ]
         if job is not None:
             made.append(line(("job       ", "dim"), f"{printable(job.name)} ({job.id}), now {job.shown_state}"))
         cause = next((event for _, event in reversed(model.events) if event.id == decision.cause), None)
         if cause is not None:
-            said = event_words.said(cause)
-            made.append(
-                line(("because   ", "dim"), f"{event_words.words(cause.kind)} (event {cause.id}) {printable(said)}")
-            )
+            event = f"{readable_kind(cause.kind)} (event {cause.id}) {printable(summary(cause))}"
+            made.append(line(("because   ", "dim"), event))
         others = [d for _, d in model.decisions if d.cause == decision.cause and d is not decision]
         for other in others[:5]:
             named = model.jobs.get(other.job or "")
             about = f" {named.name}" if named else ""
-            made.append(line(("also      ", "dim"), f"{columns.decided(other.kind)}{about}: {printable(other.reason)}"))
+            made.append(line(("also      ", "dim"), f"{decision_label(other.kind)}{about}: {printable(other.reason)}"))
         return made
 
 
 class EventsBoard(StreamBoard):
-    """What happened."""
+    """Events."""
 
     title = "events"
     one = "event"
@@ -115,18 +110,17 @@ class EventsBoard(StreamBoard):
     default_sort = "number"
 
     def all_rows(self) -> Mapping[str, Any]:
-        """By number."""
+        """Events by number."""
         return {str(number): (number, event) for number, event in self.context.model.events}
 
     def fields_of(self, row: Any) -> Mapping[str, str]:
-        """What a filter sees."""
         return columns.event_fields(row)
 
-    def told(self, row: Any) -> list[Line]:
-        """The event, field by field."""
-        event: rows.Happening = row[1]
-        made = [line((event_words.words(event.kind), "bold"), f"  {columns.clock(event.at_s, self.context.clock())}")]
-        made += [
-            line((f"{name:<9} ", "dim"), printable(event_words.in_full(value))) for name, value in event.fields.items()
-        ]
+    def row_lines(self, row: Any) -> list[Line]:
+        """All fields of the event."""
+        event: rows.EventRow = row[1]
+        at = columns.clock(event.at_s, self.context.clock())
+        made = [line((readable_kind(event.kind), "bold"), f"  {at}")]
+        for name, value in event.fields.items():
+            made.append(line((f"{name:<9} ", "dim"), printable(full_value(value))))
         return made

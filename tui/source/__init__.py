@@ -1,1 +1,1 @@
-"""Sources of the interface's data: a daemon's socket or a recording."""
+"""Sources of the UI's data: a daemon's socket, or a recording."""

@@ -1,37 +1,63 @@
-"""What a source tells goes into the model; the screens look at it at most ten times a second."""
+"""Feed from the source into the model; screens are refreshed at most ten times a second."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+from textual.notifications import SeverityLevel
 
 from clusterd.errors import ClusterError
 from tui.model import rows
 from tui.model.model import Touched
 from tui.model.view import Link, LinkState
-
-if TYPE_CHECKING:
-    from tui.app import Top
+from tui.source.context import Context
 
 REFRESH_S = 0.1
-"""Between two refreshes at least, however fast changes come."""
+"""Minimum time between two refreshes."""
 
 FIRST_PICTURE_S = 0.25
-"""So long nothing is drawn, so that the first picture is a full one; a daemon that is slower is waited for in sight."""
+"""Nothing is drawn for up to this long, so that the first frame shows data unless the daemon is slow."""
 
 
-class Feeding:
-    """Between the source and the model.
+class FeedObserver(Protocol):
+    """The application as the feed sees it; `tui.app.Top` implements it."""
+
+    @property
+    def shared(self) -> Context:
+        """Context with the source and the model."""
+
+    @property
+    def log(self) -> Callable[..., None]:
+        """Textual's development log."""
+
+    def show_touched(self, touched: Touched) -> None:
+        """Redraw what changed since the last refresh."""
+
+    def show_frame(self) -> None:
+        """Redraw header, banner and footer."""
+
+    def notify(self, message: str, *, severity: SeverityLevel = "information") -> None:
+        """Show a short notice in the corner."""
+
+    def run_worker(self, work: Awaitable[None], *, group: str, exclusive: bool, exit_on_error: bool) -> object:
+        """Run a coroutine in the background."""
+
+
+class Feed:
+    """Applies items of the source to the model and schedules refreshes.
 
     Args:
-        history_after_s: when to ask what was before; None: at once, and long-lived memory is left as it is.
+        observer: the application.
+        link: initial state of the connection.
+        history_after_s: delay before past events are requested; None: no delay, and no freeze of the garbage collector.
     """
 
-    def __init__(self, app: Top, link: Link, history_after_s: float | None) -> None:
-        self._app = app
+    def __init__(self, observer: FeedObserver, link: Link, history_after_s: float | None) -> None:
+        self._observer = observer
         self.link = link
         self._history_after_s = history_after_s
         self._items: AsyncIterator[Any] | None = None
@@ -41,12 +67,12 @@ class Feeding:
         self._refreshed_s = 0.0
 
     def dial(self) -> None:
-        """Attach; what comes first is kept until it is taken."""
-        self._items = self._app.shared.source.items()
+        """Connect; the first items are buffered until `take_first`."""
+        self._items = self._observer.shared.source.items()
         self._dialling = asyncio.create_task(self._first(self._items), name="dial")
 
     async def _first(self, items: AsyncIterator[Any]) -> list[Any]:
-        """The first items: up to a snapshot, or to what is in its way."""
+        """The first items: up to a baseline, or to an error of the connection."""
         first = []
         async for item in items:
             first.append(item)
@@ -55,12 +81,12 @@ class Feeding:
         return first
 
     async def wait_for_first(self) -> None:
-        """For the first items, as long as nothing is drawn."""
+        """Wait for the first items, as long as nothing is drawn."""
         assert self._dialling is not None
         await asyncio.wait({self._dialling}, timeout=FIRST_PICTURE_S)
 
     def take_first(self) -> None:
-        """What was told while the screen was being made, if it has come."""
+        """Apply the buffered items, if they have arrived."""
         if self._dialling is None or not self._dialling.done():
             return
         first, self._dialling = self._dialling.result(), None
@@ -71,7 +97,7 @@ class Feeding:
             self._refresh()
 
     async def pump(self) -> None:
-        """Everything else, until the source ends."""
+        """Apply all further items, until the source ends."""
         if self._dialling is not None:
             await self._dialling
             self.take_first()
@@ -80,17 +106,17 @@ class Feeding:
             self._take(item)
 
     def stop(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel a pending connection attempt."""
         if self._dialling is not None:
             self._dialling.cancel()
 
     @property
     def is_shown(self) -> bool:
-        """Whether the screens have seen everything that was told."""
+        """All received changes have been drawn."""
         return self._refresh_due is None
 
     def note(self, touched: Touched) -> None:
-        """These are shown soon."""
+        """Schedule a refresh of these rows."""
         self._touched.add(touched)
         if self._refresh_due is None and self._touched:
             wait_s = max(self._refreshed_s + REFRESH_S - time.monotonic(), 0.0)
@@ -100,44 +126,44 @@ class Feeding:
         self._refresh_due = None
         self._refreshed_s = time.monotonic()
         touched, self._touched = self._touched, Touched()
-        self._app.show_touched(touched)
+        self._observer.show_touched(touched)
 
     def _take(self, item: Any) -> None:
         if isinstance(item, Link):
             self._linked(item)
             return
-        shared = self._app.shared
+        shared = self._observer.shared
         try:
             touched = shared.model.apply(item)
         except (rows.Malformed, TypeError) as error:
             shared.source.reject(str(error))
             return
         if touched.everything:
-            self._app.run_worker(self._ask_history(), group="history", exclusive=True, exit_on_error=False)
+            self._observer.run_worker(self._request_history(), group="history", exclusive=True, exit_on_error=False)
         self.note(touched)
 
     def _linked(self, link: Link) -> None:
         was, self.link = self.link, link
         if link.state is LinkState.LIVE and was.state in (LinkState.LOST, LinkState.REFUSED):
-            self._app.notify("attached to the daemon again")
-        self._app.show_frame()
+            self._observer.notify("reconnected to the daemon")
+        self._observer.show_frame()
 
-    async def _ask_history(self) -> None:
-        """What was decided and what happened before we attached; the first picture goes first."""
+    async def _request_history(self) -> None:
+        """Request events and decisions from before we attached; after the first frame."""
         if self._history_after_s is not None:
             await asyncio.sleep(self._history_after_s)
             _settle_memory()
-        shared = self._app.shared
+        shared = self._observer.shared
         try:
             answer = await shared.source.call("history")
             self.note(shared.model.add_history(answer["events"], answer["decisions"]))
         except ClusterError as refused:
-            self._app.log(f"no history: {refused}")
+            self._observer.log(f"no history: {refused}")
         except (rows.Malformed, KeyError, TypeError) as error:
-            self._app.notify(f"the daemon's history cannot be read: {error}", severity="warning")
+            self._observer.notify(f"the daemon's history cannot be read: {error}", severity="warning")
 
 
 def _settle_memory() -> None:
-    """Thousands of rows live long: taking them out of the collector's rounds saves a pause of each full one."""
+    """Freeze long-lived rows, which saves a pause in each full collection."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Playing a recording: at any speed, forward and back. Pure but for the source at the end."""
+"""Playback of a recording at any speed, forward and back."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 from clusterd.errors import ClusterError
 from tui.model import rows
-from tui.model.model import Model
+from tui.model.model import Item, Model
 from tui.model.view import Link, LinkState
-from tui.source.sources import Item
 
 if TYPE_CHECKING:
     from clusterd.submission.job_file import Request
 
-CHECKPOINTS = 64
-"""Copies of the model along the recording: going back starts from the nearest one before."""
+MODEL_COPIES = 64
+"""Number of model copies along the recording; seeking back starts from the nearest earlier one."""
 
 WHOLE_S = 60.0
-"""A recording is played in about this time, unless its user wants otherwise."""
+"""Default duration of a playback."""
 
 
 class Player:
-    """Where in a recording we are; its model is the cluster at that instant."""
+    """Position in a recording; `model` is the cluster's state at that instant."""
 
     def __init__(self, items: Sequence[Mapping[str, Any]]) -> None:
-        """Stand before the first change.
+        """Start at the baseline.
 
         Raises:
-            ClusterError: no recording.
+            ClusterError: the items are not a recording.
         """
         if not items or "snapshot" not in items[0]:
-            raise ClusterError("this is no recording: its first line must hold a snapshot")
+            raise ClusterError("not a recording: the first line must hold a snapshot")
         self._items = items
         times = [_at_s(item, number) for number, item in enumerate(items, 1)]
         self.start_s = next((at_s for at_s in times if at_s), 0.0)
-        # Never backwards, so that an instant has one place: clocks of hosts differ by a little.
+        # Monotonic, so that an instant has one position: the clocks of hosts differ slightly.
         self._times = [self.start_s]
         for at_s in times[1:]:
             self._times.append(max(at_s or self._times[-1], self._times[-1]))
@@ -45,8 +44,8 @@ class Player:
         self.now_s = self.start_s
         self.speed = _power_of_two((self.end_s - self.start_s) / WHOLE_S)
         self.playing = True
-        self._every = max(len(items) // CHECKPOINTS, 1)
-        self._kept: dict[int, Model] = {}
+        self._copy_every = max(len(items) // MODEL_COPIES, 1)
+        self._copies: dict[int, Model] = {}
         self.index = 0  # of the last item that was applied
         self.model = Model()
         self._apply(0)
@@ -60,19 +59,19 @@ class Player:
         except rows.Malformed as error:
             raise ClusterError(f"item {index + 1} of the recording cannot be read: {error}") from None
         self.index = index
-        if index % self._every == 0 and index not in self._kept:
-            self._kept[index] = self.model.copy()
+        if index % self._copy_every == 0 and index not in self._copies:
+            self._copies[index] = self.model.copy()
 
     def seek(self, index: int) -> None:
-        """To the instant of this item; the model is another object afterwards if that is before now.
+        """Go to item `index`; `model` is replaced by another object if that lies before the current item.
 
         Raises:
-            ClusterError: an item before it cannot be read; we stand, paused, at the last one that can.
+            ClusterError: an item on the way is invalid; the player pauses at the last valid one.
         """
         index = min(max(index, 0), len(self._items) - 1)
         if index < self.index:
-            nearest = max(at for at in self._kept if at <= index)
-            self.model, self.index = self._kept[nearest].copy(), nearest
+            nearest = max(at for at in self._copies if at <= index)
+            self.model, self.index = self._copies[nearest].copy(), nearest
         try:
             while self.index < index:
                 self._apply(self.index + 1)
@@ -83,12 +82,12 @@ class Player:
             self.now_s = self._times[self.index]
 
     def seek_time(self, at_s: float) -> None:
-        """To the last item that is not after `at_s`."""
+        """Go to the last item not after `at_s`."""
         self.seek(max(bisect_right(self._times, at_s) - 1, 0))
         self.now_s = min(max(at_s, self.start_s), self.end_s)
 
     def advance(self, seconds: float) -> bool:
-        """Let so much real time go by; True if something was applied. Stops at the end."""
+        """Let `seconds` of real time pass; returns whether an item was applied. Pauses at the end."""
         if not self.playing:
             return False
         before = self.index
@@ -98,25 +97,25 @@ class Player:
         return self.index != before
 
     def step(self, by: int) -> None:
-        """So many items on, or back; playing pauses."""
+        """Go this many items forward or back, and pause."""
         self.playing = False
         self.seek(self.index + by)
 
     def play(self) -> None:
-        """Play or pause; at the end: from the beginning."""
+        """Play or pause; restart from the beginning at the end."""
         if not self.playing and self.index >= len(self._items) - 1:
             self.seek(0)
         self.playing = not self.playing
 
     @property
     def share(self) -> float:
-        """How far we are in time."""
+        """Fraction of the recorded time that has been played."""
         whole_s = self.end_s - self.start_s
         return (self.now_s - self.start_s) / whole_s if whole_s else 1.0
 
 
 def _at_s(item: Mapping[str, Any], number: int) -> float:
-    """When it was; 0: it does not say."""
+    """Timestamp of an item; 0 if it has none."""
     try:
         return rows.read(rows.Seconds, item.get("at_s") or 0.0)
     except rows.Malformed as error:
@@ -130,8 +129,8 @@ def _power_of_two(value: float) -> float:
     return speed
 
 
-class Recording:
-    """A recording as a source: it tells nothing by itself and answers nothing; the application drives its player."""
+class RecordingSource:
+    """Source that plays a recording: it emits nothing by itself; the application drives its player."""
 
     can_act = False
     environment: Mapping[str, str] = {}
@@ -140,27 +139,24 @@ class Recording:
         self.player: Player | None = Player(items)
 
     async def items(self) -> AsyncIterator[Item | Link]:
-        """As `Source.items`: what is shown comes out of the player."""
+        """Only the state of the link; the player provides the model."""
         yield Link(LinkState.REPLAY)
         await asyncio.Event().wait()
 
     def reject(self, why: str) -> None:
-        """As `Source.reject`."""
+        """Nothing: the player raises on invalid items."""
 
     async def call(self, verb: str, **args: Any) -> Any:
-        """As `Source.call`."""
         raise ClusterError("a recording answers no questions: attach to the daemon with clusterd top")
 
     async def stream(self, verb: str, **args: Any) -> AsyncGenerator[Any, None]:
-        """As `Source.stream`."""
         nothing: tuple[Any, ...] = ()
         for item in nothing:
             yield item
         raise ClusterError("a recording holds no logs")
 
     async def submit(self, request: Request) -> dict[str, Any]:
-        """As `Source.submit`."""
         raise ClusterError("a recording takes no jobs")
 
     async def close(self) -> None:
-        """As `Source.close`."""
+        """Nothing to release."""

@@ -1,4 +1,4 @@
-"""Knocking at the daemon before the interface is even imported: the snapshot is made while Textual starts."""
+"""Early connection to the daemon: it prepares its baseline while Textual is being imported."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from clusterd import protocol
 
 HELLO, WATCH = 1, 2
-"""Numbers of the two requests that are sent ahead."""
+"""Ids of the two requests sent ahead."""
 
 
-def knock(path: Path) -> socket.socket | None:
-    """A connection on which `hello` and `watch` are asked; None: nobody is there; dialling again says why."""
+def preconnect(path: Path) -> socket.socket | None:
+    """Connect and send `hello` and `watch`; None if nobody listens (the later attempt reports why)."""
     made = socket.socket(socket.AF_UNIX)
     try:
         made.connect(str(path))

@@ -1,4 +1,4 @@
-"""Where the screens' truth comes from: a daemon, or a recording. Both give the items that `watch` gives."""
+"""Sources of the UI: the protocol, and the daemon source. All emit the items of `watch`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clusterd.errors import ClusterError, DaemonAbsent
+from tui.model.model import Item
 from tui.model.view import Link, LinkState
 from tui.source.wire import Wire
 
@@ -18,72 +19,70 @@ if TYPE_CHECKING:
     from tui.source.playback import Player
 
 SILENCE_S = 15.0
-"""The daemon says at least every 5 s that it lives (`clusterd.daemon.api.jobs.ALIVE_EVERY_S`)."""
+"""The daemon sends a heartbeat every 5 s (`clusterd.daemon.api.jobs.ALIVE_EVERY_S`)."""
 
 LAST_LOOK_S = 1.0
 
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
-"""Between attempts to reach a daemon that went away; the last one for ever."""
-
-Item = dict[str, Any]
+"""Delays between attempts to reconnect; the last one repeats."""
 
 
 class Source(Protocol):
-    """What the application is attached to."""
+    """A daemon or a recording, as the application sees it."""
 
     can_act: bool
-    """Verbs mean something here."""
+    """Commands that change the cluster are possible."""
 
     player: Player | None
-    """What drives it, of a recording."""
+    """Player of a recording."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """In which a command of ours reaches the same daemon."""
+        """Variables with which a ``clusterd`` subprocess reaches the same daemon."""
 
     def items(self) -> AsyncIterator[Item | Link]:
-        """Snapshots and changes as they come, and what became of the connection; never ends."""
+        """Baselines, changes and states of the connection, as they arrive; never ends."""
 
     def reject(self, why: str) -> None:
-        """The last item made no sense: begin again."""
+        """Report that the last item was invalid; the source resynchronises."""
 
     async def call(self, verb: str, **args: Any) -> Any:
-        """A verb of the daemon.
+        """Call a verb of the daemon.
 
         Raises:
-            ClusterError: it refused.
+            ClusterError: the daemon refused.
         """
 
     def stream(self, verb: str, **args: Any) -> AsyncGenerator[Any, None]:
-        """A stream of the daemon.
+        """Stream a verb of the daemon.
 
         Raises:
-            ClusterError: it refused.
+            ClusterError: the daemon refused.
         """
 
     async def submit(self, request: Request) -> dict[str, Any]:
-        """Hand over a job with its working directory.
+        """Submit a job with its working directory.
 
         Raises:
-            ClusterError: it was refused.
+            ClusterError: the submission was refused.
         """
 
     async def close(self) -> None:
-        """Let go of it; nothing is stopped by that."""
+        """Detach; the daemon and its jobs are not affected."""
 
 
-class Daemon:
-    """A daemon's socket; found again by itself when the daemon was away."""
+class DaemonSource:
+    """A daemon's socket, with automatic reconnection."""
 
     can_act = True
     player: Player | None = None
 
     def __init__(
-        self, path: Path, clock: Callable[[], float] = time.time, knocked: socket.socket | None = None
+        self, path: Path, clock: Callable[[], float] = time.time, preconnected: socket.socket | None = None
     ) -> None:
-        """`knocked`: a connection that was made ahead, by `tui.source.preconnect.knock`."""
+        """`preconnected`: connection opened by `tui.source.preconnect.preconnect`."""
         self._path = path
-        self._knocked = knocked
+        self._preconnected = preconnected
         self._clock = clock
         self._calls: Wire | None = None
         self._dialling = asyncio.Lock()
@@ -91,13 +90,12 @@ class Daemon:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """As `Source.environment`."""
-        from clusterd.config import python_path  # most who look never open a shell
+        from clusterd.config import python_path  # rarely needed: only for a shell
 
         return {"CLUSTERD_SOCKET": str(self._path.absolute()), "PYTHONPATH": python_path()}
 
     async def items(self) -> AsyncIterator[Item | Link]:
-        """As `Source.items`: after a gap, what was missed follows; after a restart, a new snapshot."""
+        """Items of `watch`: missed changes follow after a gap, a new baseline after a restart of the daemon."""
         after: int | None = None
         served_by: Any = None
         failures = 0
@@ -105,14 +103,14 @@ class Daemon:
         while True:
             watching: Wire | None = None
             try:
-                knocked, self._knocked = self._knocked, None
-                if knocked is not None:
-                    watching = await Wire.adopt(self._path, knocked)
-                    stream = watching.watch_early()
+                preconnected, self._preconnected = self._preconnected, None
+                if preconnected is not None:
+                    watching = await Wire.adopt(self._path, preconnected)
+                    stream = watching.watch_preconnected()
                 else:
                     watching = await Wire.open(self._path)
                     status = await self.call("status")
-                    if status.get("started_s") != served_by:  # another daemon: its numbers may not go on from ours
+                    if status.get("started_s") != served_by:  # another daemon process: its change numbers are unrelated
                         after, served_by = None, status.get("started_s")
                     stream = watching.stream("watch", after=after)
                 greeting = watching.greeting
@@ -126,15 +124,15 @@ class Daemon:
                 while True:
                     item = await _next(stream)
                     if isinstance(item, dict) and "snapshot" in item and served_by is None:
-                        served_by = _started(item["snapshot"])
+                        served_by = _start_time(item["snapshot"])
                     yield item
                     if self._rejected:
-                        raise ClusterError(f"the daemon at {self._path} sent what cannot be read: {self._rejected}")
+                        raise ClusterError(f"the daemon at {self._path} sent an invalid item: {self._rejected}")
                     if isinstance(item, dict) and isinstance(item.get("number"), int):
                         after = item["number"]
                     failures, lost_s = 0, self._clock()
             except (StopAsyncIteration, TimeoutError):
-                why, state = f"the daemon at {self._path} does not answer any more", LinkState.LOST
+                why, state = f"the daemon at {self._path} stopped answering", LinkState.LOST
             except DaemonAbsent as error:
                 why, state = str(error), LinkState.LOST
             except ClusterError as error:
@@ -149,11 +147,9 @@ class Daemon:
             failures += 1
 
     def reject(self, why: str) -> None:
-        """As `Source.reject`."""
         self._rejected = why
 
     async def call(self, verb: str, **args: Any) -> Any:
-        """As `Source.call`."""
         async with self._dialling:
             if self._calls is None:
                 self._calls = await Wire.open(self._path)
@@ -164,7 +160,7 @@ class Daemon:
             raise
 
     async def stream(self, verb: str, **args: Any) -> AsyncGenerator[Any, None]:
-        """As `Source.stream`, over a connection of its own, which closing the iterator closes."""
+        """As `Source.stream`; closing the iterator closes its connection."""
         wire = await Wire.open(self._path)
         try:
             async for item in wire.stream(verb, **args):
@@ -173,9 +169,9 @@ class Daemon:
             wire.close()
 
     async def submit(self, request: Request) -> dict[str, Any]:
-        """As `Source.submit`: packing reads many files, so a thread does it."""
+        """As `Source.submit`; packing reads many files and runs in a thread."""
 
-        # Most who look never submit: packing directories is not imported before it is needed.
+        # Imported on use: most sessions never submit.
         from clusterd.client import Client
         from clusterd.submission.submit import send
 
@@ -191,7 +187,6 @@ class Daemon:
             self._calls = None
 
     async def close(self) -> None:
-        """As `Source.close`."""
         self._hang_up()
 
 
@@ -199,14 +194,14 @@ async def _next(stream: AsyncGenerator[Any, None]) -> Any:
     """The next item.
 
     Raises:
-        TimeoutError: nothing came for too long.
-        StopAsyncIteration: there is none.
+        TimeoutError: nothing arrived for too long.
+        StopAsyncIteration: the stream ended.
     """
     asking = asyncio.ensure_future(anext(stream))
     try:
         done, _ = await asyncio.wait({asking}, timeout=SILENCE_S)
         if not done:
-            # Where the terminal was a pager's or a shell's, we have heard nothing ourselves: it is here by now.
+            # While a pager or shell had the terminal, this process read nothing: the item may be in the socket by now.
             done, _ = await asyncio.wait({asking}, timeout=LAST_LOOK_S)
         if not done:
             raise TimeoutError
@@ -215,7 +210,7 @@ async def _next(stream: AsyncGenerator[Any, None]) -> Any:
         asking.cancel()
 
 
-def _started(snapshot: Any) -> Any:
-    """When the daemon of a snapshot was started: what tells it from the next one."""
+def _start_time(snapshot: Any) -> Any:
+    """Start time of a baseline's daemon; identifies the daemon process."""
     status = snapshot.get("status") if isinstance(snapshot, dict) else None
     return status.get("started_s") if isinstance(status, dict) else None

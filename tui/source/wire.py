@@ -1,6 +1,6 @@
-"""The daemon's socket from the interface's side: asyncio, one connection for requests, one for each stream.
+"""Client of the daemon's socket for asyncio: one connection for requests, and one for each stream.
 
-A stream is read only as fast as it is taken, so a slow terminal fills a socket's buffer and nothing in the daemon.
+Streams are read only as fast as they are consumed: a slow terminal fills a socket buffer, not memory of the daemon.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tui.source.preconnect import HELLO, WATCH
 
 READ_BYTES = 1 << 18
 ANSWER_S = 30.0
-"""A daemon that has not even taken a connection's greeting after this long is taken for gone."""
+"""Timeout of the handshake; a daemon that takes longer counts as absent."""
 
 _CODES = {
     kind.exit_code: kind for kind in (errors.ClusterError, errors.UsageError, errors.DaemonAbsent, errors.TryLater)
 }
 
 
-class Garbled(errors.ClusterError):
-    """What answers at the socket does not speak our protocol."""
+class InvalidReply(errors.ClusterError):
+    """The peer does not speak the protocol."""
 
 
 class Wire:
@@ -39,23 +39,23 @@ class Wire:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._answers: asyncio.Task[None] | None = None
-        self._early: list[protocol.Message] = []
+        self._preconnected: list[protocol.Message] = []
         self.greeting: dict[str, Any] = {}
 
     @classmethod
     async def open(cls, path: Path) -> Wire:
-        """Connect and agree on a version.
+        """Connect and agree on a protocol version.
 
         Raises:
-            DaemonAbsent: nobody listens there, or we are not let in.
-            ClusterError: the daemon is of another version.
+            DaemonAbsent: nobody listens, or access is denied.
+            ClusterError: the daemon's version differs.
         """
         try:
             async with asyncio.timeout(ANSWER_S):
                 reader, writer = await asyncio.open_unix_connection(str(path), limit=READ_BYTES)
                 wire = cls(path, reader, writer)
                 try:
-                    answer = await wire._ask_alone("hello", protocol_version=protocol.VERSION)
+                    answer = await wire._request("hello", protocol_version=protocol.VERSION)
                 except BaseException:
                     wire.close()
                     raise
@@ -70,18 +70,18 @@ class Wire:
             raise errors.DaemonAbsent(f"no daemon answers at {path} ({reason}): clusterd start") from None
         if not isinstance(answer, dict):
             wire.close()
-            raise Garbled(f"what answers at {path} is no clusterd")
+            raise InvalidReply(f"the server at {path} is not clusterd")
         wire.greeting = answer
         return wire
 
     @classmethod
-    async def adopt(cls, path: Path, knocked: socket.socket) -> Wire:
-        """Go on with a connection that `tui.source.preconnect.knock` made: the greeting is here, or on its way.
+    async def adopt(cls, path: Path, preconnected: socket.socket) -> Wire:
+        """Take over a connection opened by `tui.source.preconnect.preconnect` and wait for its greeting.
 
         Raises:
             ClusterError: as `open`.
         """
-        reader, writer = await asyncio.open_unix_connection(sock=knocked, limit=READ_BYTES)
+        reader, writer = await asyncio.open_unix_connection(sock=preconnected, limit=READ_BYTES)
         wire = cls(path, reader, writer)
         wire._ids = itertools.count(WATCH + 1)
         try:
@@ -91,7 +91,7 @@ class Wire:
                     for at, message in enumerate(messages):
                         if message.get("id") == HELLO:
                             wire.greeting = dict(_answer(message))
-                            wire._early = messages[at + 1 :]
+                            wire._preconnected = messages[at + 1 :]
         except TimeoutError:
             wire.close()
             raise errors.DaemonAbsent(f"the daemon at {path} does not answer: clusterd status") from None
@@ -100,24 +100,25 @@ class Wire:
             raise
         return wire
 
-    async def watch_early(self) -> AsyncGenerator[Any, None]:
-        """The stream that was asked for ahead.
+    async def watch_preconnected(self) -> AsyncGenerator[Any, None]:
+        """The `watch` stream requested ahead.
 
         Raises:
             ClusterError: as `call`.
         """
-        early, self._early = self._early, []
-        async for item in self._stream(WATCH, early):
+        buffered, self._preconnected = self._preconnected, []
+        async for item in self._stream(WATCH, buffered):
             yield item
 
     async def call(self, verb: str, **args: Any) -> Any:
-        """Ask, and wait for the answer; several requests may be under way.
+        """Send a request and wait for the reply; requests may overlap.
 
         Raises:
-            ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
+            ClusterError: the daemon refused, with its message.
+            DaemonAbsent: the connection was lost.
         """
         if self._answers is None:
-            self._answers = asyncio.create_task(self._collect(), name="answers")
+            self._answers = asyncio.create_task(self._read_replies(), name="answers")
         elif self._answers.done():
             raise self._gone()
         number = next(self._ids)
@@ -130,7 +131,7 @@ class Wire:
             self._waiting.pop(number, None)
 
     async def stream(self, verb: str, **args: Any) -> AsyncGenerator[Any, None]:
-        """Ask, and give what comes until the daemon says it is all. Nothing else may use this connection.
+        """Send a request and yield items until the daemon ends the stream. The connection serves nothing else.
 
         Raises:
             ClusterError: as `call`.
@@ -140,19 +141,19 @@ class Wire:
         async for item in self._stream(number, []):
             yield item
 
-    async def _stream(self, number: int, early: list[protocol.Message]) -> AsyncGenerator[Any, None]:
+    async def _stream(self, number: int, buffered: list[protocol.Message]) -> AsyncGenerator[Any, None]:
         while True:
-            for message in early or await self._receive():
+            for message in buffered or await self._receive():
                 if message.get("id") != number:
                     continue
                 if "item" not in message:
                     _answer(message)
                     return
                 yield message["item"]
-            early = []
-            await asyncio.sleep(0)  # reading does not yield while there is something to read; keys want their turn
+            buffered = []
+            await asyncio.sleep(0)  # a read with data at hand does not yield; let key events run
 
-    async def _ask_alone(self, verb: str, **args: Any) -> Any:
+    async def _request(self, verb: str, **args: Any) -> Any:
         number = next(self._ids)
         self._send(number, verb, args)
         while True:
@@ -160,7 +161,7 @@ class Wire:
                 if message.get("id") == number:
                     return _answer(message)
 
-    async def _collect(self) -> None:
+    async def _read_replies(self) -> None:
         failure: errors.ClusterError = self._gone()
         try:
             while True:
@@ -196,13 +197,13 @@ class Wire:
         except OSError:
             raise self._gone() from None
         except protocol.ProtocolError as error:
-            raise Garbled(f"what answers at {self._path} does not speak our protocol: {error}") from None
+            raise InvalidReply(f"the server at {self._path} does not speak this protocol: {error}") from None
 
     def _gone(self) -> errors.DaemonAbsent:
         return errors.DaemonAbsent(f"the daemon at {self._path} went away: clusterd status")
 
     def close(self) -> None:
-        """Hang up; whatever the daemon was asked to do, it does."""
+        """Disconnect; requests already sent are still carried out."""
         if self._answers is not None:
             self._answers.cancel()
         self._writer.close()
@@ -213,6 +214,6 @@ def _answer(message: protocol.Message) -> Any:
     if error is None:
         return message.get("ok")
     if not isinstance(error, dict):
-        raise Garbled(f"the daemon answered with an error of no known form: {error!r}")
+        raise InvalidReply(f"the daemon sent an invalid error: {error!r}")
     kind = _CODES.get(error.get("exit_code", 1), errors.ClusterError)
-    raise kind(str(error.get("message", "the daemon refused without a word")))
+    raise kind(str(error.get("message", "the daemon refused without a message")))

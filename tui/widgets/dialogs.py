@@ -1,4 +1,4 @@
-"""Small windows over a screen: say, confirm, ask, choose. Escape always leaves without doing anything."""
+"""Modal dialogs: text, confirmation, prompt, choice, jump. Escape always leaves without an effect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.geometry import Offset
 from textual.screen import ModalScreen
 from textual.suggester import SuggestFromList
 from textual.widgets import Input, OptionList, SelectionList, Static
@@ -17,23 +18,25 @@ from textual.widgets.option_list import Option
 
 from tui.model.lines import Line, plain, printable
 from tui.model.state_styles import style
-from tui.widgets.plain_text import Unmarked
+from tui.widgets.plain_text import PlainTextTitles
 from tui.widgets.text_pane import TextPane
+
+LETTERS = "asdfghjkl"
 
 R = TypeVar("R")
 
 
 def rich_text(runs: Line) -> Text:
-    """The line as the library's widgets take it."""
+    """A line as Rich text, for Textual's own widgets."""
     return Text.assemble(*((printable(text), style(name)) for text, name in runs))
 
 
-class Box(Unmarked, Vertical):
-    """What a window is drawn in."""
+class Box(PlainTextTitles, Vertical):
+    """Frame of a dialog."""
 
 
 class Dialog(ModalScreen[R]):
-    """A box in the middle."""
+    """A centred modal box."""
 
     SCOPED_CSS = False
     CSS = """
@@ -52,7 +55,7 @@ class Dialog(ModalScreen[R]):
     .-ascii .dialog TextPane { border-top: none; }
     .-ascii .dialog Input { border: ascii $accent; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "leave without doing anything", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", "leave", show=False)]
 
     def __init__(self, title: str, hint: str) -> None:
         super().__init__()
@@ -60,21 +63,21 @@ class Dialog(ModalScreen[R]):
         self._hint = hint
 
     def compose(self) -> ComposeResult:
-        """Title, content, and which keys do what."""
+        """Title, content and key hint."""
         box = Box(*self.content(), Static(self._hint, classes="hint", markup=False), classes="dialog")
         box.border_title = self._title
         yield box
 
     def content(self) -> Sequence[Static | TextPane | Input | OptionList]:
-        """What is in it."""
+        """Widgets of the dialog."""
         return []
 
     def action_leave(self) -> None:
-        """Without doing anything."""
+        """Dismiss without an answer."""
         self.dismiss(None)
 
 
-class Say(Dialog[None]):
+class TextDialog(Dialog[None]):
     """Text to read."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,enter", "leave", "close", show=False)]
@@ -85,45 +88,42 @@ class Say(Dialog[None]):
         self._hang = hang
 
     def content(self) -> Sequence[TextPane]:
-        """The text."""
-        self.pane = TextPane("said", self._hang)
+        self.pane = TextPane("dialog-text", self._hang)
         self.pane.styles.height = min(max(len(self._lines) + 2, 3), 30)
         return [self.pane]
 
     def on_mount(self) -> None:
-        """Show it."""
         self.pane.show(self._lines)
         self.pane.focus()
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The text shown."""
         return "\n".join(map(plain, self._lines))
 
 
-class Confirm(Dialog[str]):
-    """A question that only its own keys answer; enter does nothing, so that nobody confirms by habit."""
+class ConfirmDialog(Dialog[str]):
+    """A question answered only by its own keys; enter does nothing, so that nobody confirms by habit."""
 
     def __init__(self, title: str, lines: list[Line], keys: dict[str, str]) -> None:
-        """`keys`: what each does; the key is the answer."""
-        super().__init__(title, "   ".join(f"{key} {what}" for key, what in keys.items()) + "   esc leaves it as it is")
+        """`keys`: the effect of each key; the key is the answer."""
+        super().__init__(title, "   ".join(f"{key} {effect}" for key, effect in keys.items()) + "   esc closes")
         self._lines = lines
         self._keys = keys
 
     def content(self) -> Sequence[Static]:
-        """The question."""
         return [Static(rich_text(runs)) for runs in self._lines]
 
     def on_key(self, event: events.Key) -> None:
-        """One of the keys; `n` is no everywhere."""
+        """Answer with one of the keys; `n` always declines."""
         if event.key in self._keys or event.key == "n":
             event.stop()
             event.prevent_default()
             self.dismiss(event.key if event.key in self._keys else None)
 
 
-class Ask(Dialog[R]):
-    """One line to type; the answer is what was read out of it."""
+class PromptDialog(Dialog[R]):
+    """One line of input; the answer is its parsed value."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Ask(Dialog[R]):
         read: Callable[[str], R],
         suggestions: Sequence[str] = (),
     ) -> None:
-        """`read` makes the answer of what was typed; its OSError, RuntimeError or ValueError says what is wrong."""
-        super().__init__(title, "enter does it   esc leaves it" + ("   down, up: the next one" if suggestions else ""))
+        """`read` parses the input; the message of its OSError, RuntimeError or ValueError is shown below it."""
+        super().__init__(title, "enter confirms   esc closes" + ("   down, up: suggestions" if suggestions else ""))
         self._lines = lines
         self._value = value
         self._read = read
@@ -142,18 +142,16 @@ class Ask(Dialog[R]):
         self._among = list(suggestions)
 
     def content(self) -> Sequence[Static | Input]:
-        """The line, and what is wrong with it."""
         suggester = SuggestFromList(self._suggestions, case_sensitive=True) if self._suggestions else None
         self._input = Input(self._value, suggester=suggester, select_on_focus=False)
         self._wrong = Static("", classes="wrong", markup=False)
         return [*(Static(rich_text(runs)) for runs in self._lines), self._input, self._wrong]
 
     def on_mount(self) -> None:
-        """Type at once."""
         self._input.focus()
 
     def on_key(self, event: events.Key) -> None:
-        """Down and up go through what is suggested; what was typed chooses among it."""
+        """Down and up cycle through the suggestions that contain the typed text."""
         if event.key not in ("down", "up") or not self._suggestions:
             return
         event.stop()
@@ -167,20 +165,20 @@ class Ask(Dialog[R]):
         self._input.cursor_position = len(self._input.value)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Right, or say what is wrong: nothing that is typed ends the interface."""
+        """Dismiss with the parsed value, or show the error."""
         event.stop()
         try:
             answer = self._read(event.value.strip())
         except OSError as error:
             self._wrong.update(error.strerror or str(error))
-        except (RuntimeError, ValueError) as error:  # RuntimeError: `~name` of nobody
+        except (RuntimeError, ValueError) as error:  # RuntimeError: `~name` of an unknown user
             self._wrong.update(str(error))
         else:
             self.dismiss(answer)
 
 
 class Options(OptionList):
-    """The library's list, with the keys for down and up that every pane here has."""
+    """Textual's option list with the keys j and k."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "down", show=False),
@@ -188,64 +186,86 @@ class Options(OptionList):
     ]
 
 
-class Choose(Dialog[str]):
-    """One of several."""
+class ChoiceDialog(Dialog[str]):
+    """Choice of one option."""
 
     def __init__(
         self,
         title: str,
         options: Sequence[tuple[str, Line]],
         current: str = "",
-        hint: str = "enter chooses   esc leaves it",
+        hint: str = "enter chooses   esc closes",
         lines: Sequence[Line] = (),
     ) -> None:
-        """`options`: the answer and what is shown for it."""
+        """`options`: answer and displayed line of each."""
         super().__init__(title, hint)
         self._options = options
         self._current = current
         self._lines = lines
 
     def content(self) -> Sequence[Static | OptionList]:
-        """The options."""
         self.list = Options(*(Option(rich_text(shown), id=key) for key, shown in self._options))
         self.list.styles.max_height = "60vh"
         return [*(Static(rich_text(runs)) for runs in self._lines), self.list]
 
     def on_mount(self) -> None:
-        """On the current one."""
         keys = [key for key, _ in self._options]
         self.list.highlighted = keys.index(self._current) if self._current in keys else (0 if keys else None)
         self.list.focus()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """This one."""
         event.stop()
         self.dismiss(event.option.id)
 
 
-class Tick(Dialog[list[str]]):
-    """Some of several."""
+class MultiChoiceDialog(Dialog[list[str]]):
+    """Choice of several options."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "done", "done", show=False, priority=True)]
 
-    def __init__(self, title: str, options: Sequence[tuple[str, str]], ticked: Sequence[str]) -> None:
-        super().__init__(title, "space ticks   enter done   esc leaves it")
+    def __init__(self, title: str, options: Sequence[tuple[str, str]], selected: Sequence[str]) -> None:
+        super().__init__(title, "space selects   enter confirms   esc closes")
         self._options = options
-        self._ticked = ticked
+        self._selected = selected
 
     def content(self) -> Sequence[OptionList]:
-        """The options with their ticks."""
         self._list: SelectionList[str] = SelectionList(
-            *((shown, key, key in self._ticked) for key, shown in self._options)
+            *((shown, key, key in self._selected) for key, shown in self._options)
         )
         self._list.styles.max_height = "60vh"
         return [self._list]
 
     def on_mount(self) -> None:
-        """Tick at once."""
         self._list.focus()
 
     def action_done(self) -> None:
-        """These; none at all changes nothing."""
+        """Dismiss with the selection; an empty one changes nothing."""
         chosen = [key for key, _ in self._options if key in self._list.selected]
         self.dismiss(chosen or None)
+
+
+class JumpOverlay(ModalScreen[str]):
+    """A letter on every pane; that letter answers with the pane, any other key leaves."""
+
+    SCOPED_CSS = False
+    CSS = """
+    JumpOverlay { background: $background 0%; }
+    JumpOverlay > .label { width: auto; height: 1; text-style: bold reverse; color: $warning; layer: labels; }
+    """
+
+    def __init__(self, targets: Sequence[tuple[str, Offset]]) -> None:
+        """`targets`: answer and position of each letter."""
+        super().__init__()
+        self._targets = dict(zip(LETTERS, targets, strict=False))
+
+    def compose(self) -> ComposeResult:
+        for letter, (_, where) in self._targets.items():
+            label = Static(f" {letter} ", classes="label")
+            label.styles.position = "absolute"
+            label.styles.offset = (where.x, where.y)
+            yield label
+
+    def on_key(self, event: events.Key) -> None:
+        event.stop()
+        target = self._targets.get(event.key)
+        self.dismiss(target[0] if target else None)

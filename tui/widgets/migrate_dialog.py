@@ -1,4 +1,4 @@
-"""Moving a job by hand: choose among ranked plans with what the move would cost, then watch its phases."""
+"""Dialogs of a manual migration: choose a plan by predicted speed and cost, then follow the phases."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from textual.widgets import OptionList, Static
 from clusterd.errors import ClusterError
 from clusterd.units import duration, size
 from tui.model import rows
-from tui.model.columns import compact
-from tui.model.context import Context
+from tui.model.columns import compact_devices
 from tui.model.event_words import short_plan
-from tui.model.job_page import move_lines
+from tui.model.job_page import migration_lines
 from tui.model.lines import Line, line, printable
+from tui.source.context import Context
 from tui.widgets.dialogs import Dialog, Options, rich_text
 from tui.widgets.text_pane import TextPane
 
-OTHER = "other"
-"""The option of typing a plan."""
+OTHER_PLAN = "other"
+"""Option for typing a plan."""
 
 REST_S = 0.2
 
 
 def plan_lines(plans: Sequence[rows.RankedPlan]) -> list[Line]:
-    """Ranked plans, a line each: devices, predicted step time with its uncertainty and against now's, memory."""
+    """Ranked plans: devices, predicted step time, speed relative to the current plan, uncertainty."""
     now = next((plan for plan in plans if plan.current), None)
     cells = max((len(short_plan(plan.plan)) for plan in plans), default=0)
     return [_plan_line(plan, now, cells) for plan in plans]
@@ -45,32 +45,30 @@ def _plan_line(plan: rows.RankedPlan, now: rows.RankedPlan | None, cells: int) -
     return line((start, "bold"), f"{duration(plan.step_time_s):>7}", (f" {gain:>5}", style), (spread, "dim"))
 
 
-def cost_lines(preview: rows.Cost) -> list[Line]:
-    """What a move would do, out of `migrate`'s dry run."""
+def cost_lines(preview: rows.MigrationPreview) -> list[Line]:
+    """Cost of a migration, from the dry run of `migrate`."""
     if preview.restarts:
         return [
             line(("from      ", "dim"), printable(preview.old)),
             line(("to        ", "dim"), (printable(preview.plan), "bold")),
-            line("it saves, stops, and starts again; it is kept so until it is unpinned"),
+            line("the job saves a checkpoint and restarts; the plan stays pinned until unpinned"),
         ]
     moved = f"{size(preview.local_bytes)} within hosts, {size(preview.network_bytes)} over the network"
-    if preview.crowded:  # no room for old and new ranks side by side
-        moved = f"{size(preview.local_bytes)} through host memory; it stops and starts again"
+    if preview.crowded:  # source and target ranks do not fit side by side
+        moved = f"{size(preview.local_bytes)} through host memory; the job stops and restarts"
     return [
         line(("from      ", "dim"), printable(preview.old)),
-        line(("to        ", "dim"), (printable(preview.plan), "bold"), f" on {compact(preview.devices)}"),
+        line(("to        ", "dim"), (printable(preview.plan), "bold"), f" on {compact_devices(preview.devices)}"),
         line(("moves     ", "dim"), moved),
-        line(("stands    ", "dim"), f"still for about {duration(preview.predicted_downtime_s)}"),
+        line(("downtime  ", "dim"), f"about {duration(preview.predicted_downtime_s)}"),
     ]
 
 
-class ChoosePlan(Dialog[str]):
-    """The plans, best first; under them what moving to the one under the cursor would cost."""
+class PlanDialog(Dialog[str]):
+    """Choice of a plan, best first, with the migration cost of the one under the cursor."""
 
     def __init__(self, context: Context, job: rows.Job, known: rows.Plans) -> None:
-        super().__init__(
-            f"move {job.name} from {short_plan(job.plan or '')}", "enter chooses   esc leaves it where it is"
-        )
+        super().__init__(f"move {job.name} from {short_plan(job.plan or '')}", "enter chooses   esc closes")
         self.shared = context
         self._job = job
         lines = plan_lines(known.rows)
@@ -78,65 +76,63 @@ class ChoosePlan(Dialog[str]):
         self._now = [shown for plan, shown in zip(known.rows, lines, strict=True) if plan.current]
         self._memory = {plan.plan: plan.device_bytes for plan in known.rows}
         self._known = known.known
-        self._resting: Timer | None = None
-        self._previews: dict[str, list[Line]] = {}
+        self._preview_timer: Timer | None = None
+        self._cost_lines: dict[str, list[Line]] = {}
 
     def content(self) -> Sequence[Static | OptionList | TextPane]:
-        """Plans and preview."""
         from textual.widgets.option_list import Option
 
         options = [Option(rich_text(shown), id=plan) for plan, shown in self._plans]
-        other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER)
+        other = Option(rich_text(line(("another plan: type it", "info"))), id=OTHER_PLAN)
         self.list = Options(*options, other)
-        self.list.styles.max_height = "50vh"  # what moving costs, and the keys, stay in sight
+        self.list.styles.max_height = "50vh"  # keeps the cost and the keys visible
         self.preview = TextPane("preview")
         self.preview.styles.height = 5
-        heading = "plan, devices, predicted step time, speed against now, likely range"
+        heading = "plan, devices, predicted step time, speed against current, likely range"
         return [Static(rich_text(line((heading, "dim")))), self.list, self.preview]
 
     def on_mount(self) -> None:
-        """On the best one."""
         self.list.highlighted = 0
         self.list.focus()
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        """Ask for the cost when the cursor rests."""
+        """Request the cost when the cursor rests."""
         event.stop()
         plan = event.option.id or ""
-        if self._resting is not None:
-            self._resting.stop()
-        if plan == OTHER:
+        if self._preview_timer is not None:
+            self._preview_timer.stop()
+        if plan == OTHER_PLAN:
             self.preview.show([line((self._known or "as in dp=2,tp=2", "dim")), *self._now])
-        elif plan in self._previews:
-            self.preview.show(self._previews[plan])
+        elif plan in self._cost_lines:
+            self.preview.show(self._cost_lines[plan])
         else:
-            self.preview.show([line(("asking what it would cost", "dim"))])
-            self._resting = self.set_timer(REST_S, lambda: self.run_worker(self._ask(plan), exclusive=True))
+            self.preview.show([line(("requesting the cost", "dim"))])
+            self._preview_timer = self.set_timer(REST_S, lambda: self.run_worker(self._ask(plan), exclusive=True))
 
     async def _ask(self, plan: str) -> None:
         try:
             answer = rows.read(
-                rows.Cost, await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True)
+                rows.MigrationPreview,
+                await self.shared.source.call("migrate", job=self._job.id, plan=plan, dry_run=True),
             )
             memory = self._memory.get(plan)
             about = [line(("needs     ", "dim"), f"{size(memory)} on each device")] if memory else []
-            self._previews[plan] = [*cost_lines(answer), *about]
-        except (ClusterError, rows.Malformed) as refused:  # not kept: what is in the way may be over in a moment
+            self._cost_lines[plan] = [*cost_lines(answer), *about]
+        except (ClusterError, rows.Malformed) as refused:  # not cached: the obstacle may be temporary
             self.preview.show([line((printable(str(refused)), "warn"))])
             return
-        self.preview.show(self._previews[plan])
+        self.preview.show(self._cost_lines[plan])
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """This one."""
         event.stop()
         self.dismiss(event.option.id)
 
 
-class WatchMove(Dialog[None]):
-    """The phases of a move as they come; leaving does not stop it."""
+class MigrationDialog(Dialog[None]):
+    """Phases of a migration in progress; closing the dialog does not stop it."""
 
     def __init__(self, context: Context, job: rows.Job, moves_before: int, predicted_s: float) -> None:
-        super().__init__(f"moving {job.name}", "esc leaves; the move goes on")
+        super().__init__(f"moving {job.name}", "esc closes; the move continues")
         self.shared = context
         self._job = job.id
         self._before = moves_before
@@ -144,31 +140,29 @@ class WatchMove(Dialog[None]):
         self._ended = False
 
     def content(self) -> Sequence[TextPane]:
-        """The phases."""
         self.pane = TextPane("phases", hang=4)
         self.pane.styles.height = 12
         return [self.pane]
 
     def on_mount(self) -> None:
-        """Look at the model, which the daemon keeps up to date."""
         self.pane.focus()
-        self.look_again()
-        self.set_interval(0.1, self.look_again)
+        self.refresh_phases()
+        self.set_interval(0.1, self.refresh_phases)
 
-    def look_again(self) -> None:
-        """Show what is known now."""
+    def refresh_phases(self) -> None:
+        """Render the current state of the migration from the model."""
         job = self.shared.model.jobs.get(self._job)
         if job is None:
             return
         new = job.migrations[self._before :]
-        move = new[0] if new else job.migrating
-        predicted = line(("predicted to stand still for ", "dim"), duration(self._predicted_s))
-        if move is None:
-            said = "asked for; new ranks are about to be started"
+        migration = new[0] if new else job.migrating
+        predicted = line(("predicted downtime ", "dim"), duration(self._predicted_s))
+        if migration is None:
+            status = "requested; target ranks are starting"
             if job.is_over:
-                said = f"{job.name} is {job.state}: {job.reason}"
-            self.pane.show([line((said, "info")), predicted])
+                status = f"{job.name} is {job.state}: {job.reason}"
+            self.pane.show([line((status, "info")), predicted])
             return
-        made = move_lines(move, self.shared.look, self.shared.clock())
-        self._ended = move.ended_s is not None
+        made = migration_lines(migration, self.shared.look, self.shared.clock())
+        self._ended = migration.ended_s is not None
         self.pane.show([*made, predicted, *([line(("done: esc closes", "good"))] if self._ended else [])])

@@ -1,4 +1,4 @@
-"""From lines to what Textual draws."""
+"""Conversion of styled lines to Textual strips."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from tui.model.lines import Line
 from tui.model.state_styles import style
 
 CURSOR = Style(reverse=True)
-CURSOR_ELSEWHERE = Style(bold=True, underline=True)
-"""Of a table that has not the focus: seen without colours, too."""
+CURSOR_UNFOCUSED = Style(bold=True, underline=True)
+"""Cursor of a table without focus; visible without colours, too."""
 
 
 def strip(runs: Line, base: Style) -> Strip:
-    """The line on a background."""
+    """The line on a base style."""
     return Strip([Segment(text, base + style(name)) for text, name in runs if text])
 
 
 def cursor_strip(runs: Line, base: Style, focused: bool) -> Strip:
-    """The line under the cursor: one colour throughout, so that its text stays readable; tiles stay tiles."""
+    """The line under the cursor: in one colour, so that its text stays readable; tiles keep theirs."""
     if not focused:
-        return Strip([Segment(text, base + style(name) + CURSOR_ELSEWHERE) for text, name in runs if text])
+        return Strip([Segment(text, base + style(name) + CURSOR_UNFOCUSED) for text, name in runs if text])
     return Strip(
         [Segment(text, base + (style(name) if name.startswith("tile") else CURSOR)) for text, name in runs if text]
     )

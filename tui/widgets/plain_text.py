@@ -1,4 +1,4 @@
-"""Text that is no markup. Textual looks for markup in titles and notices, and a job may be called ``a[/b]``."""
+"""Titles and notices without markup: Textual parses markup in them, and a job may be called ``a[/b]``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from textual.notifications import SeverityLevel
 from tui.model.lines import printable
 
 
-class Unmarked:
-    """A widget whose titles are text. No widget itself: Textual takes style and keys from the first base that is."""
+class PlainTextTitles:
+    """Mixin of widgets whose titles are plain text.
+
+    Not a widget itself: Textual takes style and bindings from the first base class that is one.
+    """
 
     def render_str(self, text_content: str | Content) -> Content:
-        """As it is."""
+        """Render without parsing markup."""
         return text_content if isinstance(text_content, Content) else Content(printable(text_content))
 
 
-class UnmarkedApp(App[None]):
-    """An application whose notices are text, whichever widget gives them."""
+class PlainTextApp(App[None]):
+    """Application whose notices are plain text, whichever widget sends them."""
 
     def notify(
         self,
@@ -29,5 +32,5 @@ class UnmarkedApp(App[None]):
         timeout: float | None = None,
         markup: bool = False,
     ) -> None:
-        """A few words in the corner; `markup` is what widgets hand on without being asked."""
+        """Show a notice; `markup` is ignored (widgets pass it on by default)."""
         super().notify(printable(message), title=title, severity=severity, timeout=timeout, markup=False)

@@ -1,6 +1,6 @@
-"""A table that keeps its place: rows by key, only visible ones drawn, only changed ones drawn again.
+"""Table with rows by key: draws only visible rows, and redraws only changed ones.
 
-Not Textual's DataTable: it draws and measures every row, and taking one row out costs time proportional to all of them,
+Not Textual's DataTable: it draws and measures every row, and removing a row costs time proportional to their number,
 which is what a filter over two thousand jobs does.
 """
 
@@ -21,17 +21,17 @@ from tui.model.columns import Column, lay_out
 from tui.model.lines import Line, fit, line
 from tui.model.state_styles import Look
 from tui.widgets.painting import cursor_strip, strip
-from tui.widgets.plain_text import Unmarked
+from tui.widgets.plain_text import PlainTextTitles
 
 Cells = Callable[[str, Sequence[tuple[Column[Any], int]]], Sequence[Line]]
-"""The cells of a key, one for each column."""
+"""Cells of a key, one per column."""
 
 _HEADER = 1
 _GUTTER = 2
 
 
-class Table(Unmarked, ScrollView, can_focus=True):
-    """Rows under a header line; the cursor and the marks belong to keys, not to places."""
+class Table(PlainTextTitles, ScrollView, can_focus=True):
+    """Rows under a header line; cursor and marks belong to keys, not to positions."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down,j", "move(1)", "down", show=False),
@@ -44,14 +44,14 @@ class Table(Unmarked, ScrollView, can_focus=True):
     ]
 
     class Moved(Message):
-        """The cursor is on another key."""
+        """The cursor moved to another key."""
 
         def __init__(self, table: Table) -> None:
             self.table = table
             super().__init__()
 
     class Opened(Message):
-        """Enter, or a double click."""
+        """A row was opened by enter or a double click."""
 
         def __init__(self, table: Table) -> None:
             self.table = table
@@ -66,19 +66,19 @@ class Table(Unmarked, ScrollView, can_focus=True):
             super().__init__()
 
     def __init__(self, name: str, cells: Cells, look: Look, stay_on_top: bool = False) -> None:
-        """`stay_on_top`: a cursor on the first row stays on the first row, whatever comes there."""
+        """`stay_on_top`: a cursor on the first row stays there when rows are inserted above."""
         super().__init__(id=name)
         self._cells = cells
         self._look = look
         self._stay_on_top = stay_on_top
         self._columns: Sequence[Column[Any]] = ()
         self._laid: list[tuple[Column[Any], int]] = []
-        self._laid_for = 0  # the room; a scrollbar that comes takes some of it without a word
+        self._laid_for = 0  # width of the last layout; a scrollbar changes it without a resize event
         self._drawn: dict[int, tuple[Any, ...]] = {}
         self.keys: list[str] = []
         self._places: dict[str, int] = {}
         self.cursor: str | None = None
-        self._awaited: str | None = None  # row for the cursor
+        self._awaited: str | None = None  # row to move the cursor to when it appears
         self.marked: set[str] = set()
         self.sorted_by = ""
         self.descending = False
@@ -87,12 +87,12 @@ class Table(Unmarked, ScrollView, can_focus=True):
     # --- what is shown ------------------------------------------------------------------------------------------------
 
     def set_columns(self, columns: Sequence[Column[Any]], sorted_by: str, descending: bool) -> None:
-        """Show these, and a mark at the one that is sorted by."""
+        """Set the columns and the one that carries the sort mark."""
         self._columns, self.sorted_by, self.descending = columns, sorted_by, descending
         self._lay_out()
 
     def show(self, keys: list[str]) -> None:
-        """These rows in this order; cursor and scroll position stay with their rows."""
+        """Show these rows in this order; cursor and scroll position follow their rows."""
         if keys is not self.keys or len(keys) != len(self._places):
             self._reorder(list(keys))
         self.redraw()
@@ -120,10 +120,10 @@ class Table(Unmarked, ScrollView, can_focus=True):
             self.move_to(self._awaited)
 
     def redraw(self) -> None:
-        """Look at the visible rows, and draw those again that look otherwise than before."""
+        """Redraw the visible rows that changed."""
         if not self.is_attached or not self.size.width:
             return
-        if self._room != self._laid_for:
+        if self._content_cells != self._laid_for:
             self._lay_out()
         for y in range(self.size.height):
             content = self._content(y)
@@ -131,7 +131,7 @@ class Table(Unmarked, ScrollView, can_focus=True):
                 self.refresh(Region(0, y, self.size.width, 1))
 
     def _content(self, y: int) -> tuple[Any, ...]:
-        """All that the line depends on."""
+        """Everything that the drawing of a line depends on."""
         if y < _HEADER:
             return ("header", self.sorted_by, self.descending, len(self._laid), self.has_focus)
         at = self.scroll_offset.y + y - _HEADER
@@ -142,27 +142,26 @@ class Table(Unmarked, ScrollView, can_focus=True):
         return (key, flags, tuple(self._cells(key, self._laid)))
 
     @property
-    def _room(self) -> int:
-        """Cells beside the scrollbar, which Textual draws over the last one."""
+    def _content_cells(self) -> int:
+        """Width without the scrollbar, which Textual draws over the last cell."""
         return self.size.width - self.scrollbar_size_vertical
 
     # --- drawing ------------------------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        self._laid_for = self._room
-        self._laid = lay_out(self._columns, max(self._room - _GUTTER, 1))
+        self._laid_for = self._content_cells
+        self._laid = lay_out(self._columns, max(self._content_cells - _GUTTER, 1))
         self._drawn.clear()
         self.refresh()
 
     def on_resize(self, event: events.Resize) -> None:
-        """Columns come and go with the room."""
+        """Lay out for the new width."""
         self._lay_out()
         if self.cursor is not None:
-            self.call_after_refresh(self._keep_in_sight)
+            self.call_after_refresh(self._scroll_to_cursor)
 
     def render_line(self, y: int) -> Strip:
-        """One line of what is in sight."""
-        if self._room != self._laid_for:
+        if self._content_cells != self._laid_for:
             self._lay_out()
         content = self._content(y)
         self._drawn[y] = content
@@ -171,15 +170,17 @@ class Table(Unmarked, ScrollView, can_focus=True):
         if content[0] == "header":
             return self._header(base).adjust_cell_length(cells, base)
         if content[0] == "empty":
-            said = self.empty[content[1]] if 0 <= content[1] < len(self.empty) else ()
-            return strip((("  ", ""), *said), base).adjust_cell_length(cells, base)
+            hint = self.empty[content[1]] if 0 <= content[1] < len(self.empty) else ()
+            return strip((("  ", ""), *hint), base).adjust_cell_length(cells, base)
         _, (marked, current, focused), found = content
         runs: list[tuple[str, str]] = [(f"{self._look.glyph('mark')} " if marked else "  ", "key")]
         more = self._look.glyph("more")
         for (column, width), cell in zip(self._laid, found, strict=True):
             runs += (*fit(cell, width, column.right, more), (" ", ""))
         runs.pop()
-        drawn = cursor_strip(fit(tuple(runs), self._room), base, focused) if current else strip(tuple(runs), base)
+        drawn = (
+            cursor_strip(fit(tuple(runs), self._content_cells), base, focused) if current else strip(tuple(runs), base)
+        )
         return drawn.adjust_cell_length(cells, base)
 
     def _header(self, base: Style) -> Strip:
@@ -190,72 +191,72 @@ class Table(Unmarked, ScrollView, can_focus=True):
         return strip(tuple(runs), base)
 
     def watch_has_focus(self, focused: bool) -> None:
-        """The cursor looks otherwise with the focus."""
+        """Redraw: the cursor depends on the focus."""
         super().watch_has_focus(focused)
         self.redraw()
 
     def watch_show_vertical_scrollbar(self) -> None:
-        """A scrollbar that comes or goes changes the width without a word."""
+        """Redraw: a scrollbar changes the width without a resize event."""
         self.call_after_refresh(self.redraw)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Other rows are in sight."""
+        """Discard the cache of drawn lines."""
         super().watch_scroll_y(old_value, new_value)
         self._drawn.clear()
 
-    # --- moving about -------------------------------------------------------------------------------------------------
+    # --- cursor and marks ---------------------------------------------------------------------------------------------
 
     def move_to(self, key: str) -> None:
-        """Put the cursor on this row, in sight; where it is not there yet, when it comes, unless it is moved before."""
+        """Move the cursor to this row, or as soon as it appears unless the cursor is moved before."""
         self._awaited = None if key in self._places else key
         if key in self._places and key != self.cursor:
             self.cursor = key
             self.redraw()
             self.post_message(self.Moved(self))
-        self._keep_in_sight()
+        self._scroll_to_cursor()
 
-    def _keep_in_sight(self) -> None:
+    def _scroll_to_cursor(self) -> None:
         at = self._places.get(self.cursor or "")
         if at is None:
             return
-        top, room = self.scroll_offset.y, max(self.size.height - _HEADER, 1)
-        target = at if at < top else at - room + 1 if at >= top + room else top
+        top, height = self.scroll_offset.y, max(self.size.height - _HEADER, 1)
+        target = at if at < top else at - height + 1 if at >= top + height else top
         if target != top:
             self.scroll_to(y=target, animate=False, force=True, immediate=True)
 
     def action_move(self, by: int) -> None:
-        """Cursor up or down."""
+        """Move the cursor by rows."""
         if self.keys:
             at = self._places.get(self.cursor or "", 0) if self.cursor else -by
             self.move_to(self.keys[min(max(at + by, 0), len(self.keys) - 1)])
 
     def action_page(self, by: int) -> None:
-        """By what is in sight."""
+        """Move the cursor by pages."""
         self.action_move(by * max(self.size.height - _HEADER - 1, 1))
 
     def action_end(self, which: int) -> None:
-        """To the first row, or the last."""
+        """Move the cursor to the first or last row."""
         self.action_move(which * len(self.keys))
 
     def action_open(self) -> None:
-        """What the row is about."""
+        """Open the row under the cursor."""
         if self.cursor is not None:
             self.post_message(self.Opened(self))
 
     def mark(self, key: str) -> None:
-        """Mark a row, or take its mark away."""
+        """Toggle the mark of a row."""
         self.marked ^= {key}
         self.redraw()
 
     @property
     def chosen(self) -> list[str]:
-        """The marked rows in order; without any, the one under the cursor."""
+        """The marked rows in order; without marks, the row under the cursor."""
         if self.marked:
             return [key for key in self.keys if key in self.marked]
         return [self.cursor] if self.cursor is not None else []
 
     def on_click(self, event: events.Click) -> None:
-        """A row gets the cursor, twice opens it; a heading sorts."""
+        """Move the cursor to a row, open it on a double click, or sort by a heading."""
         where = event.get_content_offset(self)
         if where is None:  # the border
             return

@@ -1,4 +1,4 @@
-"""A pane of wrapped lines that can be scrolled, and is drawn again only where it changed."""
+"""Scrollable pane of wrapped lines, and bars of unwrapped ones; both redraw only what changed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from textual.widget import Widget
 
 from tui.model.lines import EMPTY, Line, wrap
 from tui.widgets.painting import strip
-from tui.widgets.plain_text import Unmarked
+from tui.widgets.plain_text import PlainTextTitles
 
 
-class TextPane(Unmarked, ScrollView, can_focus=True):
-    """Shows lines, wrapped to its width."""
+class TextPane(PlainTextTitles, ScrollView, can_focus=True):
+    """Lines wrapped to the width of the pane."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "scroll_down", "down", show=False),
@@ -30,24 +30,24 @@ class TextPane(Unmarked, ScrollView, can_focus=True):
     ]
 
     def __init__(self, name: str, hang: int = 11) -> None:
-        """`hang`: the indent of what is wrapped."""
+        """`hang`: indent of continuation lines."""
         super().__init__(id=name)
         self._hang = hang
         self._source: list[Line] = []
         self._lines: list[Line] = []
-        self._wrapped_for = 0  # the width; a first picture is drawn before a pane is told its size
+        self._wrapped_for = 0  # width of the last wrap; the first frame is drawn before a pane gets its size
 
     def show(self, lines: list[Line]) -> None:
-        """These lines."""
+        """Show these lines."""
         if lines == self._source:
             return
         self._source = lines
         self._wrap()
 
     def _wrap(self) -> None:
-        if not self.size.width:  # not laid out yet: a line for each letter would be seen for a moment
+        if not self.size.width:  # not laid out yet: wrapping would briefly show one letter per line
             return
-        before, fresh = self._lines, self._pieces()
+        before, fresh = self._lines, self._wrapped_lines()
         self._lines = fresh
         if self.virtual_size.height != len(fresh):
             self.virtual_size = Size(0, len(fresh))
@@ -58,20 +58,18 @@ class TextPane(Unmarked, ScrollView, can_focus=True):
             if old != new:
                 self.refresh(Region(0, y, self.size.width, 1))
 
-    def _pieces(self) -> list[Line]:
+    def _wrapped_lines(self) -> list[Line]:
         self._wrapped_for = self.size.width
         cells = max(self.size.width - 1, 1)
-        return [piece for runs in self._source for piece in wrap(runs, cells, self._hang)]
+        return [part for runs in self._source for part in wrap(runs, cells, self._hang)]
 
     def on_resize(self, event: events.Resize) -> None:
-        """Wrap anew."""
         self._wrap()
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One line of what is in sight."""
         if self._wrapped_for != self.size.width:
-            self._lines = self._pieces()
+            self._lines = self._wrapped_lines()
         at = self.scroll_offset.y + y
         base = self.rich_style
         runs = self._lines[at] if at < len(self._lines) else EMPTY
@@ -79,12 +77,12 @@ class TextPane(Unmarked, ScrollView, can_focus=True):
 
     @property
     def text(self) -> str:
-        """What is shown, for copying and for tests."""
-        return "\n".join("".join(piece for piece, _ in runs) for runs in self._source)
+        """The text shown, before wrapping."""
+        return "\n".join("".join(part for part, _ in runs) for runs in self._source)
 
 
 class Bar(Widget):
-    """A few lines that fill their place: header, footer. Runs with an action can be clicked."""
+    """A few full-width lines: header, banner, footer. Runs with an action can be clicked."""
 
     class Pressed(Message):
         """A run with an action was clicked."""
@@ -99,20 +97,19 @@ class Bar(Widget):
         self._actions: dict[str, str] = {}
 
     def show(self, lines: list[Line], actions: dict[str, str] | None = None) -> None:
-        """These lines; `actions`: what a click on a run of this text does."""
+        """Show these lines; `actions`: action by text of a run."""
         self._actions = actions or {}
         if lines != self._lines:
             self._lines = lines
             self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One of them."""
         base = self.rich_style
         runs = self._lines[y] if y < len(self._lines) else EMPTY
         return strip(runs, base).adjust_cell_length(self.size.width, base)
 
     def on_click(self, event: events.Click) -> None:
-        """What the run under the mouse does."""
+        """Post the action of the run under the mouse."""
         at = 0
         for text, _ in self._lines[event.y] if event.y < len(self._lines) else EMPTY:
             if at <= event.x < at + len(text) and text in self._actions:
@@ -121,5 +118,5 @@ class Bar(Widget):
 
     @property
     def text(self) -> str:
-        """What is shown."""
-        return "\n".join("".join(piece for piece, _ in runs) for runs in self._lines)
+        """The text shown."""
+        return "\n".join("".join(part for part, _ in runs) for runs in self._lines)

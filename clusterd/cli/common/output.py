@@ -1,4 +1,4 @@
-"""Data to standard output, as a table for people or as JSON for programs; everything else to standard error."""
+"""Data to standard output, as a table or JSON; everything else to standard error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _COLOURS = {
 
 
 def output_option(command: F) -> F:
-    """``-o table|json|jsonl``."""
+    """Decorator for the option ``-o table|json|jsonl``."""
 
     @click.option(
-        "-o", "--output", type=click.Choice(["table", "json", "jsonl"]), default="table", help="How to print."
+        "-o", "--output", type=click.Choice(["table", "json", "jsonl"]), default="table", help="Output format."
     )
     @functools.wraps(command)
     def with_option(*args: Any, **kwargs: Any) -> Any:
@@ -36,7 +36,7 @@ def output_option(command: F) -> F:
 
 
 def show_json(value: Any, form: str) -> None:
-    """The value as JSON: whole and indented, or one line per element."""
+    """Print the value as JSON: whole and indented, or one line per element."""
     import json
 
     try:
@@ -47,7 +47,7 @@ def show_json(value: Any, form: str) -> None:
             print(json.dumps(value, indent=2, default=_plain))
         sys.stdout.flush()
     except BrokenPipeError:
-        drop_output(sys.stdout)  # the command goes on to its exit code
+        drop_output(sys.stdout)  # the command still returns its exit code
 
 
 def _plain(value: Any) -> Any:
@@ -55,25 +55,28 @@ def _plain(value: Any) -> Any:
 
 
 def show_table(headings: Sequence[str], rows: Sequence[Sequence[Any]], empty: str) -> None:
-    """Aligned columns, the last cut to the terminal's width. Own code: importing rich takes longer than the command."""
+    """Print aligned columns, the last truncated to the terminal's width.
+
+    Not rich: importing it takes longer than most commands.
+    """
     if not rows:
         print(empty, file=sys.stderr)
         return
-    texts = [["" if cell is None else shown(str(cell)) for cell in row] for row in rows]
+    texts = [["" if cell is None else escaped(str(cell)) for cell in row] for row in rows]
     widths = [max(len(heading), *(len(row[i]) for row in texts)) for i, heading in enumerate(headings)]
-    room = _terminal_width() - sum(widths[:-1]) - 2 * (len(widths) - 1)
+    last_width = _terminal_width() - sum(widths[:-1]) - 2 * (len(widths) - 1)
     colour = use_colour()
     for number, row in enumerate([[h.upper() for h in headings], *texts]):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         last = row[-1]
-        cells[-1] = last if room is None or len(last) <= room or room < 10 else last[: room - 1] + "…"
+        cells[-1] = last if len(last) <= last_width or last_width < 10 else last[: last_width - 1] + "…"
         if colour:
             cells = [_coloured(cell) if number else click.style(cell, bold=True) for cell in cells]
         print("  ".join(cells).rstrip())
 
 
 def use_colour(stream: Any = None) -> bool:
-    """A terminal that shows colours, and nobody who minds (``NO_COLOR``)."""
+    """The stream is a terminal with colours, and ``NO_COLOR`` is not set."""
     stream = stream or sys.stdout
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -92,39 +95,59 @@ def _terminal_width() -> int:
 
 
 def ago(at_s: float | None) -> str:
-    """``3m12s``: since then."""
+    """Time since an instant, as in ``3m12s``."""
     return duration(max(time.time() - at_s, 0.0)) if at_s else ""
 
 
 def raise_all(failures: Sequence[ClusterError]) -> None:
-    """What was refused of several, after the others were served: every line, and the first one's exit code."""
+    """Raise one error for several refusals: every message, and the first one's type and exit code."""
     if failures:
         raise type(failures[0])("\n".join(str(failure) for failure in failures))
 
 
 def note(text: str) -> None:
-    """A word to the person, not to the program that reads the output; nothing where that person is gone."""
+    """Print a notice to standard error; ignored if it is closed."""
     try:
-        print("\n".join(map(shown, text.split("\n"))), file=sys.stderr)
+        print("\n".join(map(escaped, text.split("\n"))), file=sys.stderr)
     except BrokenPipeError:
         drop_output(sys.stderr)
 
 
-def tell(line: str) -> None:
-    """A line of what was asked for."""
-    print(shown(line))
+def print_line(line: str) -> None:
+    """Print one line of output, escaped."""
+    print(escaped(line))
 
 
-def shown(text: str) -> str:
-    """With escapes in place of what a terminal would obey: what one user wrote, others look at."""
+def escaped(text: str) -> str:
+    """Text with control characters escaped: text from one user must not control the terminal of another."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def drop_output(stream: TextIO) -> None:
-    """What is still buffered goes nowhere: the interpreter tries it once more at its end, and says what came of it."""
+    """Redirect a closed stream to /dev/null, so that the interpreter does not fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def words(kind: str) -> str:
-    """``launch attempt`` of ``LaunchAttempt``."""
+def readable_kind(kind: str) -> str:
+    """``launch attempt`` for ``LaunchAttempt``."""
     return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in kind).strip()
+
+
+def compact_devices(devices: list[str]) -> str:
+    """Device ranges by host, as in ``gpu01:gpu0-3 gpu02:gpu1``."""
+    by_kind: dict[tuple[str, str], list[int]] = {}
+    for device in devices:
+        host, _, local = device.rpartition(":")
+        kind = local.rstrip("0123456789")
+        by_kind.setdefault((host, kind), []).append(int(local[len(kind) :]))
+    parts: list[str] = []
+    for (host, kind), numbers in by_kind.items():
+        runs: list[list[int]] = []
+        for number in sorted(numbers):
+            if runs and runs[-1][-1] == number - 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+        parts.append(f"{host}:{kind}{ranges}")
+    return " ".join(parts)

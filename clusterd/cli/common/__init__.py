@@ -1,0 +1,1 @@
+"""Shared parts of the commands: output, following a job, arguments, shell completion."""

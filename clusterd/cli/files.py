@@ -1,0 +1,156 @@
+"""``clusterd get`` and ``clusterd forget``: copy or delete the files of jobs, wherever they are."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clusterd.cli.common.arguments import own_jobs, time_s
+from clusterd.cli.common.completers import complete_job
+from clusterd.cli.common.output import ago, note, output_option, print_line, raise_all, show_json, show_table
+from clusterd.client import Client
+from clusterd.errors import ClusterError, TryLater, UsageError
+from clusterd.units import size
+
+
+@click.command()
+@click.argument("job", shell_complete=complete_job)
+@click.argument("files", nargs=-1)
+@click.option("--to", "folder", type=click.Path(path_type=Path), default=Path(), help="Target folder; default: here.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
+@output_option
+def get(job: str, files: tuple[str, ...], folder: Path, force: bool, output: str) -> None:
+    """Copy FILES that a job wrote into its working directory; without FILES, list them.
+
+    A FILE is a path below the working directory, a folder, or a pattern in quotes, as in '*.pt'. While the job runs, a
+    file is copied up to its current end.
+    """
+    with Client() as cluster:
+        listing = cluster.call("files", job=job)
+        for host, why in listing["left"].items():
+            note(f"{host} cannot list its files: {why}")
+        if not files:
+            _list(listing, output)
+            return
+        chosen = [_matching(listing, wanted) for wanted in files]
+        unique = {file["path"]: file for some in chosen for file in some}
+        away = [path for path in unique if not (folder / path).resolve().is_relative_to(folder.resolve())]
+        if away:
+            raise ClusterError(
+                f"{unique[away[0]]['host']} names {away[0]}, which is outside {folder}: nothing was copied"
+            )
+        taken = [path for path in unique if not force and os.path.exists(folder / path)]
+        if taken:
+            raise ClusterError(f"{folder / taken[0]} already exists: --force overwrites it")
+        for file in unique.values():
+            _copy(cluster, listing["job"], file, folder / file["path"])
+            note(f"{folder / file['path']} ({size(file['bytes'])}) from {file['host']}")
+
+
+def _list(listing: dict[str, Any], output: str) -> None:
+    if listing["left"] and not listing["files"]:
+        raise TryLater(
+            f"whether {listing['name']} has written files is unknown until {_unreachable(listing)} can be reached"
+        )
+    if output != "table":
+        show_json(listing["files"], output)
+        return
+    rows = [[f["path"], size(f["bytes"]), f"{ago(f['at_s'])} ago", f["host"]] for f in listing["files"]]
+    show_table(
+        ["file", "size", "written", "host"],
+        rows,
+        f"{listing['name']} has written no files, or clusterd forget deleted them",
+    )
+    if listing["more"]:
+        note(f"and {listing['more']} more, not listed")
+
+
+def _unreachable(listing: dict[str, Any]) -> str:
+    return " and ".join(listing["left"])
+
+
+def _matching(listing: dict[str, Any], wanted: str) -> list[dict[str, Any]]:
+    if not wanted:  # an unset variable in a script
+        raise UsageError(f"the file name is empty: clusterd get {listing['job']} lists them")
+    plain = os.path.normpath(wanted)
+    if plain == "." and (listing["files"] or not listing["left"]):
+        return list(listing["files"])
+    found = [
+        file
+        for file in listing["files"]
+        if file["path"] == plain or file["path"].startswith(f"{plain}/") or fnmatch.fnmatch(file["path"], wanted)
+    ]
+    if not found and listing["left"]:
+        unknown = f"whether {listing['name']} has written {wanted} is unknown"
+        raise TryLater(f"{unknown} until {_unreachable(listing)} can be reached")
+    if not found:
+        raise ClusterError(f"{listing['name']} has written no {wanted}: clusterd get {listing['job']} lists its files")
+    return found
+
+
+def _copy(cluster: Client, job: str, file: dict[str, Any], target: Path) -> None:
+    """Copy a file completely, or leave no part of it."""
+    part = target.with_name(f".clusterd-{os.getpid()}.part")  # the file's own name plus a suffix may be too long
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as out:
+            arguments = {key: file[key] for key in ("path", "host", "attempt")}
+            for chunk in cluster.stream("file", job=job, **arguments):
+                out.write(chunk["data"])
+        part.replace(target)
+    except OSError as error:
+        raise ClusterError(f"cannot write {target}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):  # its directory may not exist
+            part.unlink(missing_ok=True)
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, shell_complete=complete_job)
+@click.option("--older", metavar="TIME", help="All jobs of yours that ended longer ago than this, as in 30d.")
+@click.option("--dry-run", is_flag=True, help="List them, and delete nothing.")
+def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
+    """Delete logs, step logs and working directories of finished jobs, here and on their hosts.
+
+    Files that a job wrote into its working directory are deleted too; checkpoints elsewhere and the job's line in
+    `clusterd ls --all` stay. A pattern such as 'net_*' selects your own finished jobs by name.
+    """
+    if bool(jobs) == (older is not None):
+        raise UsageError("give job names, or --older TIME")
+    limit_s = time.time() - time_s("--older", older) if older is not None else None
+    failures: list[ClusterError] = []
+    freed, left = 0, set()
+    with Client() as cluster:
+        chosen = own_jobs(cluster, jobs, over=True) if limit_s is None else _ended_before(cluster, limit_s)
+        for job in chosen:
+            try:
+                if dry_run:
+                    row = cluster.call("job", job=job)
+                    print_line(f"{row['id']} ({row['name']}), {row['state']}")
+                    continue
+                answer = cluster.call("forget", job=job)
+            except ClusterError as error:
+                failures.append(error)
+                continue
+            freed += answer["bytes"]
+            for host, why in answer["left"].items():
+                left.add(host)
+                note(f"{answer['job']} ({answer['name']}): {host} could not delete its part: {why}")
+    count = len(chosen) - len(failures)
+    if not dry_run and (count or not failures):
+        again = f"; run it again when {', '.join(sorted(left))} can be reached" if left else ""
+        note(f"{count} job{'s' * (count != 1)} forgotten, {size(freed)} freed{again}")
+    raise_all(failures)
+
+
+def _ended_before(cluster: Client, limit_s: float) -> list[str]:
+    me: dict[str, Any] = cluster.call("hello")
+    rows = cluster.call("jobs", all=True)
+    mine = [row for row in rows if row["user"] == me["user"]]
+    return [row["id"] for row in mine if row["ended_s"] is not None and row["ended_s"] < limit_s]
