@@ -58,7 +58,7 @@ def job_row(job: Job, state: State) -> Row:
         "progressed_s": job.progressed_s,
         "predicted_step_time_s": predicted_step_time_s(job, state),
         "profiling": job.trials.is_running,
-        "trials": len(job.trials.past),
+        "trials": len(job.trials.finished),
         "predictable": is_predictable(job),
         "foreseen_steps": job.predicted_steps,
         "target_loss": job.spec.target_loss,

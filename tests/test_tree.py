@@ -33,6 +33,9 @@ EVERYDAY = {
 EVERYDAY_ALONE = {"late", "lasts", "past", "tell", "what", "who", "whose", "whom", "word", "words"}
 """Vague as the whole of a name, harmless as a part of one."""
 
+STORED_NAMES = {"what"}
+"""Fields of the journal and of messages, which other versions and other programs read."""
+
 ENTRY_POINTS = {"__init__", "__main__"}
 
 
@@ -135,4 +138,4 @@ def _names(package: str) -> Iterator[tuple[Path, str]]:
 
 def _is_everyday(name: str) -> bool:
     parts = {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
-    return bool(parts & EVERYDAY) or name.strip("_").lower() in EVERYDAY_ALONE
+    return name not in STORED_NAMES and (bool(parts & EVERYDAY) or name.strip("_").lower() in EVERYDAY_ALONE)

@@ -1,4 +1,4 @@
-"""What is believed of a model's speed: the table that allocation and placement read.
+"""Performance table of a model: predicted step time and memory by plan and shape of allocation.
 
 Whoever makes it (the daemon out of trial runs, the simulator out of measured tables) hands it over by an event; the
 core looks things up and never fits anything. An entry is a plan on a *shape* of allocation: so many devices of one type
@@ -15,7 +15,7 @@ from functools import cached_property
 from plans.plan import Plan
 
 Shape = tuple[int, ...]
-"""Devices on each host, most first."""
+"""Number of devices on each host, largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def devices(self) -> int:
-        """In all."""
+        """Number of devices in all."""
         return sum(self.shape)
 
     @property
@@ -55,7 +55,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class PerformanceTable:
-    """All estimates of one model. Immutable: what is newly learned makes a new one."""
+    """All estimates of one model. Immutable: new measurements make a new table."""
 
     estimates: tuple[Estimate, ...]
     global_batch: int = 1
@@ -84,7 +84,7 @@ class PerformanceTable:
 
     @cached_property
     def cores_matter(self) -> bool:
-        """Whether some plan is faster on more CPU cores."""
+        """True where some plan is faster with more CPU cores."""
         return any(estimate.core_times for estimate in self.estimates)
 
     @cached_property
@@ -113,16 +113,16 @@ class PerformanceTable:
         return dict(sorted(several.items(), key=lambda item: (-sum(item[0]), len(item[0]))))
 
     def best(self, device_type: str, shape: Iterable[int]) -> Estimate | None:
-        """The fastest plan on this shape; None: nothing is known to run there."""
+        """Fastest estimate on a shape; None: no plan is known to run there."""
         some = self.by_shape.get((device_type, tuple(sorted(shape, reverse=True))))
         return some[0] if some else None
 
     def of(self, plan: Plan, device_type: str, shape: Iterable[int]) -> Estimate | None:
-        """What is believed of one plan there."""
+        """Estimate of one plan on a shape; None: unknown."""
         some = self.by_shape.get((device_type, tuple(sorted(shape, reverse=True))), ())
         return next((estimate for estimate in some if estimate.plan == plan), None)
 
 
 def evenly(plan: Plan) -> Plan:
-    """The plan with no more to say of shares than that they are as even as can be."""
+    """The plan without explicit batch shares."""
     return replace(plan, shares=()) if plan.shares else plan

@@ -323,11 +323,11 @@ class Trial:
 
 @dataclass(slots=True)
 class TrialSeries:
-    """Trials of one job: the current one, the past ones, and the return to the job's own plan."""
+    """Trials of one job: the current one, the finished ones, and the return to the job's own plan."""
 
     state: SeriesState = SeriesState.IDLE
     current: Trial | None = None
-    past: list[Trial] = field(default_factory=list)
+    finished: list[Trial] = field(default_factory=list)
     history: History = field(default_factory=list)
 
     def go(self, state: SeriesState, at_s: float) -> None:

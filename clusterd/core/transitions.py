@@ -115,10 +115,10 @@ def advance(machine: Machine[S], table: Mapping[S, frozenset[S]], state: S, at_s
         InvalidTransition: the table has no such step; the message carries the object's history.
     """
     if state not in table[machine.state]:
-        past = "".join(f"{was} until {left_s:.3f}, " for was, left_s in machine.history)
+        former = "".join(f"{was} until {left_s:.3f}, " for was, left_s in machine.history)
         raise InvalidTransition(
             f"{name}: no step from {machine.state.value} to {state.value} at {at_s:.3f} "
-            f"(history: {past}then {machine.state.value})"
+            f"(history: {former}then {machine.state.value})"
         )
     machine.history.append((machine.state.value, at_s))
     del machine.history[:-HISTORY_MAX]

@@ -55,7 +55,7 @@ from clusterd.daemon.systemd import notify
 from clusterd.daemon.unexpected import first_of, guarded
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import Progress, StateSnapshotTaken
-from clusterd.protocol.rank import RankSaid
+from clusterd.protocol.rank import FromRank
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import HostLink
@@ -137,7 +137,7 @@ class Daemon:
             learned = Learned(engine, config.state_dir / "measurements.db")
             profiler = Profiler(engine, learned, trials=config.trials)
             hosts.reports.subscribe(Progress, profiler.on_progress)
-            hosts.reports.subscribe(RankSaid, profiler.on_rank_said)
+            hosts.reports.subscribe(FromRank, profiler.on_rank_said)
             launches.wants_probe = learned.wants_probe
 
             notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None

@@ -11,7 +11,7 @@ from typing import Any
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.exit_reasons import Reason
 from clusterd.protocol.frames import Message, ProtocolError
-from clusterd.protocol.rank import RankSaid, rank_message
+from clusterd.protocol.rank import FromRank, rank_message
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class FactsChanged:
     facts: dict[str, Any]  # see `Facts`
 
 
-Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | RankSaid
+Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | FromRank
 
 _KINDS: dict[str, type[RankExited | Progress | StateSnapshotTaken | FactsChanged]] = {
     "rank_exited": RankExited,
@@ -190,8 +190,8 @@ def report(message: Message) -> Report:
     kind = message.get("event")
     if kind == "rank_said":
         sender = from_map(_Sender, message, "rank_said")
-        said = rank_message(message.get("said"))
-        return RankSaid(sender.job, sender.attempt, sender.generation, sender.rank, said, sender.at_s)
+        content = rank_message(message.get("said"))
+        return FromRank(sender.job, sender.attempt, sender.generation, sender.rank, content, sender.at_s)
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ProtocolError("an agent sent a message of an unknown kind")
     return from_map(_KINDS[kind], message, kind)

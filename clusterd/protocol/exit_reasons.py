@@ -6,7 +6,7 @@ import enum
 
 
 class Reason(str, enum.Enum):
-    """Why a rank exited, as its agent saw it."""
+    """Exit reason of a rank, as its agent saw it."""
 
     EXIT = "exit"
     SIGNAL = "signal"

@@ -28,7 +28,7 @@ class ProtocolError(Exception):
 
 
 class Reader(Protocol):
-    """What frames are read from; `asyncio.StreamReader` is one."""
+    """Source of frames; `asyncio.StreamReader` is one."""
 
     async def readexactly(self, n: int, /) -> bytes:
         """Exactly `n` bytes; `asyncio.IncompleteReadError` at the end."""

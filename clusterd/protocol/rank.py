@@ -129,14 +129,14 @@ KINDS: dict[str, type[RankMessage]] = {
 
 
 @dataclass(frozen=True)
-class RankSaid:
-    """A rank's message with the rank that sent it; the agent fills in everything but `said`."""
+class FromRank:
+    """A rank's message with the rank that sent it; the agent fills in everything but `message`."""
 
     job: str
     attempt: int
     generation: int
     rank: int
-    said: RankMessage
+    message: RankMessage
     at_s: float = 0.0
 
 

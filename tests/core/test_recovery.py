@@ -95,7 +95,7 @@ def test_a_trial_that_runs_out_of_memory_takes_its_job_back(lab_with_two_hosts: 
     start = d.StartMigration.match(decided, job=job)
     assert start is not None
     assert (start.new_plan, start.lost) == (before, ())
-    (trial,) = lab.scheduler.state.jobs[job].trials.past
+    (trial,) = lab.scheduler.state.jobs[job].trials.finished
     assert trial.is_refused
     move(lab, job)
     assert lab.state(job) == "running"
@@ -154,7 +154,7 @@ def test_a_trial_that_was_interrupted_may_be_made_again(lab_with_two_hosts: Lab)
     job = running(lab, devices=4)
     propose(lab, job, Plan(dp=2))
     lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(dp=2, zero=1), by="ann"))
-    (trial,) = lab.scheduler.state.jobs[job].trials.past
+    (trial,) = lab.scheduler.state.jobs[job].trials.finished
     assert trial.failure
     assert not trial.is_refused
 

@@ -191,7 +191,7 @@ def test_a_plan_is_tried_through_host_memory_and_left_again_in_the_same_way(full
     assert d.StopAttempt.match(decided, job=job, attempt=2)
     launch = d.LaunchAttempt.match(lab.stopped(job), job=job)
     assert launch is not None and launch.plan == Plan(dp=4)
-    assert [trial.failure for trial in known.trials.past] == [""]
+    assert [trial.failure for trial in known.trials.finished] == [""]
 
 
 def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]) -> None:
@@ -199,7 +199,7 @@ def test_a_smaller_plan_is_not_tried_through_host_memory(full: tuple[Lab, JobId]
     lab, job = full
     decided = propose(lab, job, Plan(dp=2))
     assert not d.StopAttempt.match(decided, job=job)
-    (trial,) = lab.scheduler.state.jobs[job].trials.past
+    (trial,) = lab.scheduler.state.jobs[job].trials.finished
     assert "trains on the same device" in trial.failure and not trial.is_refused
 
 

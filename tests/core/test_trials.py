@@ -96,7 +96,7 @@ def test_a_trial_waits_for_the_first_step_and_is_measured_where_it_runs(lab_with
     assert lab.attempt(job).migration is None  # it runs so already
     assert lab.scheduler.state.jobs[job].trials.current.from_step == 5  # type: ignore[union-attr]
     measured(lab, job, 1.5)
-    assert lab.scheduler.state.jobs[job].trials.past[-1].step_time_s == 1.5
+    assert lab.scheduler.state.jobs[job].trials.finished[-1].step_time_s == 1.5
 
 
 def test_a_failed_trial_is_over_and_the_old_plan_goes_on(lab_with_two_hosts: Lab) -> None:
@@ -111,7 +111,7 @@ def test_a_failed_trial_is_over_and_the_old_plan_goes_on(lab_with_two_hosts: Lab
     for host in attempt.hosts:
         lab.tell(e.AttemptStopped(**lab.at(), **who, host=host))
     known = lab.scheduler.state.jobs[job]
-    assert known.trials.current is None and "out of device memory" in known.trials.past[-1].failure
+    assert known.trials.current is None and "out of device memory" in known.trials.finished[-1].failure
     assert attempt.plan == plan
     assert {lease.job for lease in lab.scheduler.state.leases.values()} == {job}
 
@@ -123,7 +123,7 @@ def test_a_person_who_moves_a_job_ends_its_trial(lab_with_two_hosts: Lab) -> Non
     move(lab, job)
     decided = lab.tell(e.MigrationRequested(**lab.at(), job=job, plan=Plan(tp=4), by="ann"))
     assert d.StartMigration.match(decided, new_plan=Plan(tp=4))
-    assert "ann" in lab.scheduler.state.jobs[job].trials.past[-1].failure
+    assert "ann" in lab.scheduler.state.jobs[job].trials.finished[-1].failure
 
 
 def test_a_trial_that_nobody_measures_is_given_up(lab_with_two_hosts: Lab) -> None:
@@ -134,7 +134,7 @@ def test_a_trial_that_nobody_measures_is_given_up(lab_with_two_hosts: Lab) -> No
     lab.now_s += 200.0
     lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.TRIAL, job)))
     known = lab.scheduler.state.jobs[job]
-    assert known.trials.current is None and "not measured" in known.trials.past[-1].failure
+    assert known.trials.current is None and "not measured" in known.trials.finished[-1].failure
 
 
 def test_a_job_that_ends_in_a_trial_leaves_no_lease(lab_with_two_hosts: Lab) -> None:
@@ -153,7 +153,7 @@ def test_a_trial_that_would_take_the_memory_of_who_trains_is_not_made(lab: Lab) 
     each = estimate(Plan(dp=4), gpt(), kind="cuda").device_bytes
     lab.tell(e.HostChanged(**lab.at(), host=HostId("a"), facts=facts("a", gpus=4, gpu_bytes=int(each * 1.8))))
     propose(lab, job, Plan(dp=2))
-    (trial,) = lab.scheduler.state.jobs[job].trials.past
+    (trial,) = lab.scheduler.state.jobs[job].trials.finished
     assert not trial.is_refused and "trains on the same device" in trial.failure
     assert lab.state(job) == "running"
 

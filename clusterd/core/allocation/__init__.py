@@ -1,1 +1,1 @@
-"""How many devices each job gets, which running jobs move, and who is preempted for whom."""
+"""Allocation: the devices of each job, migrations of running jobs, and preemption."""

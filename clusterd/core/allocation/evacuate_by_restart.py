@@ -1,4 +1,4 @@
-"""Checkpointable jobs that must leave a drained host: each saves, ends, and starts again where there is room."""
+"""Evacuation of drained hosts, live or, for checkpointable jobs, by saving and starting again elsewhere."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from clusterd.types import AttemptState, HostState, JobId, JobKind
 
 
 def evacuations(view: View, skip: Container[JobId]) -> list[Move]:
-    """How jobs leave drained hosts, alive or by a restart; `skip`: jobs that are somebody else's business."""
+    """Migrations off drained hosts, live or by a restart; `skip`: jobs that another allocator handles."""
     return [*drained(view, skip), *off_drained(view)]
 
 
 def off_drained(view: View) -> list[Move]:
-    """Restarts elsewhere, each under the best of the job's plans that there is room for.
+    """Restarts of checkpointable jobs elsewhere, each under the best of the job's plans that fits.
 
     Nobody is asked to save before there is room, and that is kept for the job while it does.
     """
@@ -41,6 +41,6 @@ def off_drained(view: View) -> list[Move]:
 
 
 def _can_save(attempt: Attempt, view: View) -> bool:
-    """Whether it runs, and all of its ranks can be told."""
+    """True where the attempt runs and all of its hosts are up."""
     there = all(host in view.hosts and view.hosts[host].state is HostState.UP for host in attempt.hosts)
     return there and attempt.state is AttemptState.RUNNING

@@ -1,4 +1,4 @@
-"""Whether a running job may be moved now, and what that costs it: between proposing a move and its being worth it."""
+"""Cost of migrations in seconds, and the thresholds that a migration must pass."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from clusterd.core.view import View
 from clusterd.types import HostState
 
 MOVE_S = 30.0
-"""What a move is taken to cost where none was made yet."""
+"""Assumed downtime of a live migration where none was made yet."""
 
 RESTART_S = 60.0
-"""Likewise, a move through host memory: ranks end, and new ones start and build their model."""
+"""Assumed downtime of a migration through host memory: ranks exit, new ones start and build their model."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationThresholds:
-    """How eagerly running jobs are changed."""
+    """Thresholds that a migration must pass."""
 
-    grow: float = 2.0  # times its cost that a growth must bring beyond its cost
-    shrink: float = 2.0  # seconds spared to the one who waits, for each second that others lose
-    budget: float = 0.3  # of a job's life that moves may cost in all
-    settle: float = 2.0  # times its cost between two moves of a job
-    settle_s: float = 10.0  # ... and at least so long
-    price: float = 1.0  # of a device-second, in seconds of delay for each job that could use it
-    thrift: float = 0.3  # likewise, where nobody waits
-    failed_s: float = 30.0  # after a move that failed; longer after several in a row
+    grow: float = 2.0  # gain of a growth beyond its cost, in multiples of that cost
+    shrink: float = 2.0  # seconds saved to a waiting job per second that others lose
+    budget: float = 0.3  # share of a job's life that migrations may cost
+    settle: float = 2.0  # pause between two migrations of a job, in multiples of their cost
+    settle_s: float = 10.0  # ... and at least this
+    price: float = 1.0  # of a device-second, in seconds of delay per job that could use it
+    thrift: float = 0.3  # likewise, while no job waits
+    failed_s: float = 30.0  # pause after a failed migration; longer after several in a row
 
 
 DEFAULT_THRESHOLDS = MigrationThresholds()
@@ -39,23 +39,23 @@ DEFAULT_THRESHOLDS = MigrationThresholds()
 
 @dataclass(frozen=True, slots=True)
 class MigrationCosts:
-    """Of the jobs of one view, by these habits."""
+    """Migration costs of the jobs of one view, and whether they may migrate now."""
 
     view: View
     thresholds: MigrationThresholds
 
     def move_s(self, job: Job) -> float:
-        """What a move of this job costs: as moves of its model took, or of any, or a guess."""
+        """Seconds of a live migration: the average of the job's model, else the largest of any model, else a guess."""
         return _of_model(job, self.view.move_costs_s, MOVE_S)
 
     def cost_s(self, p: JobForecast, offer: Estimate) -> float:
-        """What it costs to have the job run so: a move, or, without room for old and new ranks, a restart."""
+        """Seconds of migrating the job to an offer: live, or through host memory where both sides do not fit."""
         if fits_beside(p, offer):
             return self.move_s(p.job)
         return _of_model(p.job, self.view.restart_costs_s, RESTART_S)
 
     def may_move(self, p: JobForecast) -> bool:
-        """Not pinned, not moved a moment ago, and its hosts are there."""
+        """True for a job that is not pinned, did not migrate a moment ago, and whose hosts are up."""
         job = p.job
         if job.pinned is not None or job.step < 1 or p.now is None:
             return False
@@ -69,14 +69,14 @@ class MigrationCosts:
         return since_s >= (job.back_off_s(self.thresholds.failed_s) if last.failure else settle_s)
 
     def within_budget(self, p: JobForecast, offer: Estimate) -> bool:
-        """All its moves, this one included, stay within a share of its life."""
+        """True where all its migrations, this one included, stay within a share of its life."""
         made = sum(not m.failure for m in p.job.migrations)
         life_s = executed_s(p.job, self.view.now_s) + p.left_s(offer)
         return made * self.move_s(p.job) + self.cost_s(p, offer) <= self.thresholds.budget * life_s
 
 
 def fits_beside(p: JobForecast, offer: Estimate) -> bool:
-    """Its ranks can be made ready while the old ones train; of a simulated job nobody knows the memory."""
+    """True where target ranks fit beside the source ranks; a simulated job's memory is unknown and counts as 0."""
     if not p.devices:
         return True
     there = p.now.device_bytes if p.now is not None else 0

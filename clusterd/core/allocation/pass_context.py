@@ -1,4 +1,4 @@
-"""What the second half of the third stage stands on: the books of one pass, and what seconds and devices are worth."""
+"""State of one allocation pass: free devices, thresholds, grants so far, and the price of seconds and devices."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from clusterd.types import Device, JobId
 
 @dataclass(slots=True)
 class PassContext:
-    """One pass over jobs whose speed is known."""
+    """One pass over jobs with a performance model; the functions of this package read and change it."""
 
     view: View
     ledger: Ledger
     sizes: dict[JobId, int]
-    running: Sequence[JobForecast]  # that are not in the middle of anything
+    running: Sequence[JobForecast]  # settled ones
     proposal: Proposal
     thresholds: MigrationThresholds = DEFAULT_THRESHOLDS
-    total: int = 1  # devices that this pass may give
+    total: int = 1  # devices that this pass may grant
     behind: Mapping[JobId, int] = field(default_factory=dict)  # jobs with more work left
-    leaving: int = 0  # devices that moves under way will free
+    leaving: int = 0  # devices that migrations under way will free
     mixed_search: HeterogeneousSearch | None = None  # where devices of several types can serve one job
-    spare: int = 0  # devices beyond all sizes
+    spare: int = 0  # devices beyond all target sizes
     started: list[PlannedStart] = field(default_factory=list)  # in the order of the proposal's starts
     forecast: AvailabilityForecast = field(init=False)
     costs: MigrationCosts = field(init=False)
@@ -47,11 +47,11 @@ class PassContext:
     # --- what it is worth ---------------------------------------------------------------------------------------------
 
     def burden_s(self, p: JobForecast, offer: Estimate) -> float:
-        """Seconds that running so costs: the job its own time, those behind it what its devices could do for them."""
+        """Seconds that an offer costs: the job's own time, and the time its devices could save the jobs behind it."""
         return p.left_s(offer) * (1.0 + self.price(p, self.thresholds.price) * offer.devices)
 
     def price(self, p: JobForecast, each: float) -> float:
-        """Of a device, in shares of the time that it is held; `each`: for each of those behind the job."""
+        """Price of a device as a share of the time that it is held; `each`: per job behind this one."""
         return each * self.behind.get(p.job.id, 0) / self.total
 
     def max_devices(self, p: JobForecast) -> int:
@@ -59,14 +59,14 @@ class PassContext:
         return min(max(self.sizes.get(p.job.id, 0), 1), may)
 
     def gain_s(self, p: JobForecast, offer: Estimate) -> float:
-        """Seconds saved by running so, the move and what the further devices could do for others paid."""
+        """Seconds that an offer saves, net of the migration and of the price of further devices."""
         price = self.price(p, self.thresholds.thrift)
         cost_s = self.costs.cost_s(p, offer)
         then_s = (p.left_s(offer) + cost_s) * (1.0 + price * offer.devices)
         return p.now_s * (1.0 + price * len(p.devices)) - then_s
 
     def max_mixed_devices(self, p: JobForecast, most: int) -> int:
-        """Devices of several types: beyond what one type gives, what nobody else is to have."""
+        """Largest number of mixed devices: beyond one type's, only those outside every job's target size."""
         size = self.sizes.get(p.job.id, 0)
         more = max(self.spare, 0) if size >= max(p.curve.points) else 0
         return min(max(most, size + more), len(p.devices) + self.view.quotas.left(p.job.spec.tenant))
@@ -74,7 +74,7 @@ class PassContext:
     # --- books and moves ----------------------------------------------------------------------------------------------
 
     def may_backfill(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> bool:
-        """The one who is kept a place starts no later for it (backfill)."""
+        """True where the job with the reservation starts no later for this grant (backfill)."""
         return self.reservation is None or self.reservation.admits(p.left_s(offer), devices)
 
     def occupy(self, left_s: float, devices: Sequence[Device]) -> None:
@@ -83,7 +83,7 @@ class PassContext:
             self.reservation.take(left_s, devices)
 
     def find_with_own(self, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
-        """The first of these offers that a running job can have, with what it holds already."""
+        """First of these offers that fits, the running job's own devices counting as free; None: none fits."""
         own = {d.id for d in p.devices}
 
         def look() -> Found | None:
@@ -107,7 +107,7 @@ class PassContext:
         return p.job.id not in self.moved and self.costs.may_move(p)
 
     def migratable(self) -> list[JobForecast]:
-        """Those that may be moved now; asked for each who waits, so it is kept until somebody is moved."""
+        """Running jobs that may migrate now; cached until one migrates, as every waiting job asks."""
         if self._checked_at != len(self.moved):
             self._checked_at = len(self.moved)
             self._migratable = [v for v in self.running if self.can_migrate(v)]

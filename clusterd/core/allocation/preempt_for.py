@@ -1,7 +1,7 @@
-"""Devices for a queued job that others run on: who shrinks for it, by simple rules.
+"""Preemption for a queued job without a performance model: running elastic jobs shrink for it.
 
 A job that is guaranteed, or has a higher priority, may take devices from running elastic jobs that are neither pinned
-nor guaranteed; each keeps at least one. What such a job lost it gets back when nobody else can use it.
+nor guaranteed; each of these keeps at least one, and gets lost devices back when no other job can use them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clusterd.types import AttemptState, DeviceId, JobKind
 
 
 def preempt_for(job: Job, view: View, count: int) -> list[Move]:
-    """Shrinks that free devices where a queued job may use them; empty when they would not be enough.
+    """Migrations that free devices where a queued job may use them; empty where they would not suffice.
 
     A command's devices are of one host, and nobody's of two kinds. Takes from the lowest priority first, and from the
     youngest among equals.
@@ -43,7 +43,7 @@ def preempt_for(job: Job, view: View, count: int) -> list[Move]:
 
 
 def _yielded(job: Job, victims: Iterable[Job], view: View, missing: int, wanted: Collection[DeviceId]) -> list[Move]:
-    """Shrinks that free so many of the wanted devices; empty when they would not be enough."""
+    """Migrations of victims that free this many of the wanted devices; empty where they would not suffice."""
     moves: list[Move] = []
     for victim in victims:
         if missing <= 0:
@@ -56,14 +56,14 @@ def _yielded(job: Job, victims: Iterable[Job], view: View, missing: int, wanted:
         reason = f"makes room for {job.spec.name}, which {_claim(job)}"
         move = first_that_works(victim, own, elsewhere or own, keep, None, reason, view.hosts)
         if move is not None:
-            kept = {place.device for place in move.ranks}
+            stays = {place.device for place in move.ranks}
             moves.append(move)
-            missing -= sum(d.id in wanted and d.id not in kept for d in own)
+            missing -= sum(d.id in wanted and d.id not in stays for d in own)
     return moves if missing <= 0 else []
 
 
 def leaving(job: Job) -> set[DeviceId]:
-    """Devices that come free when what its ranks are asked to do is done: they move, or end."""
+    """Devices that come free once the job's current migration or stop is done."""
     attempt = job.attempt
     if attempt is None:
         return set()

@@ -1,6 +1,6 @@
-"""Between running jobs: one shrinks for another's growth, where that brings in all more than both moves cost.
+"""Rebalancing between running jobs: one shrinks for another's growth where that saves more than both lose.
 
-Growth into what is free comes first (`growing`). What one gives here the other takes in the pass in which it is there.
+Growth into free devices comes first (`scale_up`). The grower takes the devices in the pass in which they are free.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.heterogeneous_search import as_if_free
 
 OFFERS_TRIED = 3
-"""Of each who would grow."""
+"""Offers examined for each job that would grow."""
 
 
 def rebalance(ctx: PassContext) -> None:
-    """Shrinks for those who run on less than their share, first for whom a device brings most."""
-    wishes: list[tuple[float, JobForecast, list[Estimate]]] = []
+    """Shrink jobs for those below their target size, first for the job that gains most per device."""
+    candidates: list[tuple[float, JobForecast, list[Estimate]]] = []
     for p in ctx.running:
         if ctx.sizes.get(p.job.id, 0) <= len(p.devices) or not ctx.can_migrate(p):
             continue
@@ -30,15 +30,15 @@ def rebalance(ctx: PassContext) -> None:
         good = [(s, x) for s, x in gains if s > 0 and ctx.costs.within_budget(p, x)]
         if good:
             per_device_s = good[0][0] / (good[0][1].devices - len(p.devices))
-            wishes.append((per_device_s, p, [x for _, x in good[:OFFERS_TRIED]]))
-    wishes.sort(key=lambda w: (-w[0], w[1].job.id))
-    for _, p, offers in wishes[:MOST_CONSIDERED]:
+            candidates.append((per_device_s, p, [x for _, x in good[:OFFERS_TRIED]]))
+    candidates.sort(key=lambda w: (-w[0], w[1].job.id))
+    for _, p, offers in candidates[:MOST_CONSIDERED]:
         if p.job.id not in ctx.moved:
             _rebalance_one(ctx, p, offers)
 
 
 def _surplus_s(ctx: PassContext, p: JobForecast, offer: Estimate) -> float:
-    """Seconds that it gains by running so, beyond what any growth must bring."""
+    """Seconds gained by an offer beyond the threshold of any growth."""
     return ctx.gain_s(p, offer) - ctx.thresholds.grow * ctx.costs.cost_s(p, offer)
 
 
@@ -55,13 +55,13 @@ def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate])
     eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs)
     for change in eviction.changes:
         ctx.ledger.take(change.devices, {}, {})
-        ctx.migrate(change.v, change.offer, change.devices, f"gives to {p.job.spec.name}, which is to grow")
+        ctx.migrate(change.v, change.offer, change.devices, f"gives devices to {p.job.spec.name}, which is to grow")
     ctx.ledger.take(eviction.now, {}, {})
     ctx.moved.add(p.job.id)
 
 
 def _search(ctx: PassContext, p: JobForecast, offer: Estimate) -> EvictionPlan | None:
-    """What would have to change, its own devices counting as free; nobody can sit on those before it has left."""
+    """Cheapest evictions for an offer, the job's own devices counting as free but going to nobody else."""
     search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v is not p])
     eviction = as_if_free(
         ctx.ledger, p, lambda: search.make(offer, lambda v: victim_sizes(ctx, v, False), ctx.costs.cost_s)

@@ -24,8 +24,8 @@ def requested(job: Job, view: View, plan: Plan | None, devices: tuple[DeviceId, 
     """Migration that a user asked for, or the reason why it cannot be made."""
     attempt = job.attempt
     if attempt is None or attempt.plan is None or attempt.state is not AttemptState.RUNNING:
-        what = f"{job.spec.name} ({job.spec.kind.value}) is {job.state.value}"
-        return Refusal(job.id, f"{what}: only elastic jobs that run can be moved")
+        description = f"{job.spec.name} ({job.spec.kind.value}) is {job.state.value}"
+        return Refusal(job.id, f"{description}: only elastic jobs that run can be moved")
     requested = plan or attempt.plan
     count = requested.ranks
     own = of_ranks(view.hosts, attempt)

@@ -1,4 +1,4 @@
-"""Third stage, second half: running jobs that must leave a drained host, and those that grow into what is left."""
+"""Migrations of running jobs with a performance model: off drained hosts, and into idle devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clusterd.units import duration
 
 
 def evacuate(ctx: PassContext) -> None:
-    """Jobs on drained hosts: the fastest offer, no larger than what they have, that there is room for elsewhere."""
+    """Migrate jobs off drained hosts to their fastest offer that fits elsewhere and is no larger than now."""
     for p in ctx.running:
         why = resize_unmodelled.must_leave(p.job, ctx.view)
         if not why:
@@ -35,7 +35,7 @@ def evacuate(ctx: PassContext) -> None:
 
 
 def _or_mixed_elsewhere(ctx: PassContext, p: JobForecast, found: Found | None) -> Found | None:
-    """What was found for one who must leave, or devices of several types where these are faster."""
+    """The offer found for an evacuated job, or mixed devices where these are faster."""
     mixed_search, now = ctx.mixed_search, p.now
     if mixed_search is None:
         return found
@@ -56,8 +56,8 @@ def _or_mixed_elsewhere(ctx: PassContext, p: JobForecast, found: Found | None) -
 
 
 def scale_up(ctx: PassContext) -> None:
-    """Who is better off with what nobody waits for."""
-    wishes: list[tuple[float, JobId, JobForecast, list[Estimate]]] = []
+    """Migrate jobs to larger offers on devices that no queued job waits for."""
+    candidates: list[tuple[float, JobId, JobForecast, list[Estimate]]] = []
     mixed = _mix_candidates(ctx)
     for p in ctx.running:
         if p.job.id in ctx.moved or not ctx.can_migrate(p):
@@ -77,20 +77,20 @@ def scale_up(ctx: PassContext) -> None:
             gain_s, best = ctx.gain_s(p, found[0]), found[0]
         if best is not None:
             more = max(best.devices - len(p.devices), 1)
-            wishes.append((gain_s / more, p.job.id, p, good))
-    for _, _, p, good in sorted(wishes, key=lambda w: (-w[0], w[1])):
+            candidates.append((gain_s / more, p.job.id, p, good))
+    for _, _, p, good in sorted(candidates, key=lambda w: (-w[0], w[1])):
         _scale_up_one(ctx, p, good, p.job.id in mixed)
 
 
 def _mix_candidates(ctx: PassContext) -> set[JobId]:
-    """Those with most time left: for them devices of other types are looked at."""
+    """Jobs with most time left, for which mixed devices are searched."""
     if ctx.mixed_search is None or ctx.ledger.total == 0:
         return set()
     return {p.job.id for p in sorted(ctx.running, key=lambda p: (-p.now_s, p.job.id))[: ctx.mixed_search.left]}
 
 
 def _find_mixed(ctx: PassContext, p: JobForecast, gain_s: float) -> Found | None:
-    """Devices of several types for one who runs, where these gain more than what was found."""
+    """Mixed devices for a running job, where these gain more than the offer found; None: there are none."""
     mixed_search, cost_s = ctx.mixed_search, ctx.costs.move_s(p.job)
     assert mixed_search is not None
     price = ctx.price(p, ctx.thresholds.thrift)
@@ -137,5 +137,5 @@ def _is_now(p: JobForecast, offer: Estimate) -> bool:
 
 
 def _is_faster(p: JobForecast, offer: Estimate) -> bool:
-    """Than what it runs as, both as believed: that it is measured to be slower is nothing that a move would mend."""
+    """True where an offer is predicted faster than the current one; a measured slowness would migrate along."""
     return p.now is None or offer.step_time_s < p.now.step_time_s

@@ -1,7 +1,7 @@
-"""How far a job shrinks that makes room for another: at once to its share, for each move costs it as much.
+"""Size of a shrinking victim: at once down to its target size, as every migration costs it as much.
 
-What it gives beyond what it is asked for goes to others in the same pass or the next. Its share is less than it has
-because others have a better use for the rest; in a burst of arrivals one move of a large job serves many small ones.
+The devices beyond those asked for go to other jobs in the same pass or the next. A target below the current size means
+that others have a better use for the rest; in a burst of arrivals one migration of a large job serves many small ones.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from clusterd.types import JobId
 def shrink_to_share(
     eviction: EvictionPlan, shares: Mapping[JobId, int], costs: MigrationCosts, claims: Container[JobId] = ()
 ) -> EvictionPlan:
-    """The same changes, each down to the share of the one who is changed.
+    """The same evictions, each victim down to its target size.
 
     Args:
-        claims: jobs that are made to yield by right: these give no more than they must.
+        claims: victims by right of priority or guarantee: these shrink no further than they must.
     """
     changes = [
         c if c.v.job.id in claims else _to_share(c, max(shares.get(c.v.job.id, 0), c.v.curve.least), costs)
@@ -32,7 +32,7 @@ def shrink_to_share(
 
 
 def _to_share(change: Change, share: int, costs: MigrationCosts) -> Change:
-    """On one of the hosts where it was to be, that with most of its devices."""
+    """Change of a victim to its target size on one host, the one with most of its devices."""
     if share >= change.offer.devices:
         return change
     v = change.v

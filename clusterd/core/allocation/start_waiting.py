@@ -1,8 +1,8 @@
-"""Third stage, second half: what of the desired sizes is worth doing now, moves not being free.
+"""Third stage: start queued jobs with a performance model, or preempt and reserve for them.
 
-Five questions, in this order: who must leave a drained host; does a waiting job start now or do better to wait; do
-others make room for it; for whom is a place kept; and who grows into what is left. A move is made only if what it saves
-is more than what it costs, by a margin, and within a budget for the whole life of a job.
+A job starts now unless waiting for a better offer ends sooner; else other jobs shrink for it where that saves more than
+it costs; else the first blocked job gets a reservation. A migration is proposed only if it saves more than it costs, by
+a margin, and within a budget for the whole life of the job.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from clusterd.types import Device
 from clusterd.units import duration
 
 MOST_CONSIDERED = 12
-"""Waiting jobs for which the future and other people's devices are looked at, in one pass."""
+"""Queued jobs per pass for which later starts and victims are searched."""
 
 
 # --- those who wait -----------------------------------------------------------------------------------------------
 
 
 def start_waiting(ctx: PassContext, p: JobForecast) -> bool:
-    """Start the job, make room for it, or say what it waits for; whether it starts now."""
+    """Start the job, preempt for it, or record what it waits for; True: it starts now."""
     if ctx.ledger.total < p.curve.least and ctx.considered >= MOST_CONSIDERED:
         return _refuse(ctx, p, None)
     tenant = p.job.spec.tenant
@@ -65,12 +65,12 @@ def start_waiting(ctx: PassContext, p: JobForecast) -> bool:
 
 
 def _is_best(ctx: PassContext, p: JobForecast, offer: Estimate, single: Estimate) -> bool:
-    """As good as the best on devices of one type."""
+    """True where an offer is as good as the best one on a single device type."""
     return offer == single or (bool(offer.device_types) and ctx.burden_s(p, offer) <= ctx.burden_s(p, single))
 
 
 def _or_mixed(ctx: PassContext, p: JobForecast, want: int, found: Found | None) -> Found | None:
-    """What was found for one who waits, or devices of several types where these serve it better."""
+    """The offer found for a queued job, or mixed devices where these are better."""
     if ctx.mixed_search is None or ctx.mixed_search.left <= 0:
         return found
     # Every device is somebody's share: a mix that is a little faster takes what others are to have.
@@ -99,14 +99,14 @@ def _find(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> Found
 
 
 def _better_later(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> bool:
-    """Waiting for better ends sooner than starting now, growing included."""
+    """True where waiting for a better offer ends sooner than starting now, later growth included."""
     if earliest_start is None:
         return False
     return earliest_start.at_s + ctx.burden_s(p, earliest_start.offer) < _grown_s(ctx, p, offer, earliest_start)
 
 
 def _grown_s(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: EarliestStart | None) -> float:
-    """The burden of starting so now and moving to what comes free, where that is less than staying."""
+    """Burden of starting now: staying, or migrating to the better offer once it is free, whichever is less."""
     now_s = ctx.burden_s(p, offer)
     if earliest_start is None:
         return now_s
@@ -130,7 +130,7 @@ def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Devi
 
 
 def exchange_devices(ctx: PassContext) -> None:
-    """Jobs that start in this pass exchange devices of different types where that serves them better in all.
+    """Exchange devices of different types between jobs that start in this pass where the sum of times falls.
 
     Not where a place is kept for somebody: how long each device is held was weighed for that.
     """
@@ -151,8 +151,8 @@ def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | No
                 spare[host] = spare.get(host, 0) - count
             ctx.reservation = Reservation(earliest_start.at_s, offer.device_type, spare)
         ctx.forecast.take(offer.device_type, earliest_start.hosts)
-    said = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
-    ctx.proposal.refusals.append(Refusal(p.job.id, said, devices=offer.devices))
+    reason = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
+    ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=offer.devices))
     return False
 
 
@@ -160,7 +160,7 @@ def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | No
 
 
 def _preempt(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float) -> bool:
-    """Others shrink, or sit elsewhere, where that spares the job more than it costs them; whether room comes."""
+    """Shrink or move other jobs where that saves the job more than it costs them; True: devices will come free."""
     least = offers[-1].devices if ends_s == float("inf") else offers[0].devices
     if ctx.leaving > 0 and ctx.ledger.total + ctx.leaving >= least > ctx.ledger.total:
         ctx.leaving -= least - ctx.ledger.total
@@ -192,13 +192,13 @@ def _preempt(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_
         claim = _claim(p.job) if change.v.job.id in claims else why
         ctx.migrate(change.v, change.offer, change.devices, f"makes room for {p.job.spec.name}, which {claim}")
     ctx.ledger.take(eviction.now, {}, {})
-    said = f"its {eviction.offer.devices} devices are being freed"
-    ctx.proposal.refusals.append(Refusal(p.job.id, said, devices=eviction.offer.devices))
+    reason = f"its {eviction.offer.devices} devices are being freed"
+    ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=eviction.offer.devices))
     return True
 
 
 def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
-    """What a running job may be changed to for the sake of others, largest first."""
+    """Offers to which a running job may shrink for others, largest first."""
     least = v.curve.least if by_right else max(min(ctx.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
     return tuple(
         x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.costs.within_budget(v, x))
@@ -206,7 +206,7 @@ def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Esti
 
 
 def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
-    """The start of a job so."""
+    """Start of a job under an offer on these devices."""
     where = bind(p.job, offer, devices)
     reason = (
         f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {duration(p.left_s(offer))} to go, by what is known of "
@@ -216,7 +216,7 @@ def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> St
 
 
 def _yields(victim: Job, job: Job) -> bool:
-    """Whether the one has a right to what the other has, beyond what its guarantee says."""
+    """True where a queued job has a right to a victim's devices by priority or guarantee."""
     return job.priority > victim.priority or (
         job.spec.guaranteed and not victim.spec.guaranteed and job.priority >= victim.priority
     )

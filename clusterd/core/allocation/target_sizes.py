@@ -1,4 +1,4 @@
-"""Third stage, first half: how much each job should have, moves being free.
+"""Third stage: target size of each job, as if migrations were free.
 
 A device goes where it does most for the sum of completion times. Speed counts in work done per second, in the device
 seconds that the work would take where it takes fewest, times how many jobs will still be there after this one: whoever
@@ -17,12 +17,12 @@ from clusterd.types import JobId
 
 
 def by_work(forecasts: Sequence[JobForecast]) -> list[JobForecast]:
-    """Most work first."""
+    """Jobs sorted by remaining work, most first."""
     return sorted(forecasts, key=lambda p: (-p.work_s, p.job.submitted_s, p.job.id))
 
 
 def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
-    """Devices for each job, at most so many in all; none for those that should wait.
+    """Target number of devices of each job, at most so many in all; 0: the job should wait.
 
     Args:
         ordered: by work, most first.
@@ -54,7 +54,7 @@ def shares(ordered: Sequence[JobForecast], devices: int) -> dict[JobId, int]:
 
 
 def _best_step(p: JobForecast, size: int, left: int) -> tuple[float, int] | None:
-    """The next size with the most progress per further device, and that progress; none that is not faster."""
+    """Next size with the most progress per further device, with that progress; None: no size is faster."""
     points: Mapping[int, object] = p.curve.points
     speed = p.curve.effort_s / p.curve.points[size].step_time_s if size else 0.0
     best: tuple[float, int] | None = None

@@ -1,7 +1,7 @@
-"""Third stage: how many devices, and under which plan.
+"""Third stage for jobs without a performance model: the requested devices and a plan for them.
 
-A job gets what it asked for, or nothing yet. Its plan is its wish where that is legal and fits; else the first legal
-plan, simplest first, that fits the memory of the devices it would get.
+A job gets the devices that it requests, or none yet. Its plan is the requested one where that is legal and fits; else
+the simplest legal plan that fits the memory of those devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plans.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a job gets."""
+    """Plan and placement for a queued job."""
 
     plan: Plan | None
     placement: Placement
@@ -33,7 +33,7 @@ LEARNING = "its model is being learned, without devices"
 
 
 def allocate(job: Job, view: View) -> Grant | Refusal:
-    """Devices and plan for one queued job out of what is free, or why not."""
+    """Grant devices and a plan to one queued job out of the free resources, or refuse with the reason."""
     wanted = job.spec.resources
     if job.not_before_s > view.now_s:
         return Refusal(job.id, job.reason)
@@ -71,14 +71,14 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
 
 
 def _least(job: Job) -> int:
-    """Devices that it does not start without."""
+    """Fewest devices with which the job starts."""
     if job.spec.kind is JobKind.CHECKPOINTABLE:
         return min(plan.ranks for plan in sizes(job))
     return max(job.spec.resources.devices, int(job.spec.kind is JobKind.ELASTIC))
 
 
 def sizes(job: Job) -> tuple[Plan, ...]:
-    """Plans that a checkpointable job may be started under, the best first."""
+    """Plans under which a checkpointable job may start, best first."""
     wanted = job.spec.resources
     if job.pinned is not None:
         return (job.pinned,)
@@ -86,10 +86,10 @@ def sizes(job: Job) -> tuple[Plan, ...]:
 
 
 def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
-    """Why a checkpointable job that runs could not go on at this size whatever else ends; None: it could."""
-    said = Plan(**{name: getattr(plan, name) for name in ("dp", *_told_by(job.spec.command))})
-    if plan != said and plan not in sizes(replace(job, pinned=None)):
-        return f"its command has no place for all of {plan}: it would be told of {said} alone"
+    """Reason why a running checkpointable job could never continue at this size; None: it could."""
+    text = Plan(**{name: getattr(plan, name) for name in ("dp", *_dimensions_in(job.spec.command))})
+    if plan != text and plan not in sizes(replace(job, pinned=None)):
+        return f"its command has no place for all of {plan}: it would be told of {text} alone"
     here = len(job.attempt.devices) if job.attempt is not None else 0
     beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
     if beyond is not None:
@@ -100,14 +100,14 @@ def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
     return impossible.reason if impossible else _beyond_every_host(at_size, view)
 
 
-def _told_by(command: Iterable[str]) -> list[str]:
-    """Sizes that a templated command is given; dp goes with the number of its processes."""
-    words = " ".join(command)
-    return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in words]
+def _dimensions_in(command: Iterable[str]) -> list[str]:
+    """Dimensions of the plan that a templated command receives, besides dp, its number of processes."""
+    text_of_command = " ".join(command)
+    return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in text_of_command]
 
 
 def at_some_size(job: Job, free: FreeResources, most: int) -> Grant | None:
-    """The best of a checkpointable job's plans that there is room for, on `most` devices."""
+    """Best of a checkpointable job's plans that fits on at most `most` free devices; None: none fits."""
     for plan in sizes(job):
         placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None
         if placement is not None:
@@ -117,7 +117,7 @@ def at_some_size(job: Job, free: FreeResources, most: int) -> Grant | None:
 
 
 def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Impossible:
-    """The plan for `count` devices of the kinds there are: the same for every pass while the hosts stay the same."""
+    """Plan for `count` devices of the available kinds; the same in every pass while the hosts stay the same."""
     shape = ModelShape.from_dict(job.shape or {})
     # "cuda" first: placement prefers it too.
     for kind in sorted({d.kind for d in devices}, reverse=True):
@@ -129,7 +129,7 @@ def _choice(job: Job, count: int, devices: Iterable[Device]) -> ChosenPlan | Imp
 
 
 def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
-    """The plan that the job is pinned to, on as many devices; None: it could not be had now whatever else ended."""
+    """The plan to which the job is pinned; None: it would not fit even if nothing else ran."""
     plan = job.pinned
     if plan is None or plan.ranks > view.quotas.most(job.spec.tenant):
         return None
@@ -146,7 +146,7 @@ def _as_pinned(job: Job, view: View) -> ChosenPlan | None:
 
 
 def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
-    """A refusal that waits for hosts, not for other jobs."""
+    """Refusal that only another host could lift; None: the end of other jobs may suffice."""
     wanted = job.spec.resources
     if not any(h.facts for h in view.hosts.values()):
         return Refusal(job.id, "no host is connected")
@@ -159,24 +159,24 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
     count = max(there[kind] for kind in kinds_for(job))
     least = _least(job)
     if least > count:
-        what = _KINDS[wanted.kind]
+        noun = _KINDS[wanted.kind]
         has = " and ".join(f"{there[kind]} {_KINDS[kind]}" for kind in kinds_for(job)) if wanted.kind is None else count
         hint = ""
         if wanted.kind == "cuda" and count == 0 and there["cpu"]:
             hint = f"; there are {there['cpu']} CPU devices: submit with --devices {min(least, there['cpu'])}"
-        who = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
-        return Refusal(job.id, f"asks for {least} {what}, {who} {has}{hint}")
+        owner = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
+        return Refusal(job.id, f"asks for {least} {noun}, {owner} {has}{hint}")
     if job.spec.kind is JobKind.COMMAND and least > 1:
         per_host = Counter((d.host, d.kind) for d in known)
         most = max(n for (_, kind), n in per_host.items() if kind in kinds_for(job))
         if least > most:
-            said = f"asks for {least} {_KINDS[wanted.kind]} on one host, as a command does"
-            return Refusal(job.id, f"{said}; {_none(wanted)} more than {most}")
+            text = f"asks for {least} {_KINDS[wanted.kind]} on one host, as a command does"
+            return Refusal(job.id, f"{text}; {_none(wanted)} more than {most}")
     return None
 
 
 def _waits(job: Job, view: View, devices: int) -> Refusal:
-    """There is no room for it now; what it waits for is devices, unless no host would do if nothing else ran."""
+    """Refusal of a job for which too little is free now, or would be even if nothing else ran."""
     beyond = _beyond_every_host(job, view)
     if beyond:
         return Refusal(job.id, beyond)
@@ -186,7 +186,7 @@ def _waits(job: Job, view: View, devices: int) -> Refusal:
 
 
 def _beyond_every_host(job: Job, view: View) -> str | None:
-    """What the hosts' cores and memory could not serve even if nothing else ran; None: they could."""
+    """Message about cores or memory that no host has even if nothing else ran; None: the job would fit."""
     wanted = job.spec.resources
     least = _least(job)
     empty = _empty(job, view)
@@ -211,25 +211,25 @@ def _none(wanted: Resources) -> str:
 
 
 def _its_hosts(wanted: Resources) -> str:
-    """Said of a job that is for these alone: others may have what it asks for."""
+    """Phrase for the hosts to which a job is restricted."""
     return f"its hosts ({', '.join(dict.fromkeys(wanted.hosts))})"
 
 
 def _empty(job: Job, view: View) -> list[HostFree]:
-    """Hosts that the job may use, with all that they have."""
+    """Hosts that the job may use, as if nothing ran there."""
     hosts = [h for h in view.hosts.values() if h.facts is not None and job.admits(h.id)]
     return [HostFree(h, list(h.devices), h.facts.cpu_cores, h.facts.memory_bytes) for h in hosts if h.facts]
 
 
 HOSTS_NAMED = 3
-"""Of those that a job waits for."""
+"""Hosts named in the message of a waiting job."""
 
 _KINDS = {"cuda": "GPUs", "cpu": "CPU devices", None: "devices"}
 
 
 def _no_host(job: Job, view: View) -> str:
-    """Why nothing may be placed where the job may be; stable while that is so, for each reason is recorded."""
-    why = [said for host in view.hosts.values() if job.admits(host.id) and (said := host.unusable)]
+    """Message why no admitted host is usable; stable while that is so, as every new reason is recorded."""
+    why = [text for host in view.hosts.values() if job.admits(host.id) and (text := host.unusable)]
     if not why:
         return f"every host is left out for it: clusterd why {job.id}"
     more = f" and {len(why) - HOSTS_NAMED} more are no better" if len(why) > HOSTS_NAMED else ""
@@ -237,15 +237,15 @@ def _no_host(job: Job, view: View) -> str:
 
 
 def _short_of(job: Job) -> str:
-    """What the job waits for; stable while it waits for the same thing, so that it is recorded once."""
+    """Message naming the resources that the job waits for; stable while it waits, so that it is recorded once."""
     wanted = job.spec.resources
     count = _least(job)
     if count == 0:
         memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
         return f"waits for {max(wanted.cpus, 1)} free CPU cores{memory} on one host"
     where = "on one host " if job.spec.kind is JobKind.COMMAND else ""
-    what = _KINDS[wanted.kind] if count > 1 else _KINDS[wanted.kind].removesuffix("s")
-    return f"waits for {count} free {what} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
+    noun = _KINDS[wanted.kind] if count > 1 else _KINDS[wanted.kind].removesuffix("s")
+    return f"waits for {count} free {noun} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
 
 
 def _started(job: Job, placement: Placement, choice: ChosenPlan | None) -> str:

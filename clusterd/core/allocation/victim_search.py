@@ -1,7 +1,7 @@
-"""Room for one job out of what others have: who shrinks, who sits elsewhere, and what that costs them.
+"""Search for the cheapest set of jobs to shrink or move so that an offer of another job fits.
 
-A shape wants so many devices on each of so many hosts. The hosts are taken where that costs least; who is in the way
-there is asked in the order of what it would lose per device that it gives.
+A shape needs a number of devices on each of some hosts. Hosts are chosen where that costs least; on each, victims are
+taken in the order of their loss per device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from clusterd.core.performance_table import Estimate
 from clusterd.types import Device, HostId, JobId
 
 HOSTS_TRIED = 8
-"""Of each offer, for each width: those that lack least."""
+"""Hosts examined for each width of an offer: those that lack fewest devices."""
 
 SizesOf = Callable[[JobForecast], Sequence[Estimate]]
 CostOf = Callable[[JobForecast, Estimate], float]
@@ -23,7 +23,7 @@ CostOf = Callable[[JobForecast, Estimate], float]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A running job somewhere else, or smaller."""
+    """Migration of a victim to a smaller offer or to other devices."""
 
     v: JobForecast
     offer: Estimate
@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """Changes after which there is room."""
+    """Changes of victims after which an offer fits."""
 
     offer: Estimate
     changes: tuple[Change, ...]
@@ -41,12 +41,12 @@ class EvictionPlan:
 
     @property
     def lost_s(self) -> float:
-        """Seconds that all changes cost those who are changed."""
+        """Seconds that all changes cost the victims."""
         return sum(change.lost_s for change in self.changes)
 
 
 class VictimSearch:
-    """Looks for changes; takes nothing."""
+    """Search for victims of one job; leaves the ledger as it was."""
 
     def __init__(self, ledger: Ledger, p: JobForecast, movable: Sequence[JobForecast]) -> None:
         self.ledger, self.p = ledger, p
@@ -57,7 +57,7 @@ class VictimSearch:
                     self.on_host.setdefault(host, []).append(v)
 
     def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> EvictionPlan | None:
-        """What would have to change for this offer; None where it cannot be had so."""
+        """Cheapest changes after which the offer fits; None: there are none."""
         kind = offer.device_type
         free = {
             host: len(types.get(kind, {})) for host, types in self.ledger.devices.items() if self.p.job.admits(host)
@@ -73,26 +73,31 @@ class VictimSearch:
             fit = sorted((h for h in free if reach[h] >= count), key=lambda h: (max(count - free[h], 0), free[h], h))
             found = [(h, self._changes(offer, {h: count}, free, sizes_of, cost_of)) for h in fit[:HOSTS_TRIED]]
             alone[count] = sorted(((m.lost_s, h, m) for h, m in found if m is not None), key=lambda x: x[:2])
-        kept: dict[HostId, int] = {}
+        chosen_hosts: dict[HostId, int] = {}
         for count in offer.shape:
-            best = next((x for x in alone[count] if x[1] not in kept), None)
+            best = next((x for x in alone[count] if x[1] not in chosen_hosts), None)
             if best is None:
                 return None
-            kept[best[1]] = count
+            chosen_hosts[best[1]] = count
             if len(offer.shape) == 1:
                 return best[2]
-        return self._changes(offer, kept, free, sizes_of, cost_of)
+        return self._changes(offer, chosen_hosts, free, sizes_of, cost_of)
 
     def _changes(
-        self, offer: Estimate, kept: dict[HostId, int], free: dict[HostId, int], sizes_of: SizesOf, cost_of: CostOf
+        self,
+        offer: Estimate,
+        chosen_hosts: dict[HostId, int],
+        free: dict[HostId, int],
+        sizes_of: SizesOf,
+        cost_of: CostOf,
     ) -> EvictionPlan | None:
         ledger = self.ledger
         kind = offer.device_type
         now: list[Device] = []
-        for host, count in kept.items():
+        for host, count in chosen_hosts.items():
             some = sorted(ledger.devices[host].get(kind, {}).values(), key=lambda d: d.id)
             now += some[: min(count, len(some))]
-        missing = {host: count - free[host] for host, count in kept.items() if count > free[host]}
+        missing = {host: count - free[host] for host, count in chosen_hosts.items() if count > free[host]}
         changes: list[Change] = []
         taken: list[Device] = list(now)
         ledger.take(now, {}, {})
@@ -126,7 +131,7 @@ class VictimSearch:
         sizes_of: SizesOf,
         cost_of: CostOf,
     ) -> Change | None:
-        """Of those on this host, who loses least for each device that is missing here."""
+        """Victim on this host that loses least per missing device; None: there is none."""
         best: tuple[float, int, str, Change] | None = None
         for v in self.on_host.get(host, ()):
             if v.job.id in changed:
@@ -151,7 +156,7 @@ class VictimSearch:
     def _elsewhere(
         self, v: JobForecast, kind: str, missing: dict[HostId, int], sizes: Sequence[Estimate]
     ) -> tuple[Estimate, list[Device]] | None:
-        """Its fastest offer on devices that are free, or its own and not missing."""
+        """Fastest offer of a victim on free devices and on those of its own that are not needed."""
         wanted = {host: max(count, 0) for host, count in missing.items()}
         keeps: list[Device] = []
         for device in v.devices:

@@ -1,4 +1,4 @@
-"""When there will be room, if nobody is moved: by the remaining times of those that run, host by host."""
+"""Forecast of free devices by host from the remaining times of running jobs, without migrations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class EarliestStart:
-    """An offer that there will be room for."""
+    """Earliest start of a job under an offer."""
 
     offer: Estimate
     at_s: float  # from now
@@ -25,21 +25,21 @@ class EarliestStart:
 
 @dataclass(slots=True)
 class Reservation:
-    """The place that is kept for the first who must wait: others may have it until then, or what is left beside it."""
+    """Reservation for the first blocked job: others may use the devices until then, or those left beside it."""
 
     at_s: float  # from now
     device_type: str
     spare: dict[HostId, int]  # devices of each host that will be left then
 
     def admits(self, left_s: float, devices: Iterable[Device]) -> bool:
-        """The one who is kept a place starts no later if these are held for so long (backfill)."""
+        """True where holding these devices for so long does not delay the reserved job (backfill)."""
         if left_s <= self.at_s:
             return True
         mine = per_host(d for d in devices if d.name == self.device_type)
         return all(count <= self.spare.get(host, 0) for host, count in mine.items())
 
     def take(self, left_s: float, devices: Iterable[Device]) -> None:
-        """These are held for so long."""
+        """Record devices that are held for so long."""
         if left_s > self.at_s:
             for host, count in per_host(d for d in devices if d.name == self.device_type).items():
                 self.spare[host] = self.spare.get(host, 0) - count
@@ -49,7 +49,7 @@ class AvailabilityForecast:
     """Free devices of each host and type over time, and the cores and memory beside them."""
 
     def __init__(self, ledger: Ledger, running: Sequence[JobForecast]) -> None:
-        self._room = ledger
+        self._ledger = ledger
         self._now: dict[str, dict[HostId, int]] = {}
         for host, types in ledger.devices.items():
             for name, free in types.items():
@@ -64,18 +64,18 @@ class AvailabilityForecast:
         self._given_back: dict[float, tuple[dict[HostId, int], dict[HostId, int]]] = {}
 
     def take(self, device_type: str, taken: Mapping[HostId, int]) -> None:
-        """Given away in this pass, for longer than anybody looks ahead."""
+        """Record devices granted in this pass, for longer than the forecast looks ahead."""
         free = self._now.setdefault(device_type, {})
         for host, count in taken.items():
             free[host] = free.get(host, 0) - count
 
     def occupy(self, devices: Sequence[Device]) -> None:
-        """The same, of these devices."""
+        """Record these devices as granted in this pass."""
         for name, some in by_type(devices).items():
             self.take(name, per_host(some))
 
     def free_at(self, device_type: str, at_s: float) -> dict[HostId, int]:
-        """Devices free then, by host."""
+        """Number of free devices at that time, by host."""
         free = dict(self._now.get(device_type, {}))
         for end_s, name, held in self._ends:
             if end_s > at_s + 1e-6:
@@ -88,7 +88,7 @@ class AvailabilityForecast:
     def earliest_start(
         self, job: Job, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]
     ) -> EarliestStart | None:
-        """The offer with the least burden for the job, waiting included; None: no room will ever be.
+        """Offer with the least burden for the job, waiting included, and its start; None: none will ever fit.
 
         Args:
             offers: least burden first.
@@ -105,7 +105,7 @@ class AvailabilityForecast:
         return best
 
     def _first(self, job: Job, offer: Estimate, within_s: float) -> EarliestStart | None:
-        """Binary search over the ends of running jobs: room only grows."""
+        """First end of a running job after which the offer fits, by binary search: free devices only increase."""
         mine = [i for i, end in enumerate(self._ends) if end[1] == offer.device_type and end[0] < within_s]
         hosts = _fit(offer.shape, self._fit_for(job, offer, 0.0))
         if hosts is not None:
@@ -123,8 +123,8 @@ class AvailabilityForecast:
         return answer
 
     def _fit_for(self, job: Job, offer: Estimate, at_s: float) -> dict[HostId, int]:
-        """Devices free then that the job may have, each with the cores and the memory that it needs beside it."""
-        ledger, (cores, memory_bytes) = self._room, self._back_at(at_s)
+        """Devices free at that time with the cores and memory that the job needs per device, by host."""
+        ledger, (cores, memory_bytes) = self._ledger, self._back_at(at_s)
         each_cores, each_bytes = needs(job, offer)
         each_cores, each_bytes = max(each_cores, 1), max(each_bytes, 1)
         return {
@@ -138,7 +138,7 @@ class AvailabilityForecast:
         }
 
     def _back_at(self, at_s: float) -> tuple[dict[HostId, int], dict[HostId, int]]:
-        """Cores and memory of those that will have ended, by host; many look at the same moments."""
+        """Cores and memory freed by jobs that will have ended, by host; cached by time."""
         known = self._given_back.get(at_s)
         if known is None:
             known = self._given_back[at_s] = {}, {}
@@ -153,7 +153,7 @@ class AvailabilityForecast:
 
 
 def _fit(shape: Sequence[int], free: Mapping[HostId, int]) -> dict[HostId, int] | None:
-    """Hosts for this shape, each with as little to spare as can be; None: it does not fit."""
+    """Best-fitting hosts for a shape, with the devices taken of each; None: it does not fit."""
     left = sorted(((count, host) for host, count in free.items() if count >= shape[-1]), key=lambda x: (x[0], x[1]))
     if len(left) < len(shape):
         return None

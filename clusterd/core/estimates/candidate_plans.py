@@ -1,4 +1,4 @@
-"""What a job could run as: the estimates of its model that a policy may choose from.
+"""Candidate plans of a job: the estimates of its model among which a policy may choose.
 
 As published, schedulers keep the user's plan: at the size that was asked for, or with more or fewer replicas of it.
 Ours takes any plan. That is one question with several answers.
@@ -17,11 +17,11 @@ from clusterd.core.state import Job
 from plans.plan import Plan
 
 ENOUGH = 3
-"""Measured plans before a model's outlook is acted upon: fewer are beliefs about the hardware, not about the job."""
+"""Plans that must be measured before a performance table is used: with fewer it is mostly prior."""
 
 
 class PlanFreedom(Enum):
-    """How free a policy is with a job's plan."""
+    """Freedom of a policy with a job's plan."""
 
     ASKED = "asked"  # the user's plan, on as many devices as asked
     REPLICAS = "replicas"  # the user's plan with any number of replicas
@@ -61,7 +61,7 @@ class CandidatePlans:
 
 
 class CandidatePlansCache:
-    """Menus of jobs, remembered: jobs of one model with one wish share one."""
+    """Candidate plans by model and request; jobs that agree in these share them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[PerformanceTable, CandidatePlans]] = {}
@@ -69,7 +69,7 @@ class CandidatePlansCache:
     def of(
         self, job: Job, performance_tables: Mapping[str, PerformanceTable], choice: PlanFreedom
     ) -> CandidatePlans | None:
-        """What the job could run as; None: it is a black box, or nothing of its wish is known."""
+        """Candidate plans of a job; None: it has no performance model, or none of its requested plans is known."""
         table = performance_tables.get(job.model) if job.model else None
         if table is None or table.measured < min(ENOUGH, len(table.estimates)):
             return None
@@ -104,7 +104,7 @@ def _candidates(job: Job, table: PerformanceTable, choice: PlanFreedom) -> Candi
 
 
 def may_fit(job: Job, offer: Estimate) -> bool:
-    """Whether nothing is known of the job that rules it out: not its plan, and nothing that needed so little."""
+    """True unless the job's bounds rule the estimate's plan or memory out."""
     return job.bounds.admits(offer.plan, offer.device_bytes)
 
 
@@ -115,7 +115,7 @@ def _is_allowed(plan: Plan, requested: Plan | None, choice: PlanFreedom) -> bool
 
 
 def is_alike(plan: Plan, requested: Plan) -> bool:
-    """The same way of training with another number of replicas."""
+    """True where two plans differ in the number of replicas alone."""
     return (plan.tp, plan.pp, plan.zero, plan.offload, plan.checkpointing) == (
         requested.tp,
         requested.pp,

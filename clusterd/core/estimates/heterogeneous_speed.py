@@ -1,4 +1,4 @@
-"""What is believed of a plan on hosts of different device types, from what is believed of it on each type alone.
+"""Predicted speed of a plan on mixed device types, from its estimates on each type alone.
 
 Every replica lies on one type and takes a share of the batch; a step lasts as long as the slowest replica. A replica is
 taken to be as fast per sample as it is where all hosts of the shape are of its type: so the traffic between replicas is
@@ -23,7 +23,7 @@ UNBOUNDED = 1 << 60
 def predict_heterogeneous(
     alone: Mapping[str, Estimate], device_types: Sequence[str], global_batch: int, most: Mapping[str, int] | None = None
 ) -> Estimate | None:
-    """What is believed of the plan with the best shares on hosts of these types; None: it cannot be cut so.
+    """Estimate of a plan with the best batch shares on hosts of these types; None: it cannot be split so.
 
     Args:
         alone: one plan on one shape by device type, its batch cut as evenly as can be.
@@ -45,7 +45,7 @@ def predict_heterogeneous(
 
 
 def believed(table: PerformanceTable, plan: Plan, devices: Sequence[Device]) -> Estimate | None:
-    """What is believed of a plan on these devices, by rank; None: nothing."""
+    """Estimate of a plan on these devices, by rank; None: unknown."""
     names = {device.name for device in devices}
     known = table.of(plan, names.pop(), shape_of(devices)) if len(names) == 1 else None
     if known is not None or not (names or plan.shares):
@@ -54,7 +54,7 @@ def believed(table: PerformanceTable, plan: Plan, devices: Sequence[Device]) -> 
 
 
 def pace(table: PerformanceTable, plan: Plan, places: Sequence[tuple[str, str]]) -> Estimate | None:
-    """What is believed of a plan with the shares that it has; None: it is not known on some type, or cannot be so.
+    """Estimate of a plan with its own batch shares; None: it is unknown on some type, or impossible.
 
     Args:
         places: host and device type of each rank.
@@ -69,7 +69,7 @@ def pace(table: PerformanceTable, plan: Plan, places: Sequence[tuple[str, str]])
 
 
 def in_proportion(table: PerformanceTable | None, plan: Plan, devices: Sequence[Device], batch: int) -> Plan:
-    """The plan with its batch split by the speed of these devices, by rank; evenly where that is not known.
+    """The plan with its batch split by the speed of these devices, by rank; evenly where that is unknown.
 
     Args:
         batch: the job's global batch.
@@ -89,7 +89,7 @@ def in_proportion(table: PerformanceTable | None, plan: Plan, devices: Sequence[
 def _laid(
     table: PerformanceTable, plan: Plan, places: Sequence[tuple[str, str]]
 ) -> tuple[Mapping[str, Estimate], list[str], list[str]] | None:
-    """Beliefs by type, the type of each replica, and of each host, most devices first."""
+    """Estimates by type, the type of each replica, and the type of each host, largest host first."""
     if plan.pp != 1 or len(places) != plan.ranks:
         return None
     hosts: dict[str, list[str]] = {}
@@ -180,5 +180,5 @@ def _estimate(
 
 def _growth(one: Estimate, share: int, global_batch: int) -> float:
     """Of the largest micro-batch."""
-    pieces = one.plan.accumulation
-    return -(-share // pieces) / -(-_largest_share(one.plan, global_batch) // pieces)
+    micro_batches = one.plan.accumulation
+    return -(-share // micro_batches) / -(-_largest_share(one.plan, global_batch) // micro_batches)

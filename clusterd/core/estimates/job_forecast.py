@@ -1,4 +1,4 @@
-"""What is to be expected of each job whose speed is known: work left, worthwhile sizes, and the least it was promised.
+"""Forecast of a job with a performance model: remaining work, sensitivity curve, guaranteed speed.
 
 Everything that depends on the model and the wish alone is remembered between passes; a pass only multiplies.
 """
@@ -19,23 +19,23 @@ from clusterd.types import Device, JobKind
 from plans.plan import Plan
 
 EFFICIENT = 0.1
-"""Of the progress per device-second that a job makes where it makes most: less is never offered."""
+"""Least efficiency of an offer, as a share of the job's best progress per device-second."""
 
 WORTHWHILE = 0.03
-"""Of the step time: what more devices must save at least."""
+"""Share of the step time that further devices must save at least."""
 
 
 STALE = 1.5
-"""A measured step time that is so many times off what is predicted is taken for that of another plan."""
+"""A measured step time off its prediction by this factor is taken for that of another plan."""
 
 
 Reach = tuple[tuple[str, Shape], ...]
-"""Shapes that a job may be laid on, by type; empty: all there are."""
+"""Shapes that a job may use, by device type; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Usable devices by type, and the kind and memory of each type."""
+    """Usable devices by type, with kind and memory of each type."""
 
     count: Mapping[str, int]
     kinds: Mapping[str, str]
@@ -43,21 +43,21 @@ class Inventory:
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # devices on each host, most first
 
     def holds(self, estimate: Estimate) -> bool:
-        """Whether there would be room for it if nothing else ran."""
+        """True where the estimate's shape would fit if nothing else ran."""
         here = self.shapes.get(estimate.device_type, ())
         return len(estimate.shape) <= len(here) and all(n <= m for n, m in zip(estimate.shape, here, strict=False))
 
     @property
     def total(self) -> int:
-        """Of all types."""
+        """Number of devices of all types."""
         return sum(self.count.values())
 
 
 def take_inventory(view: View, job: Job | None = None) -> Inventory:
-    """Of hosts that may be used, busy devices included.
+    """Count the devices of usable hosts, busy ones included.
 
     Args:
-        job: whose devices they would have to be, with the cores and the memory that it asks for beside each.
+        job: count only devices that this job may use, with the cores and memory that it requests per device.
     """
     kinds: dict[str, str] = {}
     memory_bytes: dict[str, int] = {}
@@ -77,7 +77,7 @@ def take_inventory(view: View, job: Job | None = None) -> Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One job's choices on this cluster."""
+    """Sensitivity curve of a job: its worthwhile offers on this cluster."""
 
     points: Mapping[int, Estimate]  # the fastest for each number of devices where more devices pay
     effort_s: float  # device-seconds per step where a step takes fewest
@@ -88,11 +88,11 @@ class Curve:
 
     @property
     def least(self) -> int:
-        """Fewest devices on which it may run."""
+        """Fewest devices on which the job may run."""
         return min(self.points)
 
     def upto(self, devices: int) -> tuple[Estimate, ...]:
-        """Offers on at most so many devices, fastest first; none that takes more devices than a faster one."""
+        """Offers on at most so many devices, fastest first, without any that takes more devices than a faster one."""
         known = self._upto.get(devices)
         if known is None:
             chosen: list[Estimate] = []
@@ -112,13 +112,13 @@ class Curve:
 
 
 def _saves(offer: Estimate, best: Estimate) -> bool:
-    """The same as the best in fewer cores or less host memory."""
+    """True for the best plan and shape with fewer cores or less host memory."""
     return (offer.plan, offer.shape) == (best.plan, best.shape)
 
 
 @dataclass(slots=True)
 class JobForecast:
-    """A job with what is to be expected of it now."""
+    """A job with its curve, remaining steps and current devices."""
 
     job: Job
     curve: Curve
@@ -128,16 +128,16 @@ class JobForecast:
 
     @property
     def work_s(self) -> float:
-        """Device-seconds left, where it needs fewest."""
+        """Remaining device-seconds at the most efficient size."""
         return self.steps_left * self.curve.effort_s
 
     def left_s(self, estimate: Estimate) -> float:
-        """Seconds left if it ran so."""
+        """Seconds left under an estimate."""
         return self.steps_left * estimate.step_time_s
 
     @property
     def now_s(self) -> float:
-        """Seconds left as it runs; as measured, where that is known."""
+        """Seconds left under the current plan, by the measured step time where that is known."""
         if self.now is None:
             return self.left_s(next(iter(self.curve.points.values())))
         measured_s, believed_s = self.job.step_time_s, self.now.step_time_s
@@ -147,7 +147,7 @@ class JobForecast:
 
 
 class Curves:
-    """Curves of jobs, remembered while outlooks and the cluster stay the same."""
+    """Cache of curves, valid while performance tables and the cluster stay the same."""
 
     def __init__(self) -> None:
         self._candidates = CandidatePlansCache()
@@ -157,7 +157,7 @@ class Curves:
         self._choosy: dict[object, Inventory] = {}  # in it, of jobs for which not every host would do
 
     def of(self, job: Job, view: View, there: Inventory) -> Curve | None:
-        """The job's curve; None: it is a black box, or nothing it could run as is known to fit this cluster."""
+        """Curve of a job; None: it has no performance model, or no known offer fits this cluster."""
         if not job.model or job.spec.kind is not JobKind.ELASTIC or job.shape is None:
             return None
         if there != self._census:
@@ -175,7 +175,7 @@ class Curves:
         return known[1]
 
     def _there_for(self, job: Job, view: View, there: Inventory) -> tuple[Inventory, Reach]:
-        """What is there for this job: what is fastest where it may not be must not stand for what it may have."""
+        """Inventory of the devices that this job may use, and the key of the cache that follows from it."""
         wanted = job.spec.resources
         if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.excluded_hosts):
             return there, ()
@@ -198,9 +198,9 @@ def _curve(job: Job, candidates: CandidatePlans, there: Inventory, table: Perfor
     promised = _promised(job, table, there) if job.spec.guaranteed else None
     if job.spec.guaranteed:
         asked = max(wanted.devices, 1)
-        kept = [promised] if promised is not None else []
-        kept += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
-        possible = kept or [x for x in possible if x.devices >= asked]
+        keeping = [promised] if promised is not None else []
+        keeping += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
+        possible = keeping or [x for x in possible if x.devices >= asked]
     possible = [x for x in possible if may_fit(job, x)]
     if job.pinned is not None:
         pinned = [x for x in table.estimates if x.plan == evenly(job.pinned) and is_there(x) and may_fit(job, x)]
@@ -224,7 +224,7 @@ def _curve(job: Job, candidates: CandidatePlans, there: Inventory, table: Perfor
 
 
 def _promised(job: Job, table: PerformanceTable, there: Inventory) -> Estimate | None:
-    """What the job asks for, on as few hosts as possible; None: nothing is known of it."""
+    """Estimate of the requested plan and devices on as few hosts as possible; None: unknown."""
     wanted = job.spec.resources
     asked = [
         x
@@ -237,12 +237,12 @@ def _promised(job: Job, table: PerformanceTable, there: Inventory) -> Estimate |
 
 
 def keeps(estimate: Estimate, promised: Estimate) -> bool:
-    """As fast as what was asked for even if it is slower than believed, and the other faster."""
+    """True where an estimate keeps the guarantee at the pessimistic ends of both intervals."""
     return estimate.upper_s <= promised.lower_s
 
 
 def forecast_job(job: Job, curve: Curve, view: View) -> JobForecast:
-    """What is to be expected of this job now."""
+    """Forecast of a job in this view."""
     found = JobForecast(job, curve, max(likely_steps_left(job), 1.0))
     attempt = job.attempt
     if attempt is not None and attempt.plan is not None:

@@ -241,8 +241,8 @@ def on_attempt_stopped(ctx: HandlerContext, event: e.AttemptStopped) -> None:
         key = (event.job, event.attempt, event.generation)
         host.orphans.discard(key)
         host.unknown_attempts.discard(key)
-        if (past := ctx.state.past_attempt(event.job, event.attempt)) is not None:
-            past.unconfirmed_hosts.discard(host.id)
+        if (former := ctx.state.past_attempt(event.job, event.attempt)) is not None:
+            former.unconfirmed_hosts.discard(host.id)
     attempt = ctx.state.attempt(event.job, event.attempt)
     if attempt is not None and attempt.generation == event.generation:
         attempts.take_reports(attempt, event.ranks, ctx.state.hosts)

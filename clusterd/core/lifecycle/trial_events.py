@@ -60,7 +60,7 @@ def on_trial_measured(ctx: HandlerContext, event: e.TrialMeasured) -> None:
         trial = Trial(event.plan, event.steps, "as it ran")
     trial.go(TrialState.MEASURED, event.at_s)
     trial.step_time_s, trial.predicted_s = event.step_time_s, event.predicted_s
-    job.trials.past.append(trial)
+    job.trials.finished.append(trial)
 
 
 def run_trials(ctx: HandlerContext) -> None:

@@ -41,7 +41,7 @@ def fail(job: Job, trial: Trial, why: str, now_s: float, is_refused: bool = Fals
     """
     trial.go(TrialState.FAILED, now_s)
     trial.failure, trial.is_refused = why, is_refused
-    job.trials.past.append(trial)
+    job.trials.finished.append(trial)
     job.trials.current = None
 
 

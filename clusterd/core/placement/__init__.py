@@ -1,1 +1,1 @@
-"""Which devices and CPU cores a grant becomes."""
+"""Placement: the exact devices and CPU cores of each grant."""

@@ -53,7 +53,7 @@ def current(job: Job, view: View) -> tuple[str, tuple[int, ...]]:
 
 
 def apply_targets(view: View, targets: Sequence[Target], *, among: Iterable[Job], others: str) -> Proposal:
-    """What is to be done so that these jobs run so, the first named first, and no other one among some does.
+    """Propose actions so that these jobs run as their targets say, and no other one among `among` runs.
 
     Args:
         among: all jobs that were weighed against each other; the rest are left as they are.
@@ -112,9 +112,9 @@ class _Pass:
         for rank, target, old in changing:
             if not self._place(target, old) and not self._make_place(rank, target, old) and old is None:
                 sizes = sorted({x.devices for x in target.options})
-                what = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-                said = f"waits for {what} devices on hosts where it is known to run"
-                self.proposal.refusals.append(Refusal(target.job.id, said))
+                sizes_text = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+                reason = f"waits for {sizes_text} devices on hosts where it is known to run"
+                self.proposal.refusals.append(Refusal(target.job.id, reason))
         return self.proposal
 
     def _place(self, target: Target, old: _Running | None) -> bool:

@@ -1,4 +1,4 @@
-"""Fourth stage, where several jobs start at once on devices of several types: which of them get which.
+"""Fourth stage for several jobs that start at once on mixed devices: assignment of devices to jobs.
 
 Each was given its devices in turn, the fastest type first. Their sizes stay; who has devices of which type is a market
 (`matching`). Its answer is laid out with the shapes and plans that are known, and taken only if the jobs
@@ -62,7 +62,7 @@ def assign(
     work = np.array(
         [one.p.steps_left * table.global_batch for one, table in zip(started, performance_tables, strict=True)]
     )
-    whose = match(work, rates, counts=np.array([len(one.devices) for one in started], dtype=np.int64))
+    owners = match(work, rates, counts=np.array([len(one.devices) for one in started], dtype=np.int64))
     part = ledger.part(devices)
     mixed = HeterogeneousSearch(mixed_search.estimates, view, part, mixed_search.there)
     found: list[Found] = []
@@ -71,7 +71,7 @@ def assign(
     for number, one in enumerate(started):
         limits = {
             name: len(some)
-            for name, some in by_type([d for d, owner in zip(devices, whose, strict=True) if owner == number]).items()
+            for name, some in by_type([d for d, owner in zip(devices, owners, strict=True) if owner == number]).items()
         }
         bind = _within(one.p, limits, part, mixed)
         if bind is None:

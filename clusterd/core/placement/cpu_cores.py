@@ -1,4 +1,4 @@
-"""CPU cores beside devices: every rank gets the least that it can do with, and what is left goes where it speeds most.
+"""CPU cores per device: every rank gets its minimum, the rest goes where it saves most step time.
 
 Cores change hands without a rank being moved: a word to the ranks changes how many threads they use. So nobody waits
 for cores that others hold beyond their least; these give them back in the same pass.
@@ -47,7 +47,7 @@ class Cores:
     """The cores of one pass: lent to who starts, and shared out again when all devices are given."""
 
     def __init__(self, view: View, running: Iterable[JobForecast]) -> None:
-        """What running jobs have beyond their least counts as free from here on."""
+        """Lend out what running jobs hold beyond their minimum: it counts as free from here on."""
         self._view = view
         self._holders: list[_Holder] = []
         for p in running:

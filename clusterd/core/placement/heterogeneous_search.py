@@ -1,4 +1,4 @@
-"""Offers on devices of several types, made when a job could use them: never enumerated.
+"""Search for offers on mixed device types, without enumerating them.
 
 Shapes whose plans are known on two types at least are laid over what is free, the fastest type first, each host giving
 devices of one type; the batch is split in proportion to speed (`heterogeneous_speed`). A shape is looked at only if it
@@ -26,7 +26,7 @@ from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 MOST_CONSIDERED = 24
-"""Jobs for which mixed offers are looked for in one pass."""
+"""Jobs per pass for which mixed offers are searched."""
 
 Cost = Callable[[float, int], float]
 """What running at this step time on so many devices costs; less is better."""
@@ -37,7 +37,7 @@ Seen = TypeVar("Seen")
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """One shape, with what is believed of its plans on each of several types."""
+    """One shape with the estimates of its plans on each of several types."""
 
     shape: Shape
     devices: int
@@ -56,7 +56,7 @@ class _Memory:
 
 @dataclass(slots=True)
 class _OfModel:
-    """What was made of one outlook; a newer one of the model begins anew."""
+    """Derived values of one performance table; a newer table begins anew."""
 
     table: PerformanceTable
     shapes: dict[tuple[str, ...], tuple[Known, ...]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _OfModel:
 
 
 class HeterogeneousEstimates:
-    """What follows from outlooks alone, remembered between passes."""
+    """Values derived from performance tables alone, cached between passes."""
 
     def __init__(self) -> None:
         self._models: dict[str, _OfModel] = {}
@@ -154,7 +154,7 @@ def _most(memory: _Memory, usable_bytes: float, plan: Plan) -> int:
 
 
 class HeterogeneousSearch:
-    """Looks for mixed offers within one pass; takes nothing."""
+    """Search for mixed offers within one pass; leaves the ledger as it was."""
 
     def __init__(self, estimates: HeterogeneousEstimates, view: View, ledger: Ledger, there: Inventory) -> None:
         self.estimates, self.view, self.ledger, self.there = estimates, view, ledger, there
@@ -275,7 +275,7 @@ def _cover(known: Known, free: Mapping[str, list[int]], limits: Mapping[str, int
 
 
 def as_if_free(ledger: Ledger, p: JobForecast, look: Callable[[], Seen]) -> Seen:
-    """What is found while a running job's own devices are in the room."""
+    """Result of `look` while a running job's own devices are in the ledger."""
     attempt = p.job.attempt
     assert attempt is not None
     ledger.put(p.devices, attempt.cores, attempt.memory_bytes)
@@ -285,5 +285,5 @@ def as_if_free(ledger: Ledger, p: JobForecast, look: Callable[[], Seen]) -> Seen
 
 
 def shared_by(offer: Estimate) -> str:
-    """What is to be said of a mixed offer, after its plan."""
+    """Phrase about the batch split of a mixed offer, to follow its plan; empty for a single type."""
     return f", {' and '.join(dict.fromkeys(offer.types))} by their speed" if offer.device_types else ""

@@ -12,7 +12,7 @@ import scipy  # its parts when they are first used: a daemon starts in two third
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-Whose = NDArray[np.int64]
+Owners = NDArray[np.int64]
 
 SAMPLES = 10
 SAMPLES_LEAST = 3
@@ -22,18 +22,18 @@ ROUNDS = 6
 SPREAD = 0.6
 
 
-def total_s(work: Array, rates: Array, whose: Whose) -> float:
+def total_s(work: Array, rates: Array, owners: Owners) -> float:
     """Sum of completion times when each job's workers share its work in proportion to their speed."""
     speed = np.zeros(len(work))
-    np.add.at(speed, whose, rates[whose, np.arange(rates.shape[1])])
+    np.add.at(speed, owners, rates[owners, np.arange(rates.shape[1])])
     if np.any(speed <= 0):
         return float("inf")
     return float((work / speed).sum())
 
 
 def match(
-    work: Array, rates: Array, *, samples: int | None = None, seed: int = 0, counts: Whose | None = None
-) -> Whose:
+    work: Array, rates: Array, *, samples: int | None = None, seed: int = 0, counts: Owners | None = None
+) -> Owners:
     """The job of each worker, for a small sum of completion times; every job gets at least one worker.
 
     Args:
@@ -55,17 +55,17 @@ def match(
         return _descend(work, rates, _market(work, rates, counts), may_move=False)
     random = np.random.default_rng(seed)
     root = np.sqrt(work / rates.mean(axis=1))
-    found: dict[bytes, tuple[float, Whose]] = {}
+    found: dict[bytes, tuple[float, Owners]] = {}
     for sample in range(samples or min(SAMPLES, max(SAMPLES_LEAST, SEATS // workers))):
         weights = root * (random.lognormal(0.0, SPREAD, jobs) if sample else 1.0)
-        whose = _market(work, rates, _category(weights, workers))
-        found[whose.tobytes()] = (total_s(work, rates, whose), whose)
+        owners = _market(work, rates, _category(weights, workers))
+        found[owners.tobytes()] = (total_s(work, rates, owners), owners)
     best = sorted(found.values(), key=lambda item: item[0])[:DESCENTS]
-    improved = [_descend(work, rates, whose) for _, whose in best]
-    return min(improved, key=lambda whose: total_s(work, rates, whose))
+    improved = [_descend(work, rates, owners) for _, owners in best]
+    return min(improved, key=lambda owners: total_s(work, rates, owners))
 
 
-def _category(weights: Array, workers: int) -> Whose:
+def _category(weights: Array, workers: int) -> Owners:
     """Whole numbers of workers in these proportions, at least one each."""
     jobs = len(weights)
     exact = weights / weights.sum() * (workers - jobs)
@@ -75,49 +75,49 @@ def _category(weights: Array, workers: int) -> Whose:
     return np.asarray(counts + 1, dtype=np.int64)
 
 
-def _market(work: Array, rates: Array, counts: Whose) -> Whose:
+def _market(work: Array, rates: Array, counts: Owners) -> Owners:
     """Matching of greatest value, where a worker's value is what it takes off the job's completion time."""
     seats = np.repeat(np.arange(len(work)), counts)
     columns = np.arange(rates.shape[1])
     speed = rates.mean(axis=1) * counts
-    best: tuple[float, Whose] | None = None
+    best: tuple[float, Owners] | None = None
     for _ in range(ROUNDS):
         value = (work / speed**2)[:, None] * rates
         bind, worker = scipy.optimize.linear_sum_assignment(value[seats], maximize=True)
-        whose = np.empty(rates.shape[1], dtype=np.int64)
-        whose[worker] = seats[bind]
-        now = total_s(work, rates, whose)
+        owners = np.empty(rates.shape[1], dtype=np.int64)
+        owners[worker] = seats[bind]
+        now = total_s(work, rates, owners)
         if best is not None and now >= best[0] - 1e-12:
             break
-        best = (now, whose)
-        speed = np.maximum(np.bincount(whose, rates[whose, columns], len(work)), 1e-12)
+        best = (now, owners)
+        speed = np.maximum(np.bincount(owners, rates[owners, columns], len(work)), 1e-12)
     assert best is not None
     return best[1]
 
 
-def _descend(work: Array, rates: Array, whose: Whose, may_move: bool = True) -> Whose:
+def _descend(work: Array, rates: Array, owners: Owners, may_move: bool = True) -> Owners:
     """Single workers to other jobs, and pairs exchanged, while that makes the sum smaller."""
     jobs, workers = rates.shape
-    whose = whose.copy()
+    owners = owners.copy()
     columns = np.arange(workers)
     while True:
-        own = rates[whose, columns]
-        speed = np.bincount(whose, own, jobs)
-        counts = np.bincount(whose, minlength=jobs)
+        own = rates[owners, columns]
+        speed = np.bincount(owners, own, jobs)
+        counts = np.bincount(owners, minlength=jobs)
         time = work / np.maximum(speed, 1e-12)
         # Moves: worker k from its job to job j.
-        without = speed[whose] - own
-        lost = np.where(counts[whose] > 1, work[whose] / np.maximum(without, 1e-12) - time[whose], np.inf)
+        without = speed[owners] - own
+        lost = np.where(counts[owners] > 1, work[owners] / np.maximum(without, 1e-12) - time[owners], np.inf)
         won = work[:, None] / (speed[:, None] + rates) - time[:, None]
         move = lost[None, :] + won
-        move[whose, columns] = np.inf
+        move[owners, columns] = np.inf
         if not may_move:
             move[:] = np.inf
         # Swaps: workers a and b of different jobs.
-        theirs = rates[whose]  # (a, b): worker b's speed for worker a's job
-        after = work[whose][:, None] / np.maximum(without[:, None] + theirs, 1e-12) - time[whose][:, None]
+        theirs = rates[owners]  # (a, b): worker b's speed for worker a's job
+        after = work[owners][:, None] / np.maximum(without[:, None] + theirs, 1e-12) - time[owners][:, None]
         swap = after + after.T
-        swap[whose[:, None] == whose[None, :]] = np.inf
+        swap[owners[:, None] == owners[None, :]] = np.inf
         # The best of each worker; changes that share no job do not know of each other, and are made together.
         target, partner = np.argmin(move, axis=0), np.argmin(swap, axis=1)
         gains = np.concatenate([move[target, columns], swap[columns, partner]])
@@ -128,13 +128,13 @@ def _descend(work: Array, rates: Array, whose: Whose, may_move: bool = True) -> 
             if gains[index] > worth:
                 break
             worker = int(index) % workers
-            other = int(target[worker]) if index < workers else int(whose[partner[worker]])
-            mine = int(whose[worker])
+            other = int(target[worker]) if index < workers else int(owners[partner[worker]])
+            mine = int(owners[worker])
             if touched[mine] or touched[other]:
                 continue
             touched[[mine, other]] = changed = True
             if index >= workers:
-                whose[partner[worker]] = mine
-            whose[worker] = other
+                owners[partner[worker]] = mine
+            owners[worker] = other
         if not changed:
-            return whose
+            return owners

@@ -51,7 +51,7 @@ class AITurbo(Rounds):
         return sorted(jobs, key=key)
 
     def first(self, job: Job, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
-        """What it asks for."""
+        """Requested size of a new job."""
         return capacity.fits(candidates.by_speed[asked_size(job, candidates)])
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:

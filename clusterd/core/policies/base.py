@@ -1,4 +1,4 @@
-"""What the baselines share: jobs in some order get devices by count, and the rest is `realise`'s."""
+"""Base class of the baselines: jobs in some order get devices by count; `apply_targets` does the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clusterd.core.view import Proposal, Refusal, Start, View
 
 
 class Capacity:
-    """Devices by type that one round may give."""
+    """Devices by type that one round may grant."""
 
     def __init__(self, view: View, jobs: Iterable[Job]) -> None:
         """All that is free, and all that these running jobs hold."""
@@ -34,28 +34,28 @@ class Capacity:
 
     @classmethod
     def of(cls, left: Mapping[str, int]) -> Capacity:
-        """So many of each type."""
+        """Capacity of so many devices of each type."""
         found = cls.__new__(cls)
         found.left = dict(left)
         return found
 
     @property
     def total(self) -> int:
-        """Of all types."""
+        """Number of devices of all types."""
         return sum(self.left.values())
 
     def fits(self, estimates: Iterable[Estimate]) -> list[Estimate]:
-        """Those whose type has so many devices left."""
+        """Estimates for which enough devices are left."""
         return [x for x in estimates if all(self.left.get(name, 0) >= n for name, n in x.by_type.items())]
 
     def take(self, estimate: Estimate) -> None:
-        """It is given."""
+        """Take the devices of an estimate."""
         for name, count in estimate.by_type.items():
             self.left[name] = self.left.get(name, 0) - count  # who runs may count on a type of which no host is up
 
 
 class Baseline(ABC):
-    """A policy that gives devices by count, on the menu of its `choice`, in an order of its own.
+    """Policy that grants devices by count among the candidate plans of its `choice`, in an order of its own.
 
     Jobs of which no speed is known, commands among them, are black boxes: started as they ask, in the order of their
     arrival, and never stopped. In the daemon a preempted elastic job goes on from its newest checkpoint; one that has
@@ -69,7 +69,7 @@ class Baseline(ABC):
     preempts = True
 
     def __init__(self, plans: bool = False) -> None:
-        """`plans`: the best plan for whatever is allocated, instead of the user's."""
+        """`plans`: run under the best plan for the allocation instead of the user's."""
         self.plans = plans
         self.choice = _freed(self.published) if plans else self.published
         self.candidates_cache = CandidatePlansCache()
@@ -77,7 +77,7 @@ class Baseline(ABC):
             self.name = f"{self.name}+plans"
 
     def propose(self, view: View) -> Proposal:
-        """Everybody in order, as far as devices go; who is none of its business leaves drained hosts all the same."""
+        """Serve jobs in order as far as devices go; jobs without a model leave drained hosts all the same."""
         known = [job.id for job in view.running if self.candidates(job, view) is not None]
         leaving = evacuate_by_restart.evacuations(view, skip=known)
         jobs = self.managed(view)
@@ -103,11 +103,11 @@ class Baseline(ABC):
         ]
 
     def candidates(self, job: Job, view: View) -> CandidatePlans | None:
-        """What the job could run as under this policy."""
+        """Candidate plans of a job under this policy; None: it has no performance model."""
         return self.candidates_cache.of(job, view.performance_tables, self.choice)
 
     def wants(self, view: View, jobs: list[Job]) -> list[Target]:
-        """Who is to run and how."""
+        """Targets of the jobs that are to run."""
         capacity = Capacity(view, jobs)
         wants: list[Target] = []
         for job in self.order(view, jobs):
@@ -123,13 +123,13 @@ class Baseline(ABC):
         return wants
 
     def options(self, job: Job, view: View, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
-        """How the job would run now, best first, all on as many devices; none: it does not."""
+        """Options of a job, best first, all on as many devices; empty: it does not run."""
         size = asked_size(job, candidates)
         return capacity.fits(candidates.by_speed[size])
 
     @abstractmethod
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
-        """Who comes first."""
+        """Jobs in the order in which they are served."""
 
 
 def _freed(choice: PlanFreedom) -> PlanFreedom:
@@ -137,7 +137,7 @@ def _freed(choice: PlanFreedom) -> PlanFreedom:
 
 
 def asked_size(job: Job, candidates: CandidatePlans) -> int:
-    """What the job asks for, or the next that is known to run."""
+    """Requested number of devices, or the next larger one that is known to run."""
     asked = max(job.spec.resources.devices, 1)
     return next((n for n in candidates.counts if n >= asked), candidates.counts[-1])
 
@@ -145,7 +145,7 @@ def asked_size(job: Job, candidates: CandidatePlans) -> int:
 def start_unmodelled(
     view: View, candidates_cache: CandidatePlansCache, choice: PlanFreedom, proposal: Proposal
 ) -> None:
-    """Start what is not known in what the proposal leaves free."""
+    """Start jobs without a performance model on the devices that the proposal leaves free."""
     for start in proposal.starts:
         view.free.take(start.ranks, start.cores, start.memory_bytes)
     for move in proposal.moves:
@@ -166,5 +166,5 @@ def start_unmodelled(
 
 
 def step_s(job: Job, candidates: CandidatePlans, size: int) -> float:
-    """Believed step time on so many devices."""
+    """Predicted step time on so many devices."""
     return candidates.by_speed[size][0].step_time_s

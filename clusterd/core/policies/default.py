@@ -21,11 +21,11 @@ from clusterd.core.view import Proposal, Refusal, Start, View
 from clusterd.types import JobId, JobKind, Resources
 
 Alike = tuple[Resources, str, bool, int] | None
-"""What decides about a command, beside what is free; None: more than that."""
+"""Properties that decide about a command besides the free resources; None: others matter, too."""
 
 
 class Default:
-    """Jobs whose speed is known get plans and devices by what these do for the sum of completion times.
+    """Policy that minimises the sum of completion times of jobs with a performance model.
 
     Guaranteed jobs run at least as fast as what they asked for. Others are black boxes and get what they ask for, as
     soon as it is there; who does not fit lets smaller ones pass. Curves are remembered between passes, and nothing
@@ -41,7 +41,7 @@ class Default:
         self._estimates = HeterogeneousEstimates()
 
     def propose(self, view: View) -> Proposal:
-        """Moves off drained hosts; starts in order; shrinks for those who wait; growth into what nobody waits for.
+        """Evacuate drained hosts, start or preempt for queued jobs in order, then scale up and rebalance.
 
         Last the cores, which hold nobody up: they follow the devices.
         """
@@ -93,7 +93,7 @@ class Default:
     def _start_unmodelled(
         self, job: Job, view: View, ledger: Ledger, proposal: Proposal, refused: dict[Alike, Refusal]
     ) -> list[int]:
-        """Start it as it asks; the devices that it waits for instead.
+        """Start a job without a performance model as requested; returns the devices that it waits for instead.
 
         Args:
             refused: in this pass, in which there is only ever less to be had: of thousands alike one is looked at.

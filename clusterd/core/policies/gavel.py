@@ -42,7 +42,7 @@ class Gavel(Rounds):
         self._began_s: dict[tuple[JobId, int], float] = {}  # by attempt: moves with the clock when that is set
 
     def first(self, job: Job, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
-        """What it asks for, on the type where that is fastest."""
+        """Requested size of a new job, on the type where that is fastest."""
         return capacity.fits(candidates.by_speed[asked_size(job, candidates)])
 
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:

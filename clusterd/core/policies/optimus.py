@@ -66,12 +66,12 @@ class Rounds(Baseline):
         return sorted(jobs, key=lambda j: (j.submitted_s, len(j.id), j.id))
 
     def first(self, job: Job, candidates: CandidatePlans, capacity: Capacity) -> Sequence[Estimate]:
-        """How a new job starts between rounds."""
+        """Options of a new job between rounds."""
         return capacity.fits(candidates.by_speed[candidates.counts[0]])
 
     @abstractmethod
     def divide(self, view: View, jobs: list[Job], capacity: Capacity) -> list[tuple[Job, Sequence[Estimate]]]:
-        """A new round: who gets what. Takes it from `capacity`."""
+        """Divide the devices in a new round; takes them from `capacity`."""
 
 
 class Optimus(Rounds):
@@ -133,13 +133,13 @@ class Optimus(Rounds):
 
 
 def is_moving(job: Job) -> bool:
-    """In the middle of a move."""
+    """True in the middle of a migration."""
     attempt = job.attempt
     return attempt is not None and bool(attempt.migration or job.resuming or attempt.retired)
 
 
 def staying(job: Job, view: View, candidates: CandidatePlans) -> Sequence[Estimate]:
-    """How a running job may go on, on as many devices of the same type, fastest first; none: it does not run.
+    """Options of a running job on as many devices of the same type, fastest first; empty: it does not run.
 
     A scheduler that does not know types leaves a job on those it was given; were it counted on the type where it would
     be fastest, others would wait for devices that nobody uses.
@@ -149,7 +149,7 @@ def staying(job: Job, view: View, candidates: CandidatePlans) -> Sequence[Estima
 
 
 def now_on(job: Job, view: View, candidates: CandidatePlans) -> Estimate | None:
-    """What of its menu a running job runs as."""
+    """Candidate estimate under which a job runs now."""
     if job.attempt is None:
         return None
     kind, shape = current(job, view)

@@ -42,7 +42,7 @@ Division = list[tuple[Job, Sequence[Estimate]]]
 
 
 class Sampling(Rounds):
-    """Who is to have how many of which type."""
+    """Policy that samples categories and assigns mixed devices on a market."""
 
     name = "sampling"
     published = PlanFreedom.REPLICAS
@@ -87,12 +87,12 @@ class Sampling(Rounds):
         if np.any(rates.max(axis=1) <= 0):
             return None
         work = np.array([likely_steps_left(j) * view.performance_tables[j.model].global_batch for j in served])
-        whose = match(work, rates, samples=CATEGORIES, seed=int(view.now_s))
+        owners = match(work, rates, samples=CATEGORIES, seed=int(view.now_s))
         score = 0.0
         found: Division = []
         for number, job in enumerate(jobs):
             limits: dict[str, int] = {}
-            for name, owner in zip(names, whose, strict=True):
+            for name, owner in zip(names, owners, strict=True):
                 if owner == number:
                     limits[name] = limits.get(name, 0) + 1
             score += self._give(job, view, search, capacity, limits, sum(limits.values()), found)
@@ -196,7 +196,7 @@ class Sampling(Rounds):
         }
 
     def _as_it_is(self, view: View, jobs: Sequence[Job], capacity: Capacity) -> tuple[float, Division] | None:
-        """What runs goes on as it does; None: somebody waits, or something is known to run nowhere as it does."""
+        """The current division; None: a job waits, or runs in a way that is not among its candidates."""
         score = 0.0
         found: Division = []
         for job in jobs:

@@ -68,7 +68,7 @@ class Sia(Rounds):
         return found
 
     def _restart_factor(self, job: Job, view: View) -> float:
-        """What restarts so far say about one more: age less restarts, over age and restart (as in Pollux and Sia)."""
+        """Restart factor: age less restarts, over age plus one restart (as in Pollux and Sia)."""
         cost_s = view.move_costs_s.get(job.model, max(view.move_costs_s.values(), default=30.0))
         age_s = executed_s(job, view.now_s)
         made = len(job.migrations) + max(len(job.attempts) - 1, 0)

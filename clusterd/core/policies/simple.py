@@ -28,7 +28,7 @@ class Fifo(Stationary):
     strict = True
 
     def order(self, view: View, jobs: list[Job]) -> list[Job]:
-        """Who runs stays; then in order of arrival."""
+        """Running jobs first, then in order of arrival."""
         return sorted(jobs, key=lambda j: (j.attempt is None, j.submitted_s, len(j.id), j.id))
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of the cluster: each refusal is one line for the person who asked."""
+"""Admission of requests: look-up of jobs and hosts, and refusals in one line for the user."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_host(state: State, name: str) -> Host:
 
 
 def find_own_job(state: State, text: str, user: str, is_operator: bool) -> Job:
-    """The job that `text` names, for somebody who wants something of it: it is its owner's and the operators'.
+    """The job that `text` names, for a user who wants to change it: only its owner and operators may.
 
     Raises:
         UsageError: none, or several.
@@ -75,7 +75,7 @@ def find_own_job(state: State, text: str, user: str, is_operator: bool) -> Job:
 
 
 def may_remove(state: State, host: Host) -> None:
-    """A host goes only when nothing runs on it.
+    """Check that a host may be removed: nothing runs on it.
 
     Raises:
         ClusterError: something does; its work would be lost.
@@ -88,7 +88,7 @@ def may_remove(state: State, host: Host) -> None:
 
 
 def may_submit(spec: JobSpec) -> None:
-    """What can be told wrong about a job without looking at the cluster.
+    """Check a job as far as possible without the cluster.
 
     Raises:
         UsageError: naming the field and what would be right.
@@ -137,7 +137,7 @@ def may_submit(spec: JobSpec) -> None:
 
 
 def refuse_if_over(job: Job) -> None:
-    """Nothing can be asked of a job that is.
+    """Refuse a request about a job that is over.
 
     Raises:
         ClusterError: it is.

@@ -1,4 +1,4 @@
-"""Second stage: who is asked first (after AITurbo's Borda-count multi-level feedback queue).
+"""Second stage: order of the queue (after AITurbo's Borda-count multi-level feedback queue).
 
 Priority comes first, then guarantees, then those who have waited out of proportion, then tenants that have less than
 their share. Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has
@@ -18,17 +18,17 @@ from clusterd.core.view import View
 from clusterd.types import JobId
 
 QUEUES_DEVICE_S = (3600.0, 36000.0)
-"""Attained service at which a job sinks to the next queue."""
+"""Attained service at which a job drops to the next level."""
 
 STARVED_TIMES = 4.0
-"""A job that has waited so many times as long as it would run comes first..."""
+"""A job that has waited this many times as long as it would run comes first..."""
 
 STARVED_S = 1800.0
-"""... but not before it has waited so long."""
+"""... but not before it has waited this long."""
 
 
 def order(view: View, forecasts: Mapping[JobId, JobForecast] | None = None) -> list[Job]:
-    """Queued jobs, first who is asked first; a requeued job keeps its time of submission."""
+    """Queued jobs in the order in which they are considered; a requeued job keeps its time of submission."""
     known = forecasts or {}
     queued = view.queued
     service = {job.id: attained_s(job, view.now_s) for job in queued}
@@ -56,7 +56,7 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast] | None = None) -> l
 
 
 def is_starved(job: Job, p: JobForecast | None, now_s: float) -> bool:
-    """It has waited long, and long for what it is."""
+    """True where a job has waited long, and long in relation to its run time."""
     if p is None:
         return False
     waited_s = now_s - job.queued_s
@@ -65,7 +65,7 @@ def is_starved(job: Job, p: JobForecast | None, now_s: float) -> bool:
 
 
 def ranks(values: Mapping[JobId, float]) -> dict[JobId, float]:
-    """Places from 0 to 1, least value first; equals share the first place among them."""
+    """Ranks from 0 to 1, least value first; equals share the first rank among them."""
     ordered = sorted(values, key=lambda i: values[i])
     places: dict[JobId, float] = {}
     place = 0

@@ -130,7 +130,7 @@ class Speed:
                     "failure": t.failure,
                     "from_step": t.from_step,
                 }
-                for t in job.trials.past
+                for t in job.trials.finished
             ],
             "lines": [
                 {

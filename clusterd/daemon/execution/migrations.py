@@ -16,7 +16,7 @@ from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.snapshot_replicas import Whole
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import RankExited
-from clusterd.protocol.rank import RankSaid, Trains
+from clusterd.protocol.rank import FromRank, Trains
 from clusterd.types import HostId, JobId, RankPlace
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Migrations:
         self._launch_standby = launch_standby
         self._under_way: dict[tuple[str, int, int], Saga] = {}
         self._finishing: dict[tuple[str, int, int], Saga] = {}
-        hosts.reports.subscribe(RankSaid, self._on_rank_said)
+        hosts.reports.subscribe(FromRank, self._on_rank_said)
         hosts.reports.subscribe(HostDown, self._on_host_down)
         hosts.reports.subscribe(RankExited, self._on_rank_exited)
 
@@ -97,14 +97,14 @@ class Migrations:
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    async def _on_rank_said(self, _host: HostId, report: RankSaid) -> None:
+    async def _on_rank_said(self, _host: HostId, report: FromRank) -> None:
         for key, move in list(self._under_way.items()):
-            if key[:2] == (report.job, report.attempt) and getattr(report.said, "id", None) == move.id:
-                move.on_rank(report.generation, report.rank, report.said)
-        if isinstance(report.said, Trains) and report.rank == 0:
-            await self._on_trains(report, report.said)
+            if key[:2] == (report.job, report.attempt) and getattr(report.message, "id", None) == move.id:
+                move.on_rank(report.generation, report.rank, report.message)
+        if isinstance(report.message, Trains) and report.rank == 0:
+            await self._on_trains(report, report.message)
 
-    async def _on_trains(self, report: RankSaid, trains: Trains) -> None:
+    async def _on_trains(self, report: FromRank, trains: Trains) -> None:
         job, key = JobId(report.job), (report.job, report.attempt, report.generation)
         move = self._finishing.pop(key, None)
         attempt = self._engine.scheduler.state.attempt(job, report.attempt, report.generation)

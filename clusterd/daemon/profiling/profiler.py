@@ -24,7 +24,7 @@ from clusterd.daemon.profiling.loss_forecast import Ending, at_submission
 from clusterd.daemon.profiling.performance_models import Learned
 from clusterd.daemon.profiling.trial_selection import SLOW_TRIAL_STEPS, WARM_UP_STEPS, Trying
 from clusterd.protocol.agent import Progress
-from clusterd.protocol.rank import Probed, RankSaid
+from clusterd.protocol.rank import FromRank, Probed
 from clusterd.types import HostId, JobId, RankEnd, Reason
 from plans.plan import Plan
 from profiling.knowledge import Knowledge
@@ -102,10 +102,10 @@ class Profiler:
         """Queue the steps of a running attempt."""
         self._put(partial(self._on_steps, report))
 
-    def on_rank_said(self, _host: HostId, report: RankSaid) -> None:
+    def on_rank_said(self, _host: HostId, report: FromRank) -> None:
         """Queue what a rank measured of its device and links before its first step."""
-        if isinstance(report.said, Probed):
-            self._put(partial(self._on_probed, JobId(report.job), report.said))
+        if isinstance(report.message, Probed):
+            self._put(partial(self._on_probed, JobId(report.job), report.message))
 
     def forget(self) -> None:
         """What is in the store has changed."""

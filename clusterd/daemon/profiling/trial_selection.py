@@ -128,5 +128,5 @@ class Trying:
 
     def _note_refused(self, job: Job, known: Knowledge) -> None:
         """Plans that cannot run are not tried again; those that something came in between of may be."""
-        known.refused.update(trial.plan for trial in job.trials.past if trial.is_refused)
+        known.refused.update(trial.plan for trial in job.trials.finished if trial.is_refused)
         known.refused.update(plan for plan, _ in job.rejected_plans)
