@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 
 from clusterd.core.decisions import Decision
-from clusterd.core.estimates.attained_service import steps_left
+from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
 from clusterd.core.events import Event, HostConnected, HostDisconnected, JobSubmitted, Timer, TimerKind
 from clusterd.core.ledger import of_ranks
-from clusterd.core.queueing.predictability import is_predictable
 from clusterd.core.state import Attempt, Host, Job, Migration, State
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobSpec
 from clusterd.units import duration

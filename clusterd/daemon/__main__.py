@@ -1,4 +1,4 @@
-"""``python -m clusterd.daemon``: what ``clusterd start`` runs in the background."""
+"""``python -m clusterd.daemon``: the process that ``clusterd start`` runs in the background."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The daemon: everything wired together, started, and ended cleanly."""
+"""Entry point of the daemon: wiring, start and clean end."""
 
 from __future__ import annotations
 
@@ -25,33 +25,31 @@ from clusterd.config import Config
 from clusterd.core import events as e
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon import logs
-from clusterd.daemon.api.host_check import Checking
-from clusterd.daemon.api.jobs import Api
-from clusterd.daemon.api.performance import Speed
+from clusterd.daemon.api.host_check import HostChecks
+from clusterd.daemon.api.jobs import JobVerbs
+from clusterd.daemon.api.performance import PerformanceVerbs
 from clusterd.daemon.api.server import Server
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.execution.executor import Executor
-from clusterd.daemon.execution.launching import Launches
-from clusterd.daemon.execution.model_description import Describer
-from clusterd.daemon.hosts.host_key_enrolment import Invite
+from clusterd.daemon.execution.launching import LaunchRequests
+from clusterd.daemon.execution.model_description import ModelInspector
+from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.local import local_hosts
 from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
-from clusterd.daemon.instance import only_instance
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.notifications import Notifier
+from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
 from clusterd.daemon.profiling.performance_models import Learned
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.storage.log_tails import LogMirror
+from clusterd.daemon.storage.log_tails import LogTails
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
-from clusterd.daemon.systemd import notify
 from clusterd.daemon.unexpected import first_of, guarded
 from clusterd.errors import ClusterError
 from clusterd.protocol.agent import Progress, StateSnapshotTaken
@@ -70,7 +68,7 @@ OPEN_FILES = 65536
 
 
 class Daemon:
-    """One serving daemon; lives inside `run`."""
+    """One serving daemon."""
 
     def __init__(
         self,
@@ -81,7 +79,7 @@ class Daemon:
         *,
         restored: bool = False,
     ) -> None:
-        """`restored`: hosts may have been led by daemons that the state is too old to know of."""
+        """`restored`: hosts may have been led by daemons that are newer than the state."""
         self._config = config
         self._config_file = config_file
         self._local = local
@@ -90,7 +88,7 @@ class Daemon:
         self._embedded: dict[int, EmbeddedHost] = {}
 
     async def run(self, ready: anyio.Event | None = None) -> None:
-        """Serve until told to stop; what runs on hosts, runs on."""
+        """Serve until a stop is requested; ranks on hosts go on."""
         config = self._config
         async with AsyncExitStack() as stack:
             journal = Journal(config.state_dir / "journal.db")
@@ -112,7 +110,7 @@ class Daemon:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             timers = Timers(engine)
             dialer = Dialer(HostKeys(config.state_dir / "known_hosts"))
-            invite = Invite(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
+            invite = HostKeyEnrolment(dialer, Path(config.ssh_config).expanduser() if config.ssh_config else None)
 
             def make_link(hosts: HostRegistry, host: HostId, address: str) -> HostLink:
                 return self._link(hosts, host, address, dialer, invite, leader)
@@ -127,8 +125,8 @@ class Daemon:
                 StateSnapshotTaken, lambda host, report: tasks.start_soon(guarded, keeper.on_taken, host, report)
             )
             hosts.reports.subscribe(HostUp, keeper.on_up)
-            launches = Launches(engine, hosts, archive, datasets)
-            describer = Describer(engine, hosts, archive, datasets, launches)
+            launches = LaunchRequests(engine, hosts, archive, datasets)
+            describer = ModelInspector(engine, hosts, archive, datasets, launches)
             hosts.reports.subscribe(
                 HostUp, lambda host, report: tasks.start_soon(guarded, describer.end_abandoned, host, report)
             )
@@ -137,7 +135,7 @@ class Daemon:
             learned = Learned(engine, config.state_dir / "measurements.db")
             profiler = Profiler(engine, learned, trials=config.trials)
             hosts.reports.subscribe(Progress, profiler.on_progress)
-            hosts.reports.subscribe(FromRank, profiler.on_rank_said)
+            hosts.reports.subscribe(FromRank, profiler.on_rank_message)
             launches.wants_probe = learned.wants_probe
 
             notifier = Notifier(config.notify, scheduler.state) if config.notify is not None else None
@@ -152,8 +150,8 @@ class Daemon:
                     if isinstance(event, e.HostConnected):
                         tasks.start_soon(guarded, datasets.host_is_up, event.host)
 
-            api = Api(config, engine, hosts, archive, feed, invite, stop, self._config_file)
-            speed = Speed(
+            api = JobVerbs(config, engine, hosts, archive, feed, invite, stop, self._config_file)
+            speed = PerformanceVerbs(
                 engine,
                 learned,
                 profiler.forget,
@@ -162,7 +160,7 @@ class Daemon:
                 describer.describe_unsubmitted,
             )
             terminals = Terminals(engine, hosts, archive, feed)
-            verbs = {**api.verbs, **speed.verbs, **terminals.verbs, **Checking(engine, hosts).verbs}
+            verbs = {**api.verbs, **speed.verbs, **terminals.verbs, **HostChecks(engine, hosts).verbs}
             server = Server(
                 config.socket,
                 config.socket_group,
@@ -178,7 +176,7 @@ class Daemon:
             tasks.start_soon(timers.run)
             tasks.start_soon(profiler.run)
             tasks.start_soon(terminals.run)
-            tasks.start_soon(guarded, LogMirror(engine, hosts, archive).run)
+            tasks.start_soon(guarded, LogTails(engine, hosts, archive).run)
             if notifier is not None:
                 tasks.start_soon(notifier.run)
             inside = config.state_dir / "local"
@@ -188,21 +186,27 @@ class Daemon:
             tasks.start_soon(server.serve, listener)
             tasks.start_soon(_watchdog)
             tasks.start_soon(_signals, stop)
-            notify(f"READY=1\nSTATUS=serving {config.socket}")
+            notify_systemd(f"READY=1\nSTATUS=serving {config.socket}")
             log.info(
                 "clusterd %s serves %s (pid %d, state in %s)", __version__, config.socket, os.getpid(), config.state_dir
             )
             if ready is not None:
                 ready.set()
             await stop.wait()
-            notify("STOPPING=1")
+            notify_systemd("STOPPING=1")
             log.info("stopping; jobs keep running: %s", ", ".join(scheduler.state.active) or "none")
             with anyio.move_on_after(5.0):
                 await engine.snapshot()
             tasks.cancel_scope.cancel()
 
     def _link(
-        self, hosts: HostRegistry, host: HostId, address: str, dialer: Dialer, invite: Invite, leader: dict[str, Any]
+        self,
+        hosts: HostRegistry,
+        host: HostId,
+        address: str,
+        dialer: Dialer,
+        invite: HostKeyEnrolment,
+        leader: dict[str, Any],
     ) -> HostLink:
         async def route() -> Route:
             if address.startswith(LOCAL):
@@ -225,7 +229,7 @@ class Daemon:
 
 
 async def _ip_address(host: str) -> str:
-    """Of a host name, as far as this machine can tell; the name itself where only a jump host knows it."""
+    """IPv4 address of a host name; the name itself where only a jump host can resolve it."""
     try:
         found = await anyio.getaddrinfo(host, None, family=socket.AF_INET)
     except OSError:
@@ -238,22 +242,22 @@ async def _signals(stop: anyio.Event) -> None:
     with anyio.open_signal_receiver(*heeded) as signals:
         async for number in signals:
             if number not in (signal.SIGTERM, signal.SIGINT):  # as scripts send them that turn logs over
-                said = "settings are read at the start, and the log turns itself over; jobs keep running"
-                log.info("%s means nothing here: %s", number.name, said)
+                advice = "settings are read at the start, and the log turns itself over; jobs keep running"
+                log.info("%s means nothing here: %s", number.name, advice)
                 continue
             stop.set()
 
 
 async def _watchdog() -> None:
-    """Tell systemd that the loop turns; half of what it waits for, as its manual asks."""
+    """Notify systemd's watchdog at half its interval, as its manual asks."""
     interval_s = float(os.environ.get("WATCHDOG_USEC", 0)) / 2e6 or WATCHDOG_S
     while True:
-        notify("WATCHDOG=1")
+        notify_systemd("WATCHDOG=1")
         await anyio.sleep(interval_s)
 
 
 def _raise_open_files() -> None:
-    """Each `run` and `wait` of somebody's is an open file; hosts inside this machine inherit the limit."""
+    """Raise the limit of open files: each `run` and `wait` is one, and embedded hosts inherit the limit."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -261,7 +265,7 @@ def _raise_open_files() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Parse what `clusterd start` passed on, and serve."""
+    """Parse the options that `clusterd start` passes on, and serve."""
     parser = argparse.ArgumentParser(prog="clusterd.daemon")
     parser.add_argument("--local", type=int, default=0)
     parser.add_argument("--devices", type=int)
@@ -276,7 +280,7 @@ def main(argv: list[str]) -> int:
         refuse_unknown(config, str(file))
         _raise_open_files()
         with only_instance(config.state_dir):
-            logs.set_up(config.state_dir / "daemon.log", config.log_level, options.foreground)
+            set_up_log(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:
                 anyio.run(Daemon(config, options.local, options.devices, file, restored=options.restored).run)
             except* ClusterError as errors:

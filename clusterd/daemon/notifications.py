@@ -1,4 +1,4 @@
-"""What people want to be told when they do not look: handed to a command of the operator's, which knows their chat."""
+"""Notifications about jobs and hosts, passed to a command of the operator's."""
 
 from __future__ import annotations
 
@@ -23,90 +23,90 @@ from clusterd.types import HostId, HostState
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 60.0
-"""For the command, each time; then it is ended."""
+"""Time limit of the command."""
 WAITING_MAX = 1000
-"""Pieces of news; with a command that is slower than what happens, the oldest are dropped."""
+"""Notifications that may wait; with a slow command the oldest are dropped."""
 
 _BY_CHOICE = (Outcome.PREEMPTED, Outcome.REFUSED)
-"""Ends of attempts that are the scheduler's business."""
+"""Outcomes of attempts that users need not hear about."""
 
-News = dict[str, Any]
+Notification = dict[str, Any]
 
 
 class Notifier:
-    """Sees what was decided on every batch of events; runs the command for each piece of news, one after the other."""
+    """Runs the operator's command for each notification, one after the other."""
 
     def __init__(self, notify: Notify, state: State) -> None:
         self._notify, self._state = notify, state
         self._lost: set[HostId] = set()
-        self._waiting: deque[News] = deque()
+        self._waiting: deque[Notification] = deque()
         self._bell = anyio.Event()
 
     def handled(self, decisions: Iterable[Decision]) -> None:
-        """A batch was handled."""
+        """Queue the notifications of a handled batch."""
         for decision in decisions:
             if isinstance(decision, EndJob):
-                self._tell(
+                self._queue(
                     _of_job(self._state.jobs[decision.job], decision.state, f" {decision.state}: {decision.reason}")
                 )
             elif isinstance(decision, RequeueJob):
                 job = self._state.jobs[decision.job]
                 if job.attempts[decision.attempt - 1].outcome not in _BY_CHOICE:
                     # The reason ends with where it goes on.
-                    self._tell(_of_job(job, "queued again", f": {decision.reason}"))
+                    self._queue(_of_job(job, "queued again", f": {decision.reason}"))
         for host in self._state.hosts.values():
             if host.state is HostState.LOST and host.id not in self._lost:
                 self._lost.add(host.id)
-                self._tell(_of_host("host lost", host.id, f"{host.id} is lost: {host.why}"))
+                self._queue(_of_host("host lost", host.id, f"{host.id} is lost: {host.why}"))
             elif host.state is HostState.UP and host.id in self._lost:
                 self._lost.remove(host.id)
-                self._tell(_of_host("host back", host.id, f"{host.id} is back"))
+                self._queue(_of_host("host back", host.id, f"{host.id} is back"))
 
     async def run(self) -> None:
-        """Tell what there is to tell, for ever."""
+        """Send notifications until cancelled."""
         while True:
             await self.deliver()
             self._bell = anyio.Event()
             await self._bell.wait()
 
     async def deliver(self) -> None:
-        """Run the command for each piece of news that waits."""
+        """Run the command for each waiting notification."""
         while self._waiting:
             await self._hand_over(self._waiting.popleft())
 
-    def _tell(self, news: News) -> None:
-        if news["kind"] not in self._notify.on:
+    def _queue(self, notification: Notification) -> None:
+        if notification["kind"] not in self._notify.on:
             return
         if len(self._waiting) >= WAITING_MAX:
             dropped = self._waiting.popleft()
             log.warning("notify: %s is too slow; nobody is told that %s", self._notify.command[0], dropped["text"])
-        self._waiting.append({**news, "at_s": time.time()})
+        self._waiting.append({**notification, "at_s": time.time()})
         self._bell.set()
 
-    async def _hand_over(self, news: News) -> None:
+    async def _hand_over(self, notification: Notification) -> None:
         command = self._notify.command
         # Files, not pipes: what the command leaves in the background may hold these for ever.
         with _file("news") as text, _file("said") as errors:
-            text.write(msgspec.json.encode(news) + b"\n")
+            text.write(msgspec.json.encode(notification) + b"\n")
             text.seek(0)
             try:
                 code = await _run(command, text, errors)
             except (OSError, ValueError, TimeoutError) as error:
-                log.error("notify: %s; it was to tell that %s", error, news["text"])
+                log.error("notify: %s; it was to tell that %s", error, notification["text"])
                 return
             if code:
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip().splitlines()
-                log.error("notify: %s ended with %d: %s", command[0], code, said[-1] if said else "it said nothing")
+                output = errors.read().decode(errors="replace").strip().splitlines()
+                log.error("notify: %s ended with %d: %s", command[0], code, output[-1] if output else "it said nothing")
 
 
 def _file(name: str) -> IO[bytes]:
-    """In memory: a full disk is something to be told."""
+    """Anonymous file in memory: a full disk must not stop notifications about it."""
     return os.fdopen(os.memfd_create(name), "w+b")
 
 
 async def _run(command: Sequence[str], text: IO[bytes], errors: IO[bytes]) -> int:
-    """Its exit code. With the time it has, or with the daemon, it ends, and all that it started with it.
+    """Run the command and return its exit code; its process group ends with its time limit, or with the daemon.
 
     Raises:
         TimeoutError: it took too long.
@@ -126,7 +126,7 @@ async def _run(command: Sequence[str], text: IO[bytes], errors: IO[bytes]) -> in
                 await process.wait()
 
 
-def _of_job(job: Job, what: str, text: str) -> News:
+def _of_job(job: Job, what: str, text: str) -> Notification:
     return {
         "kind": f"job {what}",
         "text": f"{job.spec.name} ({job.id}){text}",
@@ -139,5 +139,5 @@ def _of_job(job: Job, what: str, text: str) -> News:
     }
 
 
-def _of_host(kind: str, host: HostId, text: str) -> News:
+def _of_host(kind: str, host: HostId, text: str) -> Notification:
     return {"kind": kind, "text": text, "hosts": [host]}

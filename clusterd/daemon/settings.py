@@ -1,4 +1,4 @@
-"""What a settings file may not say to this clusterd, on this machine, though it is right by itself."""
+"""Validation of settings that depends on this version and this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from clusterd.errors import ConfigError
 
 
 def refuse_unknown(config: Config, where: str) -> None:
-    """Refuse names that mean nothing here; `where` they were given comes first.
+    """Refuse unknown names; `where`: their origin, for the message.
 
     Raises:
         ConfigError: naming the key and what would be right.

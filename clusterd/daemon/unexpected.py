@@ -1,4 +1,4 @@
-"""Errors that nobody foresaw: found in what task groups wrap them in, and said in a line."""
+"""Unexpected errors: unwrapped from exception groups, logged, and described in a line."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ log = logging.getLogger(__name__)
 
 
 def first_of(error: BaseException) -> BaseException:
-    """What is inside the groups that task groups make."""
+    """First exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def guarded(work: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-    """A bug in what is done beside the jobs must not take the daemon, and them, with it."""
+    """Run background work; a bug there is logged and does not end the daemon."""
     try:
         await work(*arguments)
     except Exception:
@@ -25,6 +25,6 @@ async def guarded(work: Callable[..., Awaitable[None]], *arguments: Any) -> None
 
 
 def in_a_line(error: BaseException) -> str:
-    """A bug of ours, for whoever waits for what it hit."""
+    """Error for a caller whose request ran into a bug."""
     cause = first_of(error)
     return f"a bug of clusterd's own, which daemon.log tells of: {type(cause).__name__}: {cause}"

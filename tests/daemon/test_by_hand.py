@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from clusterd.core import events as e
-from clusterd.daemon.api.migration import ByHand
+from clusterd.daemon.api.migration import MigrationVerbs
 from clusterd.daemon.api.server import Peer
 from clusterd.errors import ClusterError
 from clusterd.types import HostId, JobKind
@@ -35,7 +35,7 @@ def mixed_lab() -> tuple[Lab, str]:
 
 def asked(lab: Lab, job: str, plan: str, devices: str) -> dict[str, Any]:
     """What `clusterd migrate --dry-run` answers."""
-    by_hand = ByHand(cast(Any, SimpleNamespace(scheduler=lab.scheduler)), cast(Any, None), cast(Any, None))
+    by_hand = MigrationVerbs(cast(Any, SimpleNamespace(scheduler=lab.scheduler)), cast(Any, None), cast(Any, None))
     peer = Peer(user="u", uid=1000, is_operator=False)
     return anyio.run(partial(by_hand.migrate, peer, job, plan=plan, devices=devices.split(), dry_run=True))
 

@@ -34,8 +34,8 @@ def test_every_verb_is_told_with_its_arguments() -> None:
     told = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
     there: dict[str, list[str]] = {}
     for rooms in (
-        jobs.Api, migration.ByHand, host_check.Checking, files.Fetching, retention.Forgetting, hosts.Membership,
-        performance.Speed, terminals.Terminals,
+        jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs, hosts.HostVerbs,
+        performance.PerformanceVerbs, terminals.Terminals,
     ):  # fmt: skip
         for name, verb in inspect.getmembers(rooms, inspect.isfunction):
             of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]

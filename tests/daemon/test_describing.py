@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
-from clusterd.daemon.api.retention import Forgetting
+from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Peer
 from clusterd.types import JobKind
 from tests.conftest import RunningCluster, processes_of, until
@@ -69,6 +69,6 @@ def test_forget_asks_every_host_for_what_told_the_model() -> None:
     engine: Any = SimpleNamespace(scheduler=lab.scheduler)
     agents: Any = Agents()
     archive: Any = SimpleNamespace(remove_job=lambda job: 0)
-    answer = anyio.run(Forgetting(engine, agents, archive).forget, Peer("ann", 0, is_operator=True), job)
+    answer = anyio.run(RetentionVerbs(engine, agents, archive).forget, Peer("ann", 0, is_operator=True), job)
     assert asked == [("a", "forget", 0), ("b", "forget", 0)]
     assert answer["bytes"] == 14

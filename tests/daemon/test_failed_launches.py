@@ -14,7 +14,7 @@ from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.daemon.execution.executor import Executor
-from clusterd.daemon.execution.model_description import Describer
+from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.hosts.reports import HostUp, Reports
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.errors import AgentLost
@@ -89,7 +89,7 @@ def carried_out(lab: Lab, decided: list[d.Decision], launches: Any = None, deaf:
             hello = HelloReply("agent", "1", "boot", 0.0, {}, (), (StateSnapshotRow("1.1.g1.snap0.0", 20),))
             keeper.on_up(HostId(deaf), HostUp(hello))
         made = launches or Broken()
-        describer = Describer(engine, hosts, archive, hosts, made)
+        describer = ModelInspector(engine, hosts, archive, hosts, made)
         async with anyio.create_task_group() as tasks:
             Executor(engine, hosts, archive, timers, tasks, made, describer, keeper).carry_out(
                 [x for x in decided if not isinstance(x, d.StopAttempt)]

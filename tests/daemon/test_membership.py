@@ -16,7 +16,7 @@ from clusterd.config import Config, HostOptions
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.scheduler import Scheduler
-from clusterd.daemon.api.hosts import Membership
+from clusterd.daemon.api.hosts import HostVerbs
 from clusterd.daemon.api.server import Peer
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
@@ -52,7 +52,7 @@ class Lab:
         self.engine.restore()
         config = Config(state_dir=journal.path.parent, socket=journal.path.with_name("sock"))
         self.hosts = HostRegistry(self.engine, journal, config, tasks, lambda *_: link)
-        self.membership = Membership(self.engine, self.hosts, invite)
+        self.membership = HostVerbs(self.engine, self.hosts, invite)
 
     @property
     def names(self) -> list[str]:

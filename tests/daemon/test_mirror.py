@@ -13,7 +13,7 @@ from clusterd.agent.host import growing_files
 from clusterd.core.state import Attempt, Host, Job, Rank, State
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.job_logs import JobLogs
-from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogMirror
+from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogTails
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobKind, JobSpec, RankPlace
 
@@ -58,13 +58,13 @@ def agents(tmp_path: Path) -> Agents:
 
 
 @pytest.fixture
-def parts(state: State, agents: Agents, tmp_path: Path) -> tuple[LogMirror, JobLogs]:
+def parts(state: State, agents: Agents, tmp_path: Path) -> tuple[LogTails, JobLogs]:
     engine: Any = SimpleNamespace(scheduler=SimpleNamespace(state=state))
     hosts: Any = agents
     journal: Any = None
     archive = Archive(tmp_path / "head", journal)
     feed: Any = None
-    return LogMirror(engine, hosts, archive), JobLogs(engine, hosts, archive, feed)
+    return LogTails(engine, hosts, archive), JobLogs(engine, hosts, archive, feed)
 
 
 def read(job_logs: JobLogs, rank: int | None = None) -> bytes:
@@ -76,7 +76,7 @@ def read(job_logs: JobLogs, rank: int | None = None) -> bytes:
 
 
 def test_what_a_rank_said_last_is_read_while_its_host_is_silent(
-    parts: tuple[LogMirror, JobLogs], agents: Agents
+    parts: tuple[LogTails, JobLogs], agents: Agents
 ) -> None:
     mirror, job_logs = parts
     agents.file(0).write_bytes(b"step 1\n")
@@ -91,7 +91,7 @@ def test_what_a_rank_said_last_is_read_while_its_host_is_silent(
 
 
 def test_of_a_long_log_the_end_is_at_hand_and_the_rest_is_counted(
-    parts: tuple[LogMirror, JobLogs], agents: Agents
+    parts: tuple[LogTails, JobLogs], agents: Agents
 ) -> None:
     mirror, job_logs = parts
     lines = b"".join(b"line %06d\n" % number for number in range(20_000))
@@ -103,7 +103,7 @@ def test_of_a_long_log_the_end_is_at_hand_and_the_rest_is_counted(
     assert said.startswith(b"\n[clusterd: 170 KiB of this log are on a alone"), said[:80]
 
 
-def test_a_log_that_did_not_grow_is_not_brought_again(parts: tuple[LogMirror, JobLogs], agents: Agents) -> None:
+def test_a_log_that_did_not_grow_is_not_brought_again(parts: tuple[LogTails, JobLogs], agents: Agents) -> None:
     mirror, _ = parts
     agents.file(0).write_bytes(b"once\n")
     for _ in range(3):
@@ -112,7 +112,7 @@ def test_a_log_that_did_not_grow_is_not_brought_again(parts: tuple[LogMirror, Jo
 
 
 def test_a_silent_host_keeps_nothing_from_the_others(
-    parts: tuple[LogMirror, JobLogs], agents: Agents, state: State
+    parts: tuple[LogTails, JobLogs], agents: Agents, state: State
 ) -> None:
     """A host that the scheduler takes for up, and that does not answer."""
     mirror, job_logs = parts

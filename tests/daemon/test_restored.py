@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterd.daemon.journal.job_ids import JobNumbers
+from clusterd.daemon.api.jobs import JobIds
 from tests.conftest import RunningCluster, until
 
 
@@ -85,7 +85,7 @@ def test_a_job_is_not_taken_for_another_of_its_number(restored: RunningCluster) 
 
 
 def test_numbers_are_given_out_once() -> None:
-    numbers = JobNumbers(["1", "7", "odd"])
+    numbers = JobIds(["1", "7", "odd"])
     assert numbers.next() == "8"
     numbers.seen("5", "gpu01")
     assert numbers.next() == "9"

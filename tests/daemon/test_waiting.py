@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 
 from clusterd.core import events as e
-from clusterd.daemon.api.jobs import Api
+from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.watch import Feed
 from clusterd.types import HostId
 from tests.core.conftest import Lab
@@ -24,7 +24,7 @@ def test_the_last_row_is_that_of_a_job_that_is_over() -> None:
     peer: Any = SimpleNamespace(user="")
 
     async def wait() -> list[str]:
-        rows = Api.wait(api, peer, job)
+        rows = JobVerbs.wait(api, peer, job)
         states = [(await anext(rows))["state"]]
         lab.exit(job)
         attempt = lab.attempt(job)

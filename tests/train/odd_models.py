@@ -453,7 +453,7 @@ class Drawn(torch.optim.lr_scheduler.LRScheduler):
         return [base * self.shape(self.last_epoch) for base in self.base_lrs]
 
 
-class ByHand:
+class MigrationVerbs:
     """A scheduler that nobody can ask where it is."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -540,5 +540,5 @@ def onecycle(optimizer: Any) -> Any:
 
 SCHEDULERS = {
     "cosine": cosine, "onecycle": onecycle, "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
-    "by hand": ByHand, "drawn": Drawn, "warmup": warmup,
+    "by hand": MigrationVerbs, "drawn": Drawn, "warmup": warmup,
 }  # fmt: skip

@@ -1,9 +1,12 @@
-"""Attained service and remaining work of a job."""
+"""Attained service, remaining work, and its predictability: the first stage of a pass (after AITurbo)."""
 
 from __future__ import annotations
 
 from clusterd.core.state import Attempt, Job, Outcome
 from clusterd.types import JobKind
+
+STEPS_TO_TRUST = 10
+"""Measured steps after which a job's own speed counts as known."""
 
 
 def attained_s(job: Job, now_s: float) -> float:
@@ -71,3 +74,13 @@ def likely_steps_left(job: Job) -> float:
     """
     left = steps_left(job)
     return left if left is not None else max(float(job.step), 100.0)
+
+
+def is_predictable(job: Job) -> bool:
+    """True where the job's remaining time can be computed.
+
+    Its number of steps is known, some steps were timed, and its loss follows the fitted curve. Jobs that leave their
+    curve are mostly explorations that end early.
+    """
+    known = job.spec.kind is JobKind.ELASTIC and total_steps(job) > 0 and job.step >= STEPS_TO_TRUST
+    return known and job.predictable is not False

@@ -1,4 +1,4 @@
-"""What jobs wrote into their working directories, from whatever host it lies on."""
+"""Verbs about the files that jobs wrote into their working directories, on whichever host they lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clusterd.types import HostId, HostState
 CHUNK_BYTES = 1 << 20
 
 
-class Fetching:
+class FileVerbs:
     """Lists and reads files of one job, its newest attempt first."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
@@ -26,16 +26,16 @@ class Fetching:
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {"files": self.files}
 
     @property
     def streams(self) -> dict[str, Streaming]:
-        """Verbs that answer with many items."""
+        """Streaming methods by verb."""
         return {"file": self.file}
 
     async def files(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Of each path the newest file that any attempt wrote, and hosts that cannot say what they have, with why."""
+        """Newest file of each path over all attempts, and the hosts that could not be asked, with the reason."""
         known = self._own(peer, job)
         state = self._engine.scheduler.state
         newest: dict[str, dict[str, Any]] = {}
@@ -69,7 +69,7 @@ class Fetching:
         }
 
     async def file(self, peer: Peer, job: str, path: str, host: str, attempt: int) -> AsyncIterator[dict[str, Any]]:
-        """One file, piece by piece: ``{data, size}``."""
+        """Stream one file in chunks: ``{data, size}``."""
         known = self._own(peer, job)
         if not any(attempt == one.number and host in hosts_of(known, one) for one in known.attempts):
             raise ClusterError(f"attempt {attempt} of job {known.id} ({known.spec.name}) was never on {host}")

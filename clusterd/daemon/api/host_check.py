@@ -1,4 +1,4 @@
-"""Whether hosts can do what jobs will want of them, found out before a job does: `clusterd host check`."""
+"""Checks of hosts for what jobs will need, before a job fails there: `clusterd host check`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clusterd.units import duration, size
 
 DISK_LEAST_BYTES = 10 << 30
 SHM_LEAST_SHARE = 1 / 8
-"""Of the host's memory: containers have 64 MB by default, and a job's state is moved through it."""
+"""Share of the host's memory that /dev/shm should have: containers have 64 MB, and migrations go through it."""
 
 SKEW_MOST_S = 5.0
 
@@ -28,19 +28,19 @@ Row = dict[str, Any]
 Answer = dict[str, Any] | ClusterError
 
 
-class Checking:
-    """Has agents try what can only be tried."""
+class HostChecks:
+    """Runs checks on hosts through their agents."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry) -> None:
         self._engine, self._hosts = engine, hosts
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {"host_check": self.host_check}
 
     async def host_check(self, peer: Peer, hosts: Sequence[str] = (), python: str | None = None) -> list[Row]:
-        """What was found on these hosts, or on all: rows of `host`, `check`, `state` (ok, warning, failed) and `said`.
+        """Check these hosts, or all; returns rows of `host`, `check`, `state` (ok, warning, failed) and `said`.
 
         Args:
             python: an interpreter or environment, as jobs name it, that is to be there with a torch that will do.
@@ -71,7 +71,7 @@ class Checking:
         ]
 
     async def _each(self, hosts: Iterable[Host], ask: Callable[[Host], Awaitable[Row]]) -> dict[HostId, Answer]:
-        """What each answers, or its error."""
+        """Reply of each host, or its error."""
         answers: dict[HostId, Answer] = {}
 
         async def one(host: Host) -> None:
@@ -86,7 +86,7 @@ class Checking:
         return answers
 
     def _of(self, host: Host, answer: Answer | None, python: str | None) -> Iterator[Row]:
-        """What is so of one host by itself."""
+        """Rows about one host by itself."""
         link = self._hosts.link_row(host.id)
         if host.state is not HostState.UP or host.facts is None:
             yield _row(host.id, "connection", "failed", f"{host.state.value}: {host.why or 'not connected yet'}")
@@ -100,12 +100,12 @@ class Checking:
             yield from _tried(host.id, answer, python)
 
 
-def _row(host: str, check: str, state: str, said: str) -> Row:
-    return {"host": host, "check": check, "state": state, "said": said}
+def _row(host: str, check: str, state: str, text: str) -> Row:
+    return {"host": host, "check": check, "state": state, "said": text}
 
 
 def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
-    """What its agent has told of the machine."""
+    """Rows that follow from the host's facts."""
     names = Counter(d.name if d.kind == "cuda" else "CPU device" for d in host.devices)
     there = ", ".join(f"{count} x {name}" for name, count in names.items()) or "none"
     if facts.get("gpu_error"):
@@ -116,24 +116,24 @@ def _facts(host: Host, facts: Mapping[str, Any]) -> Iterator[Row]:
         if device.foreign:
             yield _row(host.id, "devices", "warning", f"{device.id} is not given to jobs: {device.foreign}")
     shm, memory = facts.get("shm_bytes", 0), facts.get("memory_bytes", 0)
-    room = f"{size(shm)} of shared memory"
+    shared_memory = f"{size(shm)} of shared memory"
     if shm < SHM_LEAST_SHARE * memory:
         slow = "states beyond that move through the disk; in a container, --shm-size gives more"
-        yield _row(host.id, "memory", "warning", f"{room} beside {size(memory)} of memory: {slow}")
+        yield _row(host.id, "memory", "warning", f"{shared_memory} beside {size(memory)} of memory: {slow}")
     else:
-        yield _row(host.id, "memory", "ok", f"{size(memory)}, {room}")
+        yield _row(host.id, "memory", "ok", f"{size(memory)}, {shared_memory}")
     free = f"{size(facts.get('disk_free_bytes', 0))} free where jobs write"
     enough = facts.get("disk_free_bytes", 0) >= DISK_LEAST_BYTES
     yield _row(host.id, "disk", "ok" if enough else "warning", free)
     skew_s = facts.get("clock_skew_s")
     if skew_s is not None:
         good = abs(skew_s) <= SKEW_MOST_S
-        said = f"{skew_s:+.2f} s from this machine's" + ("" if good else ": times in its logs are off by that")
-        yield _row(host.id, "clock", "ok" if good else "warning", said)
+        text = f"{skew_s:+.2f} s from this machine's" + ("" if good else ": times in its logs are off by that")
+        yield _row(host.id, "clock", "ok" if good else "warning", text)
 
 
 def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
-    """What its agent found by trying."""
+    """Rows that follow from what the agent tried."""
     if answer["ends_at_logout"]:
         what = "logind ends what is left of a login (KillUserProcesses): agents and jobs end with the connection"
         yield _row(host, "logout", "failed", f"{what}; an administrator can name its user in KillExcludeUsers")
@@ -151,12 +151,12 @@ def _tried(host: HostId, answer: Row, python: str | None) -> Iterator[Row]:
 def _network(
     host: HostId, answers: Mapping[HostId, Answer], places: Mapping[HostId, Sequence[Any]], asked: Container[HostId]
 ) -> Iterator[Row]:
-    """How it reaches others, and whether those that were not asked about reach it."""
+    """Rows about connections between hosts, both ways."""
     answer = answers.get(host)
     if not isinstance(answer, dict):
         return
-    tries = [(host, HostId(other), said) for other, said in answer["peers"].items()]
-    reached = [said["seconds"] for _, _, said in tries if "seconds" in said]
+    tries = [(host, HostId(other), text) for other, text in answer["peers"].items()]
+    reached = [text["seconds"] for _, _, text in tries if "seconds" in text]
     if reached:
         how_many = f"{len(reached)} of {len(tries)} hosts" if len(tries) > 1 else "the other host"
         yield _row(host, "network", "ok", f"reaches {how_many} within {max(reached) * 1e3:.1f} ms")
@@ -165,8 +165,8 @@ def _network(
         for other, its in answers.items()
         if other not in asked and isinstance(its, dict) and host in its["peers"]
     ]
-    for start, end, said in tries:
-        if "error" in said:
+    for start, end, text in tries:
+        if "error" in text:
             address, port = places[end]
-            why = f"{start} does not reach {end} at {address}:{port}: {said['error']}"
+            why = f"{start} does not reach {end} at {address}:{port}: {text['error']}"
             yield _row(host, "network", "failed", f"{why}; jobs on both need TCP between them, on any port")

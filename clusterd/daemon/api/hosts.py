@@ -1,4 +1,4 @@
-"""The verbs of the socket about hosts: who is part of the cluster, and who may be given work."""
+"""Verbs about hosts: membership, host keys, drain and undrain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from clusterd.config import host_options
 from clusterd.core import events as e
 from clusterd.core.queueing import admission
 from clusterd.daemon.api.server import Peer, Verb
-from clusterd.daemon.hosts.host_key_enrolment import Invite
+from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.unexpected import first_of
@@ -21,17 +21,17 @@ from clusterd.errors import ClusterError
 """Address of hosts inside this machine: ``local:0``."""
 
 
-class Membership:
-    """Answers what is asked about hosts, and turns what is wanted of them into events."""
+class HostVerbs:
+    """Answers questions about hosts and turns requests into events."""
 
-    def __init__(self, engine: Engine, hosts: HostRegistry, invite: Invite) -> None:
+    def __init__(self, engine: Engine, hosts: HostRegistry, invite: HostKeyEnrolment) -> None:
         self._engine = engine
         self._hosts = hosts
         self._invite = invite
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {
             "hosts": self.hosts,
             "host": self.host,
@@ -57,7 +57,7 @@ class Membership:
         return projection.host_row(self._state, known, self._hosts.link_row(known.id))
 
     async def host_inspect(self, peer: Peer, address: str, accept: list[str], new: bool = False) -> dict[str, Any]:
-        """The first key on the way to a host that nobody vouches for; those in `accept` are kept on the way.
+        """Find the first unknown key on the route to a host; keys in `accept` are stored on the way.
 
         Raises:
             ClusterError: the host is to be `new`, and is in the cluster already.
@@ -72,7 +72,7 @@ class Membership:
     async def host_add(
         self, peer: Peer, address: str, accept: list[str], options: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Make a host part of the cluster; `accept` are the fingerprints its user saw and agreed to."""
+        """Add a host to the cluster; `accept`: fingerprints that its user saw and accepted."""
         need_operator(peer, "add hosts")
         known = host_options(options or {}, "the host's options")
         name = await self._invite.admit(address, accept, self._state)
@@ -88,7 +88,7 @@ class Membership:
         return answer
 
     async def host_drain(self, peer: Peer, host: str, why: str = "", also: list[str] | None = None) -> dict[str, Any]:
-        """Give the host nothing new; `also`: nor these, at one moment, so that nothing moves from one to the next."""
+        """Drain a host, and those in `also` at the same moment, so that no job moves from one to the next."""
         need_operator(peer, "drain hosts")
         known = [admission.find_host(self._state, name) for name in (host, *(also or ()))]
         now_s = time.time()
@@ -102,25 +102,25 @@ class Membership:
         return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def host_undrain(self, peer: Peer, host: str) -> dict[str, Any]:
-        """Use the host again."""
+        """Return the host to service."""
         need_operator(peer, "undrain hosts")
         known = admission.find_host(self._state, host)
         await self._engine.post(e.HostUndrained(at_s=time.time(), host=known.id, by=peer.user))
         return projection.host_row(self._state, admission.find_host(self._state, host))
 
     async def host_remove(self, peer: Peer, host: str) -> dict[str, Any]:
-        """Take the host out of the cluster."""
+        """Remove the host from the cluster."""
         need_operator(peer, "remove hosts")
         known = admission.find_host(self._state, host)
-        left, told = projection.may_still_run(self._state, known), True
+        left, reached = projection.may_still_run(self._state, known), True
         while self._state.hosts.get(known.id) is known:  # still there: it was given work while we asked
             admission.may_remove(self._state, known)
-            told = await self._hosts.remove(known.id)
-        return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not told}
+            reached = await self._hosts.remove(known.id)
+        return {"name": known.id, "left": left, "agent_left": bool(known.agent) and not reached}
 
 
 def need_operator(peer: Peer, what: str) -> None:
-    """Refuse what is for operators.
+    """Refuse a request that only operators may make.
 
     Raises:
         ClusterError: the peer is none.

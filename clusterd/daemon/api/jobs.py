@@ -1,10 +1,11 @@
-"""The verbs of the socket: the command line's and the terminal UI's, one method each."""
+"""Verbs about jobs and the daemon itself, one method each."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,34 +21,35 @@ from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
 from clusterd.core.view import Placement, Refusal, View
-from clusterd.daemon.api import cancel
-from clusterd.daemon.api.files import Fetching
-from clusterd.daemon.api.hosts import Membership, need_operator
-from clusterd.daemon.api.migration import ByHand
-from clusterd.daemon.api.retention import Forgetting
+from clusterd.daemon.api.files import FileVerbs
+from clusterd.daemon.api.hosts import HostVerbs, need_operator
+from clusterd.daemon.api.migration import MigrationVerbs
+from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Peer, Streaming, Verb
 from clusterd.daemon.api.validation import refuse_malformed, refuse_secrets
 from clusterd.daemon.api.watch import Change, Feed
-from clusterd.daemon.hosts.host_key_enrolment import Invite
+from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.journal.job_ids import JobNumbers
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.job_logs import JobLogs
+from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import HostId, JobId, JobSpec
+from clusterd.types import HostId, JobId, JobSpec, JobState
+
+log = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 5.0
-"""A watcher hears from the daemon at least this often, so that it notices when it does not."""
+"""Longest silence towards a watcher, so that it notices a dead daemon."""
 
 HISTORY_MAX = 5000
-"""Events, and decisions, that `history` gives at most."""
+"""Most events, and most decisions, that `history` returns."""
 
 
-class Api:
-    """Answers clients out of the state, and turns what they want into events."""
+class JobVerbs:
+    """Answers clients from the state and turns their requests into events."""
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Api:
         hosts: HostRegistry,
         archive: Archive,
         feed: Feed,
-        invite: Invite,
+        invite: HostKeyEnrolment,
         stop: anyio.Event,
         config_file: Path | None = None,
     ) -> None:
@@ -66,23 +68,23 @@ class Api:
         self._hosts = hosts
         self._archive = archive
         self._feed = feed
-        self._membership = Membership(engine, hosts, invite)
-        self._by_hand = ByHand(engine, hosts, feed)
-        self._forgetting = Forgetting(engine, hosts, archive)
-        self._fetching = Fetching(engine, hosts)
+        self._membership = HostVerbs(engine, hosts, invite)
+        self._by_hand = MigrationVerbs(engine, hosts, feed)
+        self._forgetting = RetentionVerbs(engine, hosts, archive)
+        self._fetching = FileVerbs(engine, hosts)
         self._logs = JobLogs(engine, hosts, archive, feed)
         self._stop = stop
         self._started_s = time.time()
-        self._numbers = JobNumbers({*engine.scheduler.state.jobs, *archive.jobs()})
+        self._ids = JobIds({*engine.scheduler.state.jobs, *archive.jobs()})
         hosts.reports.subscribe(HostUp, self._on_host_up)
 
     def _on_host_up(self, host: HostId, report: HostUp) -> None:
         for row in report.hello.attempts:
-            self._numbers.seen(row.job, host)
+            self._ids.seen(row.job, host)
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {
             "hello": self.hello,
             "status": self.status,
@@ -106,7 +108,7 @@ class Api:
 
     @property
     def streams(self) -> dict[str, Streaming]:
-        """Verbs that answer with many items."""
+        """Streaming methods by verb."""
         return {"logs": self._logs.follow, "wait": self.wait, "watch": self.watch, **self._fetching.streams}
 
     @property
@@ -116,7 +118,7 @@ class Api:
     # --- the daemon ---------------------------------------------------------------------------------------------------
 
     async def hello(self, peer: Peer, protocol_version: int = protocol.VERSION) -> dict[str, Any]:
-        """Agree on a version."""
+        """Negotiate the protocol version."""
         if protocol_version != protocol.VERSION:
             raise ClusterError(
                 f"the daemon ({__version__}) speaks protocol {protocol.VERSION}, this client {protocol_version}: "
@@ -130,7 +132,7 @@ class Api:
         }
 
     async def status(self, peer: Peer) -> dict[str, Any]:
-        """How the daemon is."""
+        """Status of the daemon and its journal."""
         state = self._state
         counts: dict[str, int] = {}
         for job in state.jobs.values():
@@ -155,7 +157,7 @@ class Api:
         }
 
     async def stop(self, peer: Peer) -> dict[str, Any]:
-        """End the daemon; what runs, runs on."""
+        """Stop the daemon; jobs go on."""
         need_operator(peer, "stop the daemon")
         running = [self._state.jobs[job].spec.name for job in self._state.active]
         self._stop.set()
@@ -164,16 +166,16 @@ class Api:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def submit(self, peer: Peer, spec: dict[str, Any], secrets: dict[str, str] | None = None) -> dict[str, Any]:
-        """Take a job over: once this is answered, it is not lost."""
+        """Accept a job: once this is answered, the job is not lost."""
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
-        job = self._numbers.next()
+        job = self._ids.next()
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
         return {"id": job, "name": known.name, "reason": self._state.jobs[job].reason}
 
     async def dry_run(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
-        """What would become of the job now; nothing is kept."""
+        """Report how a job would start now, without submitting it."""
         known = self.admit(peer, spec, need_snapshot=False)
         now_s = time.time()
         job = Job(JobId("new"), known, priority=known.priority, submitted_s=now_s, queued_s=now_s)
@@ -181,17 +183,17 @@ class Api:
         awaited = waits_for(known, self._state)
         answer = allocate(job, View(self._state, now_s)) if awaited is None else Refusal(job.id, awaited)
         if isinstance(answer, Refusal):
-            said = answer.reason
-            if said == LEARNING:
-                said = (
+            reason = answer.reason
+            if reason == LEARNING:
+                reason = (
                     f"its model is learned first, without devices; then {known.resources.plan or 'the plan is chosen'}"
                 )
-            return {"starts": False, "ahead": ahead, "reason": said, "ranks": []}
+            return {"starts": False, "ahead": ahead, "reason": reason, "ranks": []}
         where: Placement = answer.placement
         return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
 
     def admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
-        """The job of a request, as its user's.
+        """Check a submitted job and make it its user's.
 
         Raises:
             UsageError: what is wrong with it.
@@ -211,17 +213,17 @@ class Api:
         return replace(known, after=tuple(dict.fromkeys(awaited)))
 
     async def snapshot_has(self, peer: Peer, digest: str) -> dict[str, Any]:
-        """Whether a workdir of this content is here, and how large one may be."""
+        """Report whether a workdir of this digest is stored, and the size limit."""
         return {"have": self._archive.has_snapshot(digest), "bytes_max": self._config.workdir_bytes_max}
 
     async def snapshot_put(self, peer: Peer, digest: str, offset: int, data: bytes, last: bool) -> None:
-        """One chunk of a workdir."""
+        """Store one chunk of a workdir."""
         if offset + len(data) > self._config.workdir_bytes_max + (1 << 20):
             raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
         await self._archive.put_snapshot(digest, offset, data, last, peer.connection)
 
     async def jobs(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
-        """Rows of jobs: those that are not over, and on request the others."""
+        """Rows of the jobs that are not over, or of all."""
         return [projection.job_row(j, self._state) for j in self._state.jobs.values() if all or not j.state.is_final]
 
     async def job(self, peer: Peer, job: str) -> dict[str, Any]:
@@ -236,7 +238,7 @@ class Api:
         }
 
     async def why(self, peer: Peer, job: str) -> dict[str, Any]:
-        """Why a job is where it is: the reason, who stands before it, and what was decided before."""
+        """Explain a job's state: its reason, the jobs before it, and earlier decisions."""
         known = admission.find_job(self._state, job, peer.user)
         row = projection.job_row(known, self._state)
         ahead = []
@@ -270,7 +272,7 @@ class Api:
         ]
 
     async def history(self, peer: Peer, limit: int = 500) -> dict[str, Any]:
-        """The newest events and decisions, oldest first: what a watcher that has just come did not see."""
+        """Newest events and decisions, oldest first, for a watcher that has just connected."""
         limit = min(max(int(limit), 0), HISTORY_MAX)
         events = await self._engine.journal.query("SELECT kind, body FROM events ORDER BY id DESC LIMIT ?", (limit,))
         decisions = await self._engine.journal.query(
@@ -283,7 +285,7 @@ class Api:
         }
 
     async def cancel(self, peer: Peer, job: str, also: list[str] | None = None, now: bool = False) -> dict[str, Any]:
-        """End a job; answers at once, `wait` tells when its devices are free.
+        """Cancel a job; replies at once, `wait` reports when its devices are free.
 
         Args:
             also: others at the same moment, so that none of them starts where another one ends. Each that cannot be
@@ -291,8 +293,8 @@ class Api:
             now: without the time that they have to save what they did, also where that has begun.
         """
         if also is None:
-            return await cancel.one(self._engine, peer, job, now)
-        return await cancel.several(self._engine, peer, [job, *also], now)
+            return await _cancel_one(self._engine, peer, job, now)
+        return await _cancel_several(self._engine, peer, [job, *also], now)
 
     async def priority(self, peer: Peer, job: str, priority: int) -> dict[str, Any]:
         """Change a job's priority."""
@@ -309,7 +311,7 @@ class Api:
         return {"job": known.id, "data": await self._logs.steps(known, attempt)}
 
     async def wait(self, peer: Peer, job: str) -> AsyncIterator[dict[str, Any]]:
-        """The job's row whenever it changes, until it is over."""
+        """Stream the job's row whenever it changes, until it is over."""
         known = admission.find_job(self._state, job, peer.user)
         last = None
         while True:
@@ -325,7 +327,7 @@ class Api:
     # --- watching -----------------------------------------------------------------------------------------------------
 
     async def watch(self, peer: Peer, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
-        """A snapshot, then every change after it by number; `after` resumes without a snapshot where it can."""
+        """Stream a baseline, then every change by number; `after` resumes without a baseline where possible."""
         number = after
         while True:
             changes = self._feed.after(number) if number is not None else None
@@ -350,3 +352,60 @@ class Api:
 
     def _change(self, change: Change) -> dict[str, Any]:
         return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)
+
+
+class JobIds:
+    """Ids of jobs: whole numbers from 1 on, each given out once, also by a daemon with a restored, older state."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self._last = max((int(job) for job in known if job.isdecimal()), default=0)
+
+    def next(self) -> JobId:
+        """A new id."""
+        self._last += 1
+        return JobId(str(self._last))
+
+    def seen(self, job: str, where: str) -> None:
+        """Skip an id that a host remembers: a state that does not know it was restored from a backup."""
+        if job.isdecimal() and int(job) > self._last:
+            log.warning("%s remembers job %s, and this state is older: new jobs get higher numbers", where, job)
+            self._last = int(job)
+
+
+async def _cancel_one(engine: Engine, peer: Peer, job: str, now: bool) -> dict[str, Any]:
+    """Cancel a job and return its row; `now`: without a grace period.
+
+    Raises:
+        ClusterError: it is over, or not the peer's.
+    """
+    known = _cancellable(engine, peer, job)
+    await engine.post(e.JobCancelled(at_s=time.time(), job=known.id, by=peer.user, now=now))
+    return projection.job_row(known, engine.scheduler.state)
+
+
+async def _cancel_several(engine: Engine, peer: Peer, jobs: list[str], now: bool) -> dict[str, Any]:
+    """Cancel several jobs; returns the rows of those cancelled and the errors of the others."""
+    found: dict[JobId, Job] = {}
+    refused = []
+    for text in jobs:
+        try:
+            known = _cancellable(engine, peer, text)
+            found[known.id] = known
+        except ClusterError as error:
+            refused.append({"job": text, "message": str(error), "exit_code": error.exit_code})
+    now_s = time.time()
+    try:
+        async with anyio.create_task_group() as group:
+            # Queued jobs first: where there are several batches, the first must not free devices for jobs of the next.
+            for known in sorted(found.values(), key=lambda job: job.state is not JobState.QUEUED):
+                group.start_soon(engine.post, e.JobCancelled(at_s=now_s, job=known.id, by=peer.user, now=now))
+    except ExceptionGroup as errors:
+        raise first_of(errors) from None
+    rows = [projection.job_row(known, engine.scheduler.state) for known in found.values()]
+    return {"jobs": rows, "refused": refused}
+
+
+def _cancellable(engine: Engine, peer: Peer, job: str) -> Job:
+    known = admission.find_own_job(engine.scheduler.state, job, peer.user, peer.is_operator)
+    admission.refuse_if_over(known)
+    return known

@@ -1,4 +1,4 @@
-"""The verbs of the socket about where a running job is: moves, pins and checkpoints that a person asks for."""
+"""Verbs about running jobs: migrations, pins and checkpoints on a user's request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clusterd.core.lifecycle import migrations
 from clusterd.core.queueing import admission
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Refusal, View
-from clusterd.daemon.api.migration_cost import foresee
+from clusterd.daemon.api.migration_cost import predict_cost
 from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.hosts.pending_replies import PendingReply
@@ -33,11 +33,11 @@ from plans.plan import Plan, PlanError
 CHECKPOINT_S = 900.0
 
 LAST_MOVE_S = 60.0
-"""A move waits so long for the one before it to be cleaned up; then it is refused, with what is in the way."""
+"""A migration waits this long for the clean-up of the one before, then it is refused."""
 
 
-class ByHand:
-    """Asks the scheduler for moves, and ranks for checkpoints."""
+class MigrationVerbs:
+    """Requests migrations from the scheduler and checkpoints from ranks."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, feed: Feed) -> None:
         self._engine, self._hosts, self._feed = engine, hosts, feed
@@ -45,7 +45,7 @@ class ByHand:
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {"migrate": self.migrate, "unpin": self.unpin, "checkpoint": self.checkpoint}
 
     @property
@@ -61,10 +61,10 @@ class ByHand:
         pin: bool = False,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Move a running job; answers with what will move, `wait` and `watch` tell how it goes."""
+        """Migrate a running job; replies with the predicted cost, `wait` and `watch` report the outcome."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         try:
-            wish = Plan.parse(plan) if plan else None
+            requested = Plan.parse(plan) if plan else None
         except PlanError as error:
             raise UsageError(f"--plan: {error}") from None
         chosen = tuple(DeviceId(device) for device in devices or ())
@@ -73,16 +73,16 @@ class ByHand:
                 raise UsageError(
                     f"{known.spec.name} is a checkpointable job: it starts where there is room, not on --devices"
                 )
-            return await self._restart(peer, known, wish, dry_run)
+            return await self._restart(peer, known, requested, dry_run)
         async with self._asking[known.id]:  # of two at once the second finds the job being moved
-            return await self._asked(peer, known, wish, chosen, pin, dry_run)
+            return await self._asked(peer, known, requested, chosen, pin, dry_run)
 
     async def _asked(
-        self, peer: Peer, known: Job, wish: Plan | None, chosen: tuple[DeviceId, ...], pin: bool, dry_run: bool
+        self, peer: Peer, known: Job, requested: Plan | None, chosen: tuple[DeviceId, ...], pin: bool, dry_run: bool
     ) -> dict[str, Any]:
         with anyio.move_on_after(LAST_MOVE_S):
             await self._settled(known)
-        answer = resize_unmodelled.requested(known, View(self._state, time.time()), wish, chosen, peer.user)
+        answer = resize_unmodelled.requested(known, View(self._state, time.time()), requested, chosen, peer.user)
         if isinstance(answer, Refusal):
             raise ClusterError(answer.reason)
         stays = pin and migrations.is_there(known, answer)
@@ -92,14 +92,14 @@ class ByHand:
         preview = await self._preview(known, answer)
         if not dry_run:
             event = e.MigrationRequested(
-                at_s=time.time(), job=known.id, plan=wish, devices=chosen, pin=pin, by=peer.user
+                at_s=time.time(), job=known.id, plan=requested, devices=chosen, pin=pin, by=peer.user
             )
             await self._engine.post(event)
         moves = {"migrations": len(known.migrations), "stays": stays}
         return {"job": known.id, "name": known.spec.name, **moves, **preview}
 
     def _unlike(self, move: Move) -> str | None:
-        """Why shards of a tensor cannot be on these GPUs: what all of them draw alike depends on the type of GPU."""
+        """Reason against tensor parallelism over mixed GPU types: their random numbers differ; None: there is none."""
         names = {d.id: d.name for host in self._state.hosts.values() for d in host.devices if d.kind == "cuda"}
         places = sorted(move.ranks, key=lambda place: place.rank)
         for first in range(0, len(places), move.plan.tp):
@@ -108,39 +108,39 @@ class ByHand:
                 return f"{move.plan} cuts tensors across {' and '.join(types)}, whose dropout differs: use one type"
         return None
 
-    async def _restart(self, peer: Peer, job: Job, wish: Plan | None, dry_run: bool) -> dict[str, Any]:
-        """A checkpointable job at another size: it saves, stops and starts again."""
-        if wish is None:
+    async def _restart(self, peer: Peer, job: Job, requested: Plan | None, dry_run: bool) -> dict[str, Any]:
+        """Restart a checkpointable job at another size: it saves, stops and starts again."""
+        if requested is None:
             raise UsageError(f"{job.spec.name} is a checkpointable job: say what to start it as, with --plan")
         if job.attempt is None or job.attempt.state is not AttemptState.RUNNING:
             raise ClusterError(f"{job.spec.name} is {job.state.value}: only a running job can be given another size")
-        if job.attempt.plan == wish:
-            raise ClusterError(f"{job.spec.name} runs under {wish} already")
-        objection = objection_to_size(job, View(self._state, time.time()), wish)
+        if job.attempt.plan == requested:
+            raise ClusterError(f"{job.spec.name} runs under {requested} already")
+        objection = objection_to_size(job, View(self._state, time.time()), requested)
         if objection:
-            raise ClusterError(f"{job.spec.name} cannot be started as {wish}: {objection}")
-        answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(wish)}
+            raise ClusterError(f"{job.spec.name} cannot be started as {requested}: {objection}")
+        answer = {"job": job.id, "name": job.spec.name, "from": str(job.attempt.plan), "plan": str(requested)}
         if not dry_run:
-            event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=wish, by=peer.user)
+            event = e.MigrationRequested(at_s=time.time(), job=job.id, plan=requested, by=peer.user)
             await self._engine.post(event)
         return {**answer, "restarts": True, "attempt": job.attempts[-1].number}
 
     async def _settled(self, job: Job) -> None:
-        """Until the ranks of the job's last move are gone: two moves in a row are meant one after the other."""
+        """Wait until the ranks of the job's last migration are gone: two requests in a row mean one after the other."""
         while job.attempt is not None and (job.attempt.retired or job.resuming is not None):
             await self._feed.wait(self._feed.number)
 
     async def _preview(self, job: Job, move: Move) -> dict[str, Any]:
-        """What would move, and how long the job would stand still for it."""
+        """Predicted bytes and downtime of a migration."""
         attempt = job.attempt
         assert attempt is not None
         devices = {place.device for place in move.ranks}
         crowded = memory_conflict(self._state.hosts, job, attempt, move.plan, devices)
         restart_s = self._state.restart_costs_s.get(job.model)
-        return await anyio.to_thread.run_sync(foresee, job, move, crowded, restart_s)
+        return await anyio.to_thread.run_sync(predict_cost, job, move, crowded, restart_s)
 
     async def checkpoint(self, peer: Peer, job: str, path: str) -> dict[str, Any]:
-        """Have a running elastic job write its state to a directory that its hosts share, while it trains on."""
+        """Write a checkpoint of a running job to a directory that its hosts share, while it trains on."""
         known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
         attempt = known.attempt
         if known.spec.kind is JobKind.COMMAND or attempt is None or attempt.state is not AttemptState.RUNNING:

@@ -1,4 +1,4 @@
-"""What a migration would cost, before it is begun: bytes exactly, seconds by what moves took here before."""
+"""Predicted cost of a migration: exact bytes, and downtime from earlier migrations."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from plans.model_shape import ModelShape
 from plans.reshard import plan_transfers
 
 COPY_BYTES_PER_S = 2e9
-"""Of one rank, out of its memory or into it, where no move of this job was measured yet."""
+"""Copy rate of one rank, where no migration of this job was measured yet."""
 
 NETWORK_BYTES_PER_S = 1e9
-"""Of one host, likewise."""
+"""Network rate of one host, likewise."""
 
 FIXED_S = 0.1
-"""Agreement on the last step, messages, and the commit of the switch."""
+"""Fixed part of the downtime: agreement on the last step, messages, and the commit of the switch."""
 
 RESTART_S = 10.0
-"""Ranks end, new ones start and build their model, where it was not measured yet."""
+"""Downtime through host memory, where it was not measured yet: ranks exit, new ones start and build the model."""
 
 
-def foresee(job: Job, move: Move, crowded: str | None = None, restart_s: float | None = None) -> dict[str, Any]:
-    """Bytes within hosts and between them, and the predicted downtime.
+def predict_cost(job: Job, move: Move, crowded: str | None = None, restart_s: float | None = None) -> dict[str, Any]:
+    """Predict the bytes within and between hosts, and the downtime.
 
     Args:
         crowded: why the job has to stop for it and start again; None: it need not.
@@ -53,7 +53,7 @@ def foresee(job: Job, move: Move, crowded: str | None = None, restart_s: float |
 
 
 def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:
-    """Within hosts, and between them."""
+    """Bytes within hosts, and between them."""
     assert attempt.plan is not None, "only what runs under a plan is moved"
     old = [rank.place for _, rank in sorted(attempt.ranks.items())]
     moves = plan_transfers(
@@ -68,7 +68,7 @@ def _bytes(shape: ModelShape, attempt: Attempt, move: Move) -> tuple[int, int]:
 
 
 def _downtime_s(job: Job, local: int, network: int, places: Sequence[RankPlace]) -> float:
-    """Scaled from the job's own moves where there are any."""
+    """Downtime scaled from the job's own migrations where there are any."""
     seconds = _expected_s(local, network, places)
     done = [
         m for m in job.migrations if m.downtime_s is not None and not m.restarts and m.local_bytes + m.network_bytes
@@ -81,6 +81,6 @@ def _downtime_s(job: Job, local: int, network: int, places: Sequence[RankPlace])
 
 
 def _expected_s(local: int, network: int, places: Sequence[RankPlace]) -> float:
-    """Ranks copy side by side, once out of the old ones and once into the new ones; so do hosts fetch."""
+    """Downtime by assumed rates: ranks copy in parallel, twice each byte; hosts fetch in parallel."""
     copied = 2.0 * (local + network) / len(places)
     return FIXED_S + copied / COPY_BYTES_PER_S + network / len({p.host for p in places}) / NETWORK_BYTES_PER_S

@@ -1,4 +1,4 @@
-"""The verbs about speed: profiles, plans ranked, estimates before a job is submitted, measurements in and out."""
+"""Verbs about performance: profiles, ranked plans, estimates of unsubmitted jobs, measurements."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from profiling.store import Store
 from profiling.table import TableError
 
 Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
-"""Has a host tell the model of a job that is no job yet; the second argument names the try."""
+"""Inspects the model of an unsubmitted job on some host; the second argument is a name for the try."""
 
 
-class Speed:
-    """Answers out of what was learned."""
+class PerformanceVerbs:
+    """Answers from the performance models."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Speed:
         admit: Callable[[Peer, dict[str, Any]], JobSpec],
         describe: Describe,
     ) -> None:
-        """`imported` is called when measurements were added from elsewhere."""
+        """`imported`: called after measurements were imported."""
         self._engine = engine
         self._learned = learned
         self._imported = imported
@@ -56,7 +56,7 @@ class Speed:
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {
             "plans": self.plans,
             "profile": self.profile,
@@ -70,7 +70,7 @@ class Speed:
         return self._engine.scheduler.state
 
     async def plans(self, peer: Peer, job: str, devices: int | None = None) -> dict[str, Any]:
-        """Plans of a job on so many devices, fastest first, and why the others are out."""
+        """Plans of a job on a number of devices, fastest first, and why the others are ruled out."""
         (known, *_), job_row = await self._of(job, peer.user)
         attempt = job_row.attempt or (job_row.attempts[-1] if job_row.attempts else None)
         current = attempt.plan if attempt is not None else None
@@ -89,7 +89,7 @@ class Speed:
         }
 
     async def profile(self, peer: Peer, job: str, html: bool = False, over: str = "devices") -> dict[str, Any]:
-        """What was measured of a job's model, what was learned from it, and its curve over a resource."""
+        """Profile of a job: measurements, fitted model, and its curve over a resource."""
         if over not in (*RESOURCES, "types"):
             raise UsageError(f"over is {over!r}; it must be types, or one of {', '.join(RESOURCES)}")
         on_each, row = await self._of(job, peer.user)
@@ -163,10 +163,10 @@ class Speed:
         return answer
 
     async def estimate(self, peer: Peer, spec: dict[str, Any]) -> dict[str, Any]:
-        """Plans, times and memory of a job that is not submitted: its model is built without storage, nothing runs."""
+        """Estimate plans, times and memory of an unsubmitted job: its model is built without storage, nothing runs."""
         wanted = self._admit(peer, spec)
-        told = await self._describe(wanted, f"estimate-{next(self._tries)}")
-        shape = ModelShape.from_dict(told)
+        shape_map = await self._describe(wanted, f"estimate-{next(self._tries)}")
+        shape = ModelShape.from_dict(shape_map)
         found = await self._learned.on_each(shape.signature, shape)
         if not found:
             raise ClusterError("no host with devices is connected: nothing to estimate for (clusterd host ls)")
@@ -197,7 +197,7 @@ class Speed:
         }
 
     async def measurements_export(self, peer: Peer) -> dict[str, Any]:
-        """Everything that was measured, as CSV. Whoever asks writes it: with rights of his own, not the daemon's."""
+        """Export all measurements as CSV; the client writes the file, under its user's rights."""
 
         def read() -> tuple[str, int]:
             with Store(self._store) as store:
@@ -207,7 +207,7 @@ class Speed:
         return {"csv": text, "count": count}
 
     async def measurements_import(self, peer: Peer, csv: str, name: str) -> dict[str, Any]:
-        """What was exported, here or elsewhere; nothing twice. `name`: of the file that it is from."""
+        """Import exported measurements, skipping known ones; `name`: of their file, for messages."""
         need_operator(peer, "import measurements")
 
         def add() -> int:
@@ -222,7 +222,7 @@ class Speed:
         return {"count": count}
 
     async def _of(self, text: str, user: str) -> tuple[list[Knowledge], Job]:
-        """What is known of a job's model on each type, that of the devices that it runs on first, or else of most."""
+        """Knowledge about a job's model by device type: the type it runs on first, else the most measured."""
         by_model = [j for j in self._state.jobs.values() if text and j.model == text]
         job = by_model[-1] if by_model else admission.find_job(self._state, text, user)
         if not job.model or job.shape is None:

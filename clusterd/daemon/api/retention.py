@@ -1,4 +1,4 @@
-"""What hosts and the head node keep of jobs that are over, removed when somebody says so."""
+"""Removal of files of jobs that are over, on hosts and on the head node: `clusterd forget`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from clusterd.errors import ClusterError, said_by
 from clusterd.types import HostId, HostState, JobKind
 
 
-class Forgetting:
-    """Removes logs, training steps and working directories; a job's line in the history stays."""
+class RetentionVerbs:
+    """Removes logs, step files and working directories; the job's row stays."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {"forget": self.forget}
 
     async def forget(self, peer: Peer, job: str) -> dict[str, Any]:
-        """One job that is over; answers with bytes that are free now, and hosts that still have something, with why."""
+        """Remove one job's files; returns the bytes freed and the hosts that still have some, with the reason."""
         state = self._engine.scheduler.state
         known = admission.find_own_job(state, job, peer.user, peer.is_operator)
         if not known.state.is_final:
@@ -56,7 +56,7 @@ class Forgetting:
 
 
 def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
-    """Attempts by number, and hosts that may have something of them."""
+    """Hosts that may have files of each attempt, by number."""
     places = [(attempt.number, host) for attempt in job.attempts for host in hosts_of(job, attempt)]
     if job.spec.kind is JobKind.ELASTIC:  # whoever told its model is not written down; who is away tidies up by itself
         places += [(DESCRIPTION, host.id) for host in state.hosts.values() if host.state is HostState.UP]
@@ -64,6 +64,6 @@ def _places(job: Job, state: State) -> list[tuple[int, HostId]]:
 
 
 def hosts_of(job: Job, attempt: Attempt) -> list[HostId]:
-    """Wherever a generation of the attempt may have left something."""
+    """Hosts of every generation of an attempt."""
     hosts = {*attempt.hosts, *(host for ranks in attempt.hosts_by_generation.values() for host in ranks.values())}
     return sorted(hosts | {place.host for move in job.migrations for place in move.places})

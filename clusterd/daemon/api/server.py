@@ -1,4 +1,4 @@
-"""The local socket: frames in, verbs called, frames out.
+"""Server of the local socket: reads frames, calls verbs, writes frames.
 
 Requests of one connection are served side by side, so that a client may send a thousand submits without waiting. What a
 client does not read waits in its own small buffer and holds up nobody else.
@@ -34,18 +34,18 @@ from clusterd.errors import ClusterError, UsageError
 log = logging.getLogger(__name__)
 
 REQUESTS_AT_ONCE = 512
-"""Of one connection; the next ones wait in its socket."""
+"""Concurrent requests of one connection; further ones wait in its socket."""
 
 LOOK_EVERY_S = 1.0
-"""Between two looks whether the socket is still there."""
+"""Interval of checks that the socket file still exists."""
 
 ANSWERS_WITHIN_S = 1.0
-"""Who listens takes a connection at once; the kernel does it."""
+"""A listening peer accepts at once, as the kernel does it; a longer silence means that nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end, by the kernel's word."""
+    """User at the other end of a connection, by its peer credentials."""
 
     user: str
     uid: int
@@ -69,7 +69,7 @@ class Server:
         streams: dict[str, Streaming],
         on_gone: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
-        """`on_gone` is told of every connection that ended."""
+        """`on_gone`: called after each connection ended."""
         self._path = path
         self._group = group
         self._operators = operators
@@ -80,7 +80,7 @@ class Server:
         self._made: int | None = None  # inode of the socket that is ours
 
     async def listen(self) -> anyio.abc.SocketListener:
-        """The listener, with nobody let in but the owner and the configured group.
+        """Open the listener, for the owner and the configured group alone.
 
         Raises:
             ClusterError: the socket cannot be made there, or is somebody else's.
@@ -101,7 +101,7 @@ class Server:
         return listener
 
     def _make_directory(self, group: int | None) -> None:
-        """Where the socket is to be, passable for the group if it is ours to say."""
+        """Make the socket's directory, passable for the group if this daemon makes it."""
         directory = self._path.parent
         try:
             directory.mkdir(parents=True, mode=0o700)
@@ -121,7 +121,7 @@ class Server:
                 )
 
     async def serve(self, listener: anyio.abc.SocketListener) -> None:
-        """Serve for ever; where the socket is removed, as a runtime directory is at logout, at another one there."""
+        """Serve until cancelled; make the socket again where it was removed, as at a logout."""
         async with anyio.create_task_group() as connections:
             while True:
                 async with anyio.create_task_group() as accepting:
@@ -142,18 +142,18 @@ class Server:
                 await anyio.sleep(LOOK_EVERY_S)
 
     async def _listen_again(self) -> anyio.abc.SocketListener:
-        told = ""
+        logged = ""
         while True:
             try:
                 return await self.listen()
             except ClusterError as error:  # its directory is gone too, and may not be made by us
-                if str(error) != told:
+                if str(error) != logged:
                     log.error("%s", error)
-                    told = str(error)
+                    logged = str(error)
                 await anyio.sleep(LOOK_EVERY_S)
 
     def withdraw(self) -> None:
-        """Removes the socket, if it is still ours."""
+        """Remove the socket, if it is still this server's."""
         if is_still(self._path, self._made):
             self._path.unlink(missing_ok=True)
 
@@ -230,7 +230,7 @@ class Server:
 
 
 def _remove_dead(path: Path) -> None:
-    """Removes a socket that nobody serves any more.
+    """Remove a socket that nobody serves.
 
     Raises:
         ClusterError: somebody does, or it is something else.
@@ -257,14 +257,14 @@ def _remove_dead(path: Path) -> None:
 
 
 def _may_pass(directory: Path, group: int) -> bool:
-    """Whether members of a group get through a directory; one with an access list of its own is believed to know."""
+    """True where members of a group may pass a directory; one with an access control list is trusted."""
     known = directory.stat()
     bit = stat.S_IXGRP if known.st_gid == group else stat.S_IXOTH
     return bool(known.st_mode & bit) or "system.posix_acl_access" in os.listxattr(directory)
 
 
 def _arguments(verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: str) -> dict[str, Any]:
-    """What was given, as the verb's annotations want it: a wrong type must not get as far as the journal.
+    """Check arguments against the verb's annotations: a wrong type must not reach the journal.
 
     Raises:
         UsageError: an argument is missing, unknown, or of another type.
@@ -289,7 +289,7 @@ def _types(verb: Callable[..., Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    """`protocol.read`'s reader over an anyio stream."""
+    """Adapter of an anyio stream for `protocol.read`."""
 
     def __init__(self, stream: anyio.abc.ByteReceiveStream) -> None:
         self._buffered = BufferedByteReceiveStream(stream)

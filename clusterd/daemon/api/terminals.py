@@ -1,4 +1,4 @@
-"""Shells and commands that people run inside running jobs; the daemon carries what is typed and what is said."""
+"""Terminals inside running jobs: shells and commands whose input and output the daemon relays."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from clusterd.types import AttemptState, HostId, JobState
 
 CLOSE_S = 5.0
 HELD_EVERY_S = 30.0
-"""An agent hears of each terminal at least this often: somebody who does not read for a while is not gone."""
+"""Interval of keep-alives to agents: a user who does not read for a while is not gone."""
 TYPING_S = 24 * 3600.0
-"""For a command to read what it was sent."""
+"""Time for a command to read its input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Open:
 
 
 class Terminals:
-    """One verb that streams what a command says, and one that takes what is typed, by the terminal's number."""
+    """A verb that streams a command's output, and one that takes its input, by the terminal's number."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, feed: Feed) -> None:
         self._engine, self._hosts, self._archive, self._feed = engine, hosts, archive, feed
@@ -46,16 +46,16 @@ class Terminals:
 
     @property
     def verbs(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Methods by verb."""
         return {"shell_input": self.shell_input}
 
     @property
     def streams(self) -> dict[str, Streaming]:
-        """Verbs that answer with many items."""
+        """Streaming methods by verb."""
         return {"shell": self.shell}
 
     async def run(self) -> None:
-        """Keep open what is open, for ever."""
+        """Send keep-alives for open terminals until cancelled."""
         while True:
             await anyio.sleep(HELD_EVERY_S)
             for found in list(self._open.values()):
@@ -120,13 +120,13 @@ class Terminals:
                     await self._cancel(known, peer)
 
     async def _until_it_runs(self, job: Job) -> AsyncIterator[str]:
-        """What it waits for, each time that changes; until it runs, or is over."""
-        told = ""
+        """Stream the job's reason whenever it changes, until it runs or is over."""
+        reason = ""
         while not job.state.is_final and (job.attempt is None or job.attempt.state is not AttemptState.RUNNING):
             number = self._feed.number
-            if job.state is JobState.QUEUED and job.reason and job.reason != told:
-                told = job.reason
-                yield told
+            if job.state is JobState.QUEUED and job.reason and job.reason != reason:
+                reason = job.reason
+                yield reason
             await self._feed.wait(number)
 
     async def shell_input(
@@ -137,7 +137,7 @@ class Terminals:
         screen: dict[str, Any] | None = None,
         end: bool = False,
     ) -> None:
-        """What was typed; `screen`: the window has another size; `end`: of the input, where it comes through a pipe."""
+        """Pass input on; `screen`: new size of the window; `end`: end of piped input."""
         found = self._open.get(terminal)
         if found is None or found.uid != peer.uid:
             raise ClusterError(f"there is no terminal {terminal} of yours")

@@ -1,4 +1,4 @@
-"""What no job may say, whichever client says it: a value that gets past here is in the journal for ever."""
+"""Validation of submitted jobs from any client, before a value gets into the journal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RETRIES_MAX = 1000
 
 
 def refuse_malformed(spec: JobSpec) -> None:
-    """Refuse what neither a clock nor a process can be given, and what contradicts itself.
+    """Refuse values that no clock or process can take, and contradictions.
 
     Raises:
         UsageError: naming the field and what would be right.
@@ -52,7 +52,7 @@ def refuse_malformed(spec: JobSpec) -> None:
 
 
 def refuse_secrets(secrets: Mapping[str, str]) -> None:
-    """Refuse what no process can be given.
+    """Refuse values that no process can take.
 
     Raises:
         UsageError: naming the secret, never its value.
@@ -71,7 +71,7 @@ def _refuse_null(what: str, text: str) -> None:
 
 
 def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """What is shown in one line with others' jobs; a command may have lines, and is shown with escapes."""
+    """Fields shown in one line beside other jobs; a command may have several lines and is shown escaped."""
     yield from (("after", job) for job in spec.after)
     yield from (("resources.hosts", host) for host in spec.resources.hosts)
     yield from (("env", name) for name in spec.env)
@@ -84,6 +84,6 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 def _texts(spec: JobSpec) -> Iterator[tuple[str, str]]:
     yield from _named(spec)
-    yield from (("command", word) for word in spec.command)
+    yield from (("command", argument) for argument in spec.command)
     yield from (("env", value) for value in spec.env.values())
     yield from (("datasets", place) for place in spec.datasets.values())

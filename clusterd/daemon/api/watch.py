@@ -1,6 +1,6 @@
-"""What happened, numbered, for those who watch: a window of the past, and a bell for what is new.
+"""Numbered changes for watchers: a window of the past, and a wake-up when a new change is published.
 
-Watchers pull at their own pace; one that falls out of the window is told to start from a snapshot again, so that a slow
+Watchers pull at their own pace; one that falls out of the window starts again from a baseline, so that a slow
 one costs the daemon nothing.
 """
 
@@ -17,12 +17,12 @@ from clusterd.core.decisions import Decision
 from clusterd.core.events import Event
 
 WINDOW = 4096
-"""Batches a watcher may be behind."""
+"""Changes that a watcher may be behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One handled batch."""
+    """Events and decisions of one batch."""
 
     number: int  # of its last event
     events: tuple[Event, ...]
@@ -30,16 +30,16 @@ class Change:
 
 
 class Feed:
-    """The newest changes."""
+    """Window of the newest changes."""
 
     def __init__(self) -> None:
         self._window: deque[Change] = deque(maxlen=WINDOW)
         self._bell = anyio.Event()
         self.number = 0
-        """Of the newest event."""
+        """Number of the newest event."""
 
     def add(self, events: Sequence[Event], decisions: Sequence[Decision]) -> None:
-        """A batch was handled."""
+        """Publish the change of a handled batch."""
         self.number = events[-1].id
         self._window.append(Change(self.number, tuple(events), tuple(decisions)))
         self._bell.set()
@@ -58,6 +58,6 @@ class Feed:
         return newer[::-1]
 
     async def wait(self, number: int) -> None:
-        """Until there is something newer than `number`."""
+        """Wait for a change newer than `number`."""
         while self.number <= number:
             await self._bell.wait()

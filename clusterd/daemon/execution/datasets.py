@@ -1,4 +1,4 @@
-"""Where jobs' data sets are: each host is told which folder to serve, and to whom to turn for the others."""
+"""Data sets of jobs: each host serves its folders and knows the addresses of the others'."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from clusterd.types import HostId, JobSpec
 log = logging.getLogger(__name__)
 
 Where = dict[str, dict[str, Any]]
-"""By name: ``path`` on the host that is told, or none; ``from``, addresses of hosts that serve it; ``token``."""
+"""Data sets by name: ``path`` on the host itself, if any; ``from``: addresses of serving hosts; ``token``."""
 
 
 class DataSets:
-    """Arranges who serves what; keeps nothing that a restart would lose."""
+    """Sets up serving and reading of data sets; holds no state that a restart would lose."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, key: str) -> None:
-        """`key`: a secret of this cluster, from which each job's tokens are made."""
+        """`key`: secret of the cluster, from which each job's tokens are derived."""
         self._engine = engine
         self._hosts = hosts
         self._key = key.encode()
@@ -35,7 +35,7 @@ class DataSets:
         return self._engine.scheduler.state
 
     async def where(self, job: str, spec: JobSpec, hosts: Iterable[HostId]) -> dict[HostId, Where]:
-        """What ranks of a job on each host are told of its data sets; hosts that have them serve them from now on.
+        """Data sets of a job as seen from each host; the hosts that have them serve them from now on.
 
         Raises:
             TryLater: no host that has one can be reached.
@@ -56,18 +56,18 @@ class DataSets:
         return found
 
     async def host_is_up(self, host: HostId) -> None:
-        """An agent that is new knows nothing of what it is to serve, and listens elsewhere: those who read are told."""
+        """Set up serving on a host again after its agent restarted, and send its new address to readers."""
         for job_id in list(self._state.active):
             job = self._state.jobs[job_id]
             if job.attempt is None or not any(at == host for t in job.spec.datasets.values() for at, _ in places_of(t)):
                 continue
             try:
-                told = await self.where(job_id, job.spec, job.attempt.all_hosts)
+                by_reader = await self.where(job_id, job.spec, job.attempt.all_hosts)
             except ClusterError as error:
                 log.info("the ranks of %s are not told where their data is: %s", job_id, error)
                 continue
             which: dict[str, Any] = {"job": job_id, "attempt": job.attempt.number}
-            for reader, known in told.items():
+            for reader, known in by_reader.items():
                 try:
                     await self._hosts.request(reader, "data_from", datasets=known, **which)
                 except ClusterError as error:

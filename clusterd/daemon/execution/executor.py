@@ -1,4 +1,4 @@
-"""Carries decisions out. Chooses nothing: every outcome, failure included, goes back to the scheduler as an event."""
+"""Execution of decisions. Chooses nothing: every outcome, failure included, becomes an event for the scheduler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import anyio.abc
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution.launching import LAUNCH_TIMEOUT_S, Launches
+from clusterd.daemon.execution.launching import LAUNCH_TIMEOUT_S, LaunchRequests
 from clusterd.daemon.execution.migrations import Migrations
-from clusterd.daemon.execution.model_description import Describer
+from clusterd.daemon.execution.model_description import ModelInspector
 from clusterd.daemon.execution.stops import Stops
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
@@ -38,8 +38,8 @@ class Executor:
         archive: Archive,
         timers: Timers,
         tasks: anyio.abc.TaskGroup,
-        launches: Launches,
-        describer: Describer,
+        launches: LaunchRequests,
+        describer: ModelInspector,
         keeper: SnapshotReplicas,
     ) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class Executor:
         self._mover = Migrations(engine, hosts, self._launch_standby)
 
     def carry_out(self, decisions: Iterable[d.Decision]) -> None:
-        """Begin; returns at once."""
+        """Start carrying out decisions; returns at once."""
         for decision in decisions:
             match decision:
                 case d.LaunchAttempt():
@@ -88,7 +88,7 @@ class Executor:
         self._tasks.start_soon(self._guarded, work, decision)
 
     async def _guarded(self, work: Callable[[Any], Awaitable[None]], decision: d.Decision) -> None:
-        """A bug in carrying out one decision must not take the daemon, and all other jobs, with it."""
+        """Carry out one decision; a bug there is logged and does not end the daemon."""
         try:
             await work(decision)
         except Exception:
@@ -203,7 +203,7 @@ class Executor:
         )
 
     async def _restored(self, decision: d.LaunchAttempt) -> int | None:
-        """The step of the snapshot in memory that the new ranks were filled from; None: there is none, or it failed."""
+        """Restore ranks from a state snapshot in memory; returns its step, or None without one or after a failure."""
         job = self._engine.scheduler.state.jobs[decision.job]
         if job.spec.kind is not JobKind.ELASTIC or decision.attempt == 1 or decision.generation != 1:
             return None
@@ -225,7 +225,7 @@ class Executor:
             raise
 
     async def _launch_standby(self, decision: d.StartMigration, move: dict[str, Any]) -> None:
-        """Start the new ranks of a migration; they wait to be told that the state is theirs."""
+        """Start the target ranks of a migration; they wait for the switch."""
         spec = self._engine.scheduler.state.jobs[decision.job].spec
         target = d.LaunchAttempt(
             cause=decision.cause,

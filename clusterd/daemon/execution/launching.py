@@ -1,4 +1,4 @@
-"""What agents are asked when ranks are to start: everything a host needs to know, and the job's files."""
+"""Launch requests to agents, and the workdirs sent ahead of them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from plans.plan import Plan
 
 CHUNK_BYTES = 1 << 20
 LAUNCH_TIMEOUT_S = START_TIMEOUT_S + 60.0
-"""An agent that waits for an environment to start gives up first, and says so."""
+"""Longer than an agent waits for an environment to start, so that the agent's error arrives."""
 
 SNAPSHOT_EVERY = 20
-"""Steps between snapshots in memory, where the job does not say."""
+"""Steps between state snapshots where the job does not say."""
 
 SNAPSHOT_EVERY_S = 2.0
-"""Less often where steps are short: of two seconds' work little is lost."""
+"""Least seconds between state snapshots, for jobs with short steps."""
 
 SNAPSHOT_MEMORY_SHARE = 0.25
-"""Of a host's memory that snapshots may take for that."""
+"""Share of a host's memory that automatic state snapshots may take."""
 
 
-class Launches:
-    """Makes launch requests, and sends ahead what they name."""
+class LaunchRequests:
+    """Makes launch requests and sends workdirs to hosts."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets) -> None:
         self._engine = engine
@@ -43,12 +43,12 @@ class Launches:
         self._datasets = datasets
         self._sending: dict[tuple[str, str], anyio.Lock] = {}
         self.wants_probe: Callable[[Iterable[str], int], bool] = lambda device_types, hosts: False
-        """Whether devices of these types, and links between so many hosts, are still to be measured."""
+        """True where devices of these types, or links between so many hosts, have not been measured."""
 
     async def requests(
         self, decision: d.LaunchAttempt, spec: JobSpec, secrets: dict[str, str]
     ) -> dict[HostId, dict[str, Any]]:
-        """What to ask of each host's agent.
+        """Launch request for the agent of each host.
 
         Raises:
             NotStarted: a host does not have a device any more that its ranks were given.
@@ -58,10 +58,10 @@ class Launches:
         address, interface, port = "", "", 0
         first = decision.hosts[0]
         if spec.kind is not JobKind.COMMAND:
-            who: dict[str, Any] = {
+            key: dict[str, Any] = {
                 "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
             }  # fmt: skip
-            port = (await self._hosts.request(first, "port", **who))["port"]
+            port = (await self._hosts.request(first, "port", **key))["port"]
             if len(decision.hosts) == 1:
                 address, interface = "127.0.0.1", "lo"
             else:
@@ -107,7 +107,7 @@ class Launches:
         return requests
 
     def _snapshot_every(self, job: str, spec: JobSpec, plan: Plan | None) -> int:
-        """Steps between snapshots in memory: as asked, or where they take little of the hosts' memory.
+        """Steps between state snapshots: as requested, or where they take little of the hosts' memory.
 
         On one host too: ranks die more often than hosts.
         """
@@ -115,11 +115,11 @@ class Launches:
             return spec.snapshot_every or 0
         state = self._engine.scheduler.state
         up = [h.facts.memory_bytes for h in state.hosts.values() if h.unusable is None and h.facts is not None]
-        told = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
-        if not up or told is None:
+        shape = state.jobs[JobId(job)].shape if JobId(job) in state.jobs else None
+        if not up or shape is None:
             return 0
         copies = 2 if len(up) == 1 else 4  # two take turns, and so do those that a second host has
-        if copies * ModelShape.from_dict(told).state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
+        if copies * ModelShape.from_dict(shape).state_bytes > SNAPSHOT_MEMORY_SHARE * min(up):
             return 0
         known = state.jobs[JobId(job)]
         table = state.performance_tables.get(known.model)
@@ -128,7 +128,7 @@ class Launches:
         return max(SNAPSHOT_EVERY, round(SNAPSHOT_EVERY_S / max(step_s, 1e-4)))
 
     def _cores(self, decision: d.LaunchAttempt) -> Mapping[HostId, int]:
-        """That are booked for these ranks on each host."""
+        """CPU cores booked for these ranks on each host."""
         attempt = self._engine.scheduler.state.jobs[decision.job].attempt
         if attempt is None:
             return {}
@@ -138,7 +138,7 @@ class Launches:
     def request_base(
         self, job: str, attempt: int, generation: int, spec: JobSpec, secrets: dict[str, str]
     ) -> dict[str, Any]:
-        """What every launch of the job says."""
+        """Fields common to every launch request of the job."""
         known = self._engine.scheduler.state.jobs.get(JobId(job))
         return {
             "job": job,
@@ -157,7 +157,7 @@ class Launches:
         }
 
     async def send_snapshot(self, host: HostId, spec: JobSpec) -> None:
-        """The job's workdir to the host, once per content."""
+        """Send the job's workdir to a host that lacks it."""
         digest = spec.snapshot
         if digest is None:
             return
@@ -174,13 +174,13 @@ class Launches:
 
 
 def filled_in(command: Iterable[str], job: str, plan: Plan | None, hosts: int) -> list[str]:
-    """The argv under a plan: ``--tp {tp} --save /shared/{job}``; braces around anything else stay as they are."""
+    """Fill a command template: ``--tp {tp} --save /shared/{job}``; other braces stay as they are."""
     if plan is None:
         return list(command)
     sizes = (job, plan.dp, plan.tp, plan.pp, plan.zero, plan.accumulation, plan.ranks, hosts)
     values = dict(zip(TEMPLATE_NAMES, sizes, strict=True))
     names = "|".join(values)
-    return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), word) for word in command]
+    return [re.sub(rf"\{{({names})\}}", lambda found: str(values[found[1]]), argument) for argument in command]
 
 
 def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Carries a migration out: a saga of six phases, each with its measured time, and an undo at every one.
+"""One migration as a saga of six phases, each with its measured time and an undo.
 
 ====================  =================================================================================================
 prepare               new ranks start, build the model without storage, meet, and allocate, while the old ones train
@@ -42,7 +42,7 @@ M = TypeVar("M", bound=RankMessage)
 PREPARE_TIMEOUT_S = 180.0
 QUIESCE_TIMEOUT_S = 120.0
 STEPS_AWAITED = 4
-"""In either, on top: a word takes effect two steps later, and new ranks rehearse one beside the old ones."""
+"""Steps added to time-outs: a request takes effect two steps later, and target ranks rehearse one."""
 
 TRANSFER_TIMEOUT_S = 600.0
 
@@ -50,11 +50,11 @@ Launch = Callable[[d.StartMigration, dict[str, Any]], Coroutine[Any, Any, None]]
 
 
 class MoveFailed(ClusterError):
-    """A phase did not come to its end; the old ranks go on."""
+    """A phase failed; the source ranks go on."""
 
 
-class Saga:
-    """Of one move; whoever began it cancels its scope to end it."""
+class MigrationSaga:
+    """Saga of one migration; its starter cancels `scope` to end it."""
 
     def __init__(self, decision: d.StartMigration, engine: Engine, hosts: HostRegistry, launch_standby: Launch) -> None:
         self.decision = decision
@@ -78,7 +78,7 @@ class Saga:
 
     @property
     def old_ranks(self) -> tuple[RankPlace, ...]:
-        """Those that live."""
+        """Source ranks that are alive."""
         return tuple(place for place in self.decision.ranks if place.rank not in self.decision.lost)
 
     @property
@@ -91,7 +91,7 @@ class Saga:
 
     @property
     def all_hosts(self) -> tuple[HostId, ...]:
-        """Old and new, each once."""
+        """Hosts of both sides, each once."""
         return tuple(dict.fromkeys((*self.old_hosts, *self.new_hosts)))
 
     def on_rank(self, generation: int, rank: int, report: RankMessage) -> None:
@@ -113,11 +113,11 @@ class Saga:
         self._changed = anyio.Event()
 
     async def run(self) -> None:
-        """All phases up to the switch; a failure becomes an event."""
+        """Run all phases up to the switch; a failure becomes an event."""
         try:
             move = await self._describe()
             if self.decision.source_releases_memory:
-                await self._make_room(move)
+                await self._free_source(move)
             else:
                 await self._prepare(move)
                 await self._quiesce()
@@ -130,7 +130,7 @@ class Saga:
             await self._failed(str(cause) or type(cause).__name__, refused)
 
     async def restore(self, whole: Whole, served: dict[str, list[Any]]) -> int:
-        """New ranks alone, from what is kept of the old; returns their step."""
+        """Start target ranks from state snapshots, without source ranks; returns their step."""
         move = await self._describe()
         move["fabric"] = {**served, **move["fabric"]}
         move["snapshot"] = {"names": list(whole.names), "hosts": list(whole.hosts)}
@@ -155,8 +155,8 @@ class Saga:
             group.start_soon(self._tell_old, move)
         await self._stand_by()
 
-    async def _make_room(self, move: dict[str, Any]) -> None:
-        """Old ranks that wait anyway hand over and let go of their devices' memory before the new ones are made."""
+    async def _free_source(self, move: dict[str, Any]) -> None:
+        """Have waiting source ranks hand over and free their device memory before target ranks start."""
         await self._tell_old(move)
         await self._wait(Prepared, self._old(), PREPARE_TIMEOUT_S + self._steps_s)
         await self._quiesce()
@@ -173,7 +173,7 @@ class Saga:
         return {(self.decision.generation, p.rank) for p in self.old_ranks}
 
     async def _stand_by(self) -> None:
-        """Old and new ranks are ready, and mean the same move."""
+        """Wait until both sides are ready and have computed the same copy plan."""
         new = {(self.decision.new_generation, p.rank) for p in self.decision.new_ranks}
         prepared = await self._wait(Prepared, self._old() | new, PREPARE_TIMEOUT_S + self._steps_s)
         digests = {report.digest for report in prepared.values()}
@@ -184,7 +184,7 @@ class Saga:
         )
 
     async def _describe(self) -> dict[str, Any]:
-        """What everyone has to know to compute the same move."""
+        """Description from which every rank computes the same copy plan."""
         state = self._engine.scheduler.state
         fabric: dict[str, list[Any]] = {}
         for host in self.all_hosts:
@@ -228,8 +228,8 @@ class Saga:
         network = _once_per_host(loaded, self.decision.new_ranks)
         local = sum(report.bytes_local for report in loaded.values())
         copied_s = _copied_s([*self._reports[Quiesced].values(), *loaded.values()], self.quiesced_at_s)
-        words = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
-        await self._advance(words, post=False)
+        description = f"{size(local)} within hosts, {size(network)} over the network; copied within {copied_s:.4f} s"
+        await self._advance(description, post=False)
         self._phase = "verify"
         wrong = [rank for (_, rank), report in loaded.items() if report.step != self._step or not report.verified]
         if wrong:
@@ -280,7 +280,7 @@ class Saga:
         raise MoveFailed(f"ranks {missing} were not {kind.__name__.lower()} within {timeout_s:.0f} s")
 
     async def _advance(self, what: str, post: bool = True, over_at_s: float | None = None) -> None:
-        """The phase is over; its time goes to the journal, inside the downtime together with the switch.
+        """End the current phase; its time is journaled, within the downtime together with the switch.
 
         Args:
             over_at_s: when it was, by the clock of a host; None: now.

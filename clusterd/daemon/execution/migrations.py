@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterd.core import decisions as d
 from clusterd.core import events as e
-from clusterd.daemon.execution.migration import Launch, Saga, move_id
+from clusterd.daemon.execution.migration import Launch, MigrationSaga, move_id
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.hosts.reports import HostDown
@@ -29,15 +29,15 @@ class Migrations:
         self._engine = engine
         self._hosts = hosts
         self._launch_standby = launch_standby
-        self._under_way: dict[tuple[str, int, int], Saga] = {}
-        self._finishing: dict[tuple[str, int, int], Saga] = {}
-        hosts.reports.subscribe(FromRank, self._on_rank_said)
+        self._under_way: dict[tuple[str, int, int], MigrationSaga] = {}
+        self._finishing: dict[tuple[str, int, int], MigrationSaga] = {}
+        hosts.reports.subscribe(FromRank, self._on_rank_message)
         hosts.reports.subscribe(HostDown, self._on_host_down)
         hosts.reports.subscribe(RankExited, self._on_rank_exited)
 
     async def run(self, decision: d.StartMigration) -> None:
         """Carry one migration out up to its switch."""
-        move = Saga(decision, self._engine, self._hosts, self._launch_standby)
+        move = MigrationSaga(decision, self._engine, self._hosts, self._launch_standby)
         key = (decision.job, decision.attempt, decision.new_generation)
         self._under_way[key] = self._finishing[key] = move
         try:
@@ -71,7 +71,7 @@ class Migrations:
             new_ranks=decision.ranks,
             lost=tuple(range(len(old))),
         )
-        move = Saga(start, self._engine, self._hosts, self._launch_standby)
+        move = MigrationSaga(start, self._engine, self._hosts, self._launch_standby)
         key = (decision.job, decision.attempt, decision.generation)
         self._under_way[key] = move
         try:
@@ -97,7 +97,7 @@ class Migrations:
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    async def _on_rank_said(self, _host: HostId, report: FromRank) -> None:
+    async def _on_rank_message(self, _host: HostId, report: FromRank) -> None:
         for key, move in list(self._under_way.items()):
             if key[:2] == (report.job, report.attempt) and getattr(report.message, "id", None) == move.id:
                 move.on_rank(report.generation, report.rank, report.message)

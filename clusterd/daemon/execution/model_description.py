@@ -1,4 +1,4 @@
-"""Learning a job's model before its first launch: its script runs without devices until it tells what it trains."""
+"""Inspection of a job's model before its first launch: its script runs without devices up to `train.run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.execution.datasets import DataSets
-from clusterd.daemon.execution.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, Launches
+from clusterd.daemon.execution.launching import CHUNK_BYTES, LAUNCH_TIMEOUT_S, LaunchRequests
 from clusterd.daemon.hosts import facts
 from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
@@ -30,11 +30,11 @@ DESCRIBE_TIMEOUT_S = 300.0
 TIDY_TIMEOUT_S = 30.0
 
 
-class Describer:
-    """Has hosts tell models."""
+class ModelInspector:
+    """Inspects models on hosts."""
 
     def __init__(
-        self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets, launches: Launches
+        self, engine: Engine, hosts: HostRegistry, archive: Archive, datasets: DataSets, launches: LaunchRequests
     ) -> None:
         self._engine = engine
         self._hosts = hosts
@@ -45,7 +45,7 @@ class Describer:
         self._locks: dict[tuple[HostId, str], anyio.Lock] = {}
 
     async def describe(self, decision: d.DescribeModel) -> None:
-        """Of a queued job; the outcome becomes an event."""
+        """Inspect the model of a queued job; the outcome becomes an event."""
         event: e.Event | None = None
         with anyio.CancelScope() as scope:
             self._asked[decision.job] = scope
@@ -69,7 +69,7 @@ class Describer:
             await self._engine.report(event)
 
     def job_is_over(self, job: JobId) -> None:
-        """Nobody wants to know its model any more."""
+        """Cancel the inspection of a job that is over."""
         if job in self._asked:
             self._asked[job].cancel()
 
@@ -78,18 +78,18 @@ class Describer:
         rows = (row for row in report.hello.attempts if row.attempt == DESCRIPTION)
         for job in {row.job for row in rows if (host, row.job, DESCRIPTION) not in self._hosts.exits}:
             async with self._lock(host, job):
-                await self._tidy_description(host, {"job": job, "attempt": DESCRIPTION, "generation": 1})
+                await self._clean_up(host, {"job": job, "attempt": DESCRIPTION, "generation": 1})
 
     def _lock(self, host: HostId, job: str) -> anyio.Lock:
-        """The end of one description must not hit the next one there."""
+        """Lock of one inspection: the clean-up of one must not hit the next on that host."""
         return self._locks.setdefault((host, job), anyio.Lock())
 
     async def _described(self, decision: d.DescribeModel) -> e.Event:
         spec = self._engine.scheduler.state.jobs[decision.job].spec
-        return await self._told(decision, spec)
+        return await self._inspect(decision, spec)
 
     async def describe_unsubmitted(self, spec: JobSpec, name: str) -> dict[str, Any]:
-        """The model of a job that is not submitted, told by the least busy host.
+        """Inspect the model of an unsubmitted job on the least busy host.
 
         Raises:
             ClusterError: no host is up, or the script did not tell its model; its words.
@@ -101,20 +101,20 @@ class Describer:
             raise ClusterError("no host that it may use is up (clusterd host ls)")
         host = min(usable, key=lambda h: (h.cores_used, h.id)).id
         decision = d.DescribeModel(cause=e.EventId(0), reason="estimate", job=JobId(name), host=host)
-        event = await self._told(decision, spec)
+        event = await self._inspect(decision, spec)
         if isinstance(event, e.ModelDescribed):
             return event.shape
         raise ClusterError(event.why if isinstance(event, e.ModelNotDescribed) else f"{host} said nothing")
 
-    async def _told(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
+    async def _inspect(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
         async with self._lock(decision.host, decision.job):
-            return await self._told_alone(decision, spec)
+            return await self._inspect_locked(decision, spec)
 
-    async def _told_alone(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
+    async def _inspect_locked(self, decision: d.DescribeModel, spec: JobSpec) -> e.Event:
         secrets = await self._archive.secrets(decision.job)
         await self._launches.send_snapshot(decision.host, spec)
         base = self._launches.request_base(decision.job, DESCRIPTION, 1, spec, secrets)
-        who: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
+        key: dict[str, Any] = {"job": decision.job, "attempt": DESCRIPTION, "generation": 1}
         base["env"] = {**base["env"], "CLUSTERD_DESCRIBE": "1"}
         base["datasets"] = (await self._datasets.where(decision.job, spec, [decision.host]))[decision.host]
         rank = {
@@ -139,23 +139,23 @@ class Describer:
                 return e.ModelNotDescribed(at_s=time.time(), job=decision.job, why=why)
             if report is None:
                 raise AgentLost(f"{decision.host} was lost while it told the model of {decision.job}")
-            told = await self._hosts.request(decision.host, "model", job=decision.job, attempt=DESCRIPTION)
-            if told["model"] is None:
+            answer = await self._hosts.request(decision.host, "model", job=decision.job, attempt=DESCRIPTION)
+            if answer["model"] is None:
                 return await self._not_described(decision, report)
-            model = ModelShape.from_dict(told["model"]).signature
-            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=told["model"], model=model)
+            model = ModelShape.from_dict(answer["model"]).signature
+            return e.ModelDescribed(at_s=time.time(), job=decision.job, shape=answer["model"], model=model)
         finally:
             ended.close()
             with anyio.CancelScope(shield=True):
-                await self._tidy_description(decision.host, who)
+                await self._clean_up(decision.host, key)
 
     async def _not_described(self, decision: d.DescribeModel, report: RankExited) -> e.Event:
         end = facts.rank_end(report)
-        said = await self._hosts.request(
+        log_chunk = await self._hosts.request(
             decision.host, "logs", job=decision.job, attempt=DESCRIPTION, rank=0, offset=0, limit=CHUNK_BYTES
         )
-        await self._archive.write_log(decision.job, DESCRIPTION, 0, said["data"])
-        lines = said["data"].decode(errors="replace").strip().splitlines()
+        await self._archive.write_log(decision.job, DESCRIPTION, 0, log_chunk["data"])
+        lines = log_chunk["data"].decode(errors="replace").strip().splitlines()
         tail = lines[-1] if lines else "it said nothing"
         if end.is_success:
             tail = 'its script ended without calling clusterd.train.run: call it, or submit with kind = "command"'
@@ -167,10 +167,10 @@ class Describer:
             is_permanent=end.reason is Reason.NO_TORCH,
         )
 
-    async def _tidy_description(self, host: HostId, who: dict[str, Any]) -> None:
+    async def _clean_up(self, host: HostId, key: dict[str, Any]) -> None:
         try:
             with anyio.move_on_after(TIDY_TIMEOUT_S):
-                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason="described", **who)
-                await self._hosts.request(host, "forget", timeout_s=None, job=who["job"], attempt=DESCRIPTION)
+                await self._hosts.request(host, "stop", timeout_s=None, grace_s=0.0, reason="described", **key)
+                await self._hosts.request(host, "forget", timeout_s=None, job=key["job"], attempt=DESCRIPTION)
         except ClusterError as error:
-            log.info("%s keeps the description of %s for now: %s", host, who["job"], error)
+            log.info("%s keeps the description of %s for now: %s", host, key["job"], error)

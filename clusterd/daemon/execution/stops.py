@@ -1,4 +1,4 @@
-"""Attempts end: hosts are asked until nothing is left there, and what is worth keeping is brought here first."""
+"""Stop of attempts: requests to hosts until no process is left, and collection of logs and steps."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from clusterd.types import HostId, HostState
 log = logging.getLogger(__name__)
 
 AGAIN_S, AGAIN_MOST_S = 1.0, 60.0
-"""Between two tries to stop what a host could not stop, as with a full disk; doubled each time."""
+"""Back-off between two tries to stop an attempt, as with a full disk; doubled each time."""
 
 LATE_S = 60.0
-"""After the grace period: a host that has not stopped an attempt by then is worth a word."""
+"""Time after the grace period until a late stop is logged."""
 
 
 class Stops:
-    """Has hosts stop attempts; that nothing is left on one is reported as an event."""
+    """Stops attempts on hosts and reports each stopped one as an event."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine, self._hosts, self._archive = engine, hosts, archive
 
     async def stop(self, decision: d.StopAttempt) -> None:
-        """Until its host says that nothing is left, or is not there to say it."""
+        """Stop an attempt on one host; returns once nothing is left there, or the host is away."""
         answer = await self._gone(decision)
         if answer is None:
             return
@@ -59,10 +59,10 @@ class Stops:
         )
 
     async def _gone(self, decision: d.StopAttempt) -> dict[str, Any] | None:
-        """The host's word that nothing is left; None if it is not waited for here any more."""
+        """Reply of the host that nothing is left; None: it is no longer awaited here."""
         pause_s = AGAIN_S
         while True:
-            late = asyncio.get_running_loop().call_later(decision.grace_s + LATE_S, _say_late, decision)
+            late_timer = asyncio.get_running_loop().call_later(decision.grace_s + LATE_S, _say_late, decision)
             try:
                 return await self._hosts.request(
                     decision.host,
@@ -84,14 +84,14 @@ class Stops:
                     "%s could not stop %s, and is asked again in %.0f s: %s", decision.host, which, pause_s, error
                 )
             finally:
-                late.cancel()
+                late_timer.cancel()
             await anyio.sleep(pause_s)
             pause_s = min(2 * pause_s, AGAIN_MOST_S)
             if not self._is_waited_for(decision):
                 return None
 
     def _is_waited_for(self, decision: d.StopAttempt) -> bool:
-        """Whether the host is there, and its word is all that is missing."""
+        """True while the host is up and its reply is still awaited."""
         host = self._engine.scheduler.state.hosts.get(decision.host)
         if host is None or host.state is not HostState.UP:
             return False
@@ -104,7 +104,7 @@ class Stops:
         return decision.host in pending or (decision.job, decision.attempt, decision.generation) in host.orphans
 
     async def _collect(self, decision: d.StopAttempt, ranks: list[dict[str, Any]]) -> None:
-        """Bring its logs and steps here, and tell the newest step."""
+        """Fetch logs and steps of the attempt, and report the newest step."""
         which = (decision.job, decision.attempt, decision.generation)
         await self._archive.fetch_attempt(self._hosts, decision.host, *which, ranks)
         last = await self._archive.last_step(*which) if _has_first(ranks) else None
@@ -128,5 +128,5 @@ def _say_late(decision: d.StopAttempt) -> None:
 
 
 def _has_first(ranks: list[dict[str, Any]]) -> bool:
-    """Rank 0, which writes the steps, was on this host."""
+    """True where rank 0, which writes the steps, was on this host."""
     return any(report["rank"] == 0 for report in ranks)

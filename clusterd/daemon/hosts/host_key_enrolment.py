@@ -1,4 +1,4 @@
-"""The first meeting with a host: who it is, before anything is sent to it."""
+"""Enrolment of host keys: a host's identity is confirmed before anything is sent to it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from clusterd.ssh.resolve import Route, resolve
 from clusterd.types import HostId
 
 
-class Invite:
-    """Looks at host keys along a route, and keeps those that a person agreed to."""
+class HostKeyEnrolment:
+    """Inspects host keys along a route and stores those that a user accepted."""
 
     def __init__(self, dialer: Dialer, ssh_config: Path | None) -> None:
         self._dialer = dialer
         self._ssh_config = ssh_config
 
     async def route(self, address: str) -> Route:
-        """The way that ``ssh ADDRESS`` would take.
+        """Route that ``ssh ADDRESS`` would take.
 
         Raises:
             UsageError: it is no address. HostError: ssh does not know the way.
@@ -30,7 +30,7 @@ class Invite:
         return await resolve(parse(address), config=self._ssh_config)
 
     def name(self, address: str, state: State) -> HostId:
-        """What the host will be called in the cluster.
+        """Name of the host in the cluster.
 
         Raises:
             UsageError: it is no address. ClusterError: there is a host of that name.
@@ -41,7 +41,7 @@ class Invite:
         return name
 
     async def inspect(self, address: str, accept: list[str]) -> dict[str, Any]:
-        """Keys on the way that nobody vouches for, or that changed, up to the first such hop.
+        """Unknown and changed keys on the route, up to the first such hop.
 
         What is behind an unknown jump host cannot be seen before that one is accepted; `accept` are the fingerprints
         that the person agreed to so far, which are kept.
@@ -59,7 +59,7 @@ class Invite:
         return {"unknown": [], "changed": []}
 
     async def admit(self, address: str, accept: list[str], state: State) -> HostId:
-        """The name that the host gets in the cluster, once every key on the way is known.
+        """Name of the host in the cluster, once every key on the route is known.
 
         Raises:
             HostKeyUnknown, HostKeyChanged: of any hop; ClusterError: there is a host of that name.
@@ -75,7 +75,7 @@ class Invite:
         return name
 
     async def trust(self, address: str, accept: list[str]) -> dict[str, Any]:
-        """Take the keys that the hosts on the way show now in place of the known ones, if the person agreed to them."""
+        """Replace known keys on the route by the current ones, if the user accepted them."""
         route = await self.route(address)
         for hop in route.hops:
             verdict = await self._dialer.inspect(hop)

@@ -1,4 +1,4 @@
-"""Hosts inside this machine: their SSH servers are the daemon's own, and ``clusterd start`` says what they offer."""
+"""Embedded hosts: hosts inside this machine behind the daemon's own SSH servers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clusterd.types import HostId
 log = logging.getLogger(__name__)
 
 DEVICES = 2
-"""CPU devices of a new one, where nobody says."""
+"""Default number of CPU devices of a new embedded host."""
 
 
 @asynccontextmanager
@@ -30,7 +30,7 @@ async def local_hosts(
     devices: int | None,
     servers: dict[int, EmbeddedHost],
 ) -> AsyncIterator[None]:
-    """Servers for those that there are and for the first `count`, then every host of the cluster dialed.
+    """Start the servers of known embedded hosts and of the first `count`, then dial every host of the cluster.
 
     Args:
         devices: of each of the first `count`; None: what it has, or the default. One with jobs keeps what it has.

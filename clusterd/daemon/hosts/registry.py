@@ -79,7 +79,7 @@ class HostRegistry:
         self.checkpoints: PendingReplies[tuple[str, str], rank.Checkpointed | rank.CheckpointFailed] = PendingReplies()
         self.reports = Reports()
         self.reports.subscribe(agent.RankExited, self._on_rank_exited)
-        self.reports.subscribe(rank.FromRank, self._on_rank_said)
+        self.reports.subscribe(rank.FromRank, self._on_rank_message)
         self.reports.subscribe(agent.FactsChanged, self._on_facts)
         self.reports.subscribe(agent.Progress, Progress(engine, tasks, self.request).on_progress)
 
@@ -247,7 +247,7 @@ class HostRegistry:
             )
         )
 
-    async def _on_rank_said(self, _host: HostId, report: rank.FromRank) -> None:
+    async def _on_rank_message(self, _host: HostId, report: rank.FromRank) -> None:
         match report.message:
             case rank.Orphaned() as orphaned:
                 await self._engine.report(

@@ -1,4 +1,4 @@
-"""Events, decisions and the state as bytes for the journal."""
+"""Encoding of events, decisions, proposals and the state for the journal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(value: Any) -> bytes:
-    """An event, a decision, a proposal or a state."""
+    """Encode an event, a decision, a proposal or a state."""
     return _encoder.encode(value)
 
 
 def event(kind: str, body: bytes) -> events.Event:
-    """The event of this kind.
+    """Decode an event of this kind.
 
     Raises:
         KeyError: no such kind; msgspec.ValidationError: another version wrote it.
@@ -32,17 +32,17 @@ def event(kind: str, body: bytes) -> events.Event:
 
 
 def state(body: bytes) -> State:
-    """A snapshot of the state."""
+    """Decode a state."""
     decoded: State = _STATE.decode(body)
     return decoded
 
 
 def proposal(body: bytes) -> Proposal:
-    """What a policy wanted."""
+    """Decode a proposal of a policy."""
     decoded: Proposal = _PROPOSAL.decode(body)
     return decoded
 
 
 def plain(value: Any) -> Any:
-    """Maps, lists, text and numbers: what goes over the socket."""
+    """Convert to maps, lists, text and numbers for the socket."""
     return msgspec.to_builtins(value)

@@ -1,4 +1,4 @@
-"""The loop at the heart of the daemon: events in, journal, scheduler, decisions out.
+"""Main loop of the daemon: events in, journal, scheduler, decisions out.
 
 Whatever waits when the loop comes round is one batch: one commit, one scheduling pass. That is what lets hundreds of
 submits a second be durable, and arrivals of one moment be judged together.
@@ -24,15 +24,15 @@ from clusterd.errors import ClusterError
 log = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 2000
-"""Events between two snapshots of the state: what a restart has to replay at most."""
+"""Events between two journal snapshots: the most that a restart replays."""
 
 BATCH_MAX = 512
 
 SET_S = 1.0
-"""A clock that was set by less is left to be what it is."""
+"""Smaller clock steps are ignored."""
 
 REPORT_AGAIN_S = 1.0
-"""Between two tries to write down what has happened, while the disk is full."""
+"""Interval of tries to write to the journal while the disk is full."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Posted:
 
 
 class _Clock:
-    """The wall clock against one that nobody sets."""
+    """Comparison of the wall clock with the monotonic clock."""
 
     def __init__(self) -> None:
         self._ahead_s = self._now_ahead_s()
@@ -55,14 +55,14 @@ class _Clock:
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # which goes on while the machine sleeps
 
     def set_by_s(self) -> float:
-        """By how much the wall clock was set since the last call; 0 where it was not, or by next to nothing."""
+        """Seconds by which the wall clock was set since the last call; 0 for less than the threshold."""
         ahead_s, before_s = self._now_ahead_s(), self._ahead_s
         self._ahead_s = ahead_s
         return ahead_s - before_s if abs(ahead_s - before_s) > SET_S else 0.0
 
 
 class Engine:
-    """Owns journal and scheduler; everything else posts events to it."""
+    """Owner of journal and scheduler; everything else posts events to it."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Engine:
         scheduler: Scheduler,
         on_handled: Callable[[Sequence[Event], Sequence[Decision]], None],
     ) -> None:
-        """`on_handled` is called after each batch, in order; it must not block."""
+        """`on_handled`: called after each batch, in order; must not block."""
         self.journal = journal
         self.scheduler = scheduler
         self._on_handled = on_handled
@@ -79,14 +79,14 @@ class Engine:
         self._last_id = 0
         self._snapshot_at = 0
         self._clock = _Clock()
-        self._unwritten: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
+        self._pending_rows: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
         self.scheduling_s = 0.0
-        """Processor time spent in the scheduler since the start: the numerator of its cost."""
+        """Processor time spent in the scheduler since the start."""
         self.trouble = ""
-        """Why what has happened is not written down, and not acted upon, before that is over; empty: nothing waits."""
+        """Reason why events wait to be written; empty: none waits."""
 
     def restore(self) -> int:
-        """Bring the scheduler to where the journal ends, and return how many events were replayed."""
+        """Bring the scheduler to the end of the journal; returns the number of events replayed."""
         snapshot = self.journal.newest_snapshot()
         after = 0
         if snapshot is not None:
@@ -107,7 +107,7 @@ class Engine:
         return count
 
     async def post(self, event: Event, extra: Iterable[Statement] = ()) -> None:
-        """Hand over an event and wait until it is durable and handled.
+        """Post an event and wait until it is durable and handled.
 
         Raises:
             ClusterError: the journal could not be written; the event did not happen.
@@ -115,7 +115,7 @@ class Engine:
         await self._hand_over(_Posted(event, tuple(extra), anyio.Event()))
 
     async def report(self, event: Event) -> None:
-        """Hand over what has happened and cannot be refused: it waits until the journal has room, in its order.
+        """Post a fact that cannot be refused: it waits, in order, until the journal can be written.
 
         What was only logged here would be forgotten for ever: a rank whose end nobody heard of holds its devices.
         """
@@ -130,7 +130,7 @@ class Engine:
             raise posted.error
 
     async def run(self) -> None:
-        """Serve for ever."""
+        """Handle events until cancelled."""
         while True:
             with anyio.move_on_after(REPORT_AGAIN_S if self._posted else None):
                 await self._wake.wait()
@@ -142,7 +142,7 @@ class Engine:
                 is_written = await self._handle(batch)
 
     def mind_the_clock(self) -> None:
-        """If the wall clock was set, that comes before all that waits: jobs would have run for hours in a second."""
+        """Put a step of the wall clock before all waiting events: jobs would seem to run for hours in a second."""
         by_s = self._clock.set_by_s()
         if by_s:
             log.warning("the clock of this machine was set by %+.0f s", by_s)
@@ -150,7 +150,7 @@ class Engine:
             self._wake.set()
 
     def _put_off(self, batch: list[_Posted], error: ClusterError) -> None:
-        """Refuse what can be refused of all that waits; the rest stays, before whatever happens next."""
+        """Refuse the waiting requests; facts stay, before whatever comes next."""
         waiting = [*batch, *self._posted]
         self._posted = [posted for posted in waiting if posted.has_happened]
         self.trouble = str(error) if self._posted else ""
@@ -160,17 +160,17 @@ class Engine:
                 posted.done.set()
 
     async def _handle(self, batch: list[_Posted]) -> bool:
-        """Whether it could be written down; if not, nothing of it happened."""
+        """Append a batch to the journal; False: it could not be written, and none of it happened."""
         events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
         try:
-            await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._unwritten])
+            await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._pending_rows])
         except ClusterError as error:
             log.error("%s", error)
             self._put_off(batch, error)
             return False
         self.trouble = ""
         self._last_id = events[-1].id
-        self._unwritten.clear()
+        self._pending_rows.clear()
         started_s = time.process_time()
         try:
             decisions = self.scheduler.handle(*events)
@@ -183,34 +183,34 @@ class Engine:
         self._on_handled(events, decisions)
         for posted in batch:
             posted.done.set()
-        if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._unwritten)):
-            self._unwritten.clear()
+        if decisions and await self._keep(self.journal.record(events[-1].at_s, decisions, self._pending_rows)):
+            self._pending_rows.clear()
         if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
             await self.snapshot()
         return True
 
     async def snapshot(self) -> None:
-        """Keep the state as of now, so that a restart replays only what follows."""
+        """Write a journal snapshot, so that a restart replays only what follows."""
         body = codec.encode(self.scheduler.state)
         written = await self._keep(
             self.journal.execute(
                 [
-                    *self._unwritten,
+                    *self._pending_rows,
                     ("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._last_id, body)),
                     ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
                 ]
             )
         )
         if written:
-            self._unwritten.clear()
+            self._pending_rows.clear()
         self._snapshot_at = self._last_id
 
     def _keep_proposal(self, batch: int) -> None:
         if self.scheduler.proposed is not None:
-            self._unwritten.append(proposal_row(batch, self.scheduler.proposed))
+            self._pending_rows.append(proposal_row(batch, self.scheduler.proposed))
 
     async def _keep(self, write: Awaitable[None]) -> bool:
-        """A write that can wait, or that history can do without: on a full disk the daemon goes on, and says so."""
+        """Do a write that can wait or be skipped: on a full disk the daemon logs it and goes on."""
         try:
             await write
         except ClusterError as error:

@@ -1,4 +1,4 @@
-"""The journal: what happened and what was decided, in one SQLite file, written before it is acted upon.
+"""Journal of events and decisions in one SQLite file, written before anything is acted upon.
 
 One thread owns the connection; the event loop waits for it without blocking. Commits reach the disk (WAL with
 ``synchronous=FULL``): an event that was acknowledged survives a power cut. What waits together is committed together.
@@ -65,10 +65,10 @@ _NETWORK_FILE_SYSTEMS = {
 
 
 class Journal:
-    """The file and its writer thread."""
+    """Journal file with its writer thread."""
 
     def __init__(self, path: Path) -> None:
-        """Open, or make, the journal and bring it to this version.
+        """Open or make the journal.
 
         Raises:
             ClusterError: on a network file system; of a newer version; no journal at all.
@@ -119,7 +119,7 @@ class Journal:
         )
 
     def _at_start(self, work: Callable[[], R]) -> R:
-        """Let the writer thread do `work` before the loop runs.
+        """Run `work` in the writer thread before the event loop runs.
 
         Raises:
             ClusterError: the file is damaged, or cannot be written.
@@ -130,13 +130,13 @@ class Journal:
             raise self._unusable(error) from None
 
     async def _run(self, work: Callable[[], R]) -> R:
-        """Let the writer thread do `work` to its end, whatever becomes of the waiting task."""
+        """Run `work` in the writer thread to its end, even if the waiting task is cancelled."""
         with anyio.CancelScope(shield=True):
             result = await asyncio.wrap_future(self._thread.submit(work))
         return result
 
     async def append(self, events: Sequence[Event], extra: Iterable[Statement] = ()) -> None:
-        """Make one batch durable, with further statements that must hold exactly if it does.
+        """Make one batch durable, together with further statements in the same transaction.
 
         Raises:
             ClusterError: the disk is full or failing; nothing of the batch was kept.
@@ -146,11 +146,11 @@ class Journal:
         await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
 
     async def retract(self, first: int) -> None:
-        """Take back the events from `first` on, which nobody was told of; rows beside them go at the next start."""
+        """Remove the events from `first` on, which nobody has seen; rows beside them go at the next start."""
         await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
 
     async def record(self, at_s: float, decisions: Sequence[Any], extra: Iterable[Statement] = ()) -> None:
-        """Keep decisions with their reasons, for people: replay makes them again from what the policy proposed."""
+        """Store decisions with their reasons, for display: a replay makes them again from the proposals."""
         rows = [
             (
                 d.cause,
@@ -167,7 +167,7 @@ class Journal:
         await self._transaction([(statement, row) for row in rows] + list(extra))
 
     async def execute(self, statements: Iterable[Statement]) -> None:
-        """Other tables' rows, in one transaction."""
+        """Execute statements on other tables in one transaction."""
         await self._transaction(list(statements))
 
     async def query(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -183,7 +183,7 @@ class Journal:
 
     async def _transaction(self, statements: list[Statement]) -> None:
         def write() -> None:
-            self._see_that_it_is_there()
+            self._restore_removed_file()
             self._db.execute("BEGIN")
             try:
                 for statement, arguments in statements:
@@ -201,8 +201,8 @@ class Journal:
             advice = "end the other program that has it open" if locked else "free space on its disk"
             raise ClusterError(f"the journal {self.path} cannot be written: {error}: {advice}") from None
 
-    def _see_that_it_is_there(self) -> None:
-        """Puts the file back where somebody removed it: what it held is whole for as long as it is open.
+    def _restore_removed_file(self) -> None:
+        """Restore the file where it was removed: its content is whole as long as it is open.
 
         Raises:
             ClusterError: another file is in its place.
@@ -231,7 +231,7 @@ class Journal:
         self._db = self._open()
 
     def replay_after(self, event: int) -> Iterator[Batch]:
-        """The batches after an event that a snapshot covers, in order; for the start of the daemon."""
+        """Batches after an event that a journal snapshot covers, in order; for the start of the daemon."""
         rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES, (event,)).fetchall())
         try:
             yield from batches(rows)
@@ -239,18 +239,18 @@ class Journal:
             raise self._unusable(f"it holds what this version does not know ({error})") from None
 
     def newest_snapshot(self) -> tuple[int, bytes] | None:
-        """The last event a snapshot covers, and the snapshot; None before the first."""
+        """Last event that the journal snapshot covers, and the snapshot; None: there is none."""
         statement = "SELECT event, body FROM snapshots ORDER BY event DESC LIMIT 1"
         row = self._at_start(lambda: self._db.execute(statement).fetchone())
         return (row[0], row[1]) if row else None
 
     def last_event_id(self) -> int:
-        """The newest event's number; 0 for an empty journal."""
+        """Number of the newest event; 0 for an empty journal."""
         row = self._at_start(lambda: self._db.execute("SELECT max(id) FROM events").fetchone())
         return int(row[0] or 0)
 
     def fact(self, name: str, default: str) -> str:
-        """A lasting value, such as the cluster's id; `default` is kept if there is none yet."""
+        """A stored value, such as the cluster's id; `default` is stored if there is none yet."""
 
         def read() -> str:
             self._db.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, default))
@@ -259,36 +259,36 @@ class Journal:
         return self._at_start(read)
 
     async def keep_fact(self, name: str, value: str) -> None:
-        """Change a lasting value."""
+        """Change a stored value."""
         await self.execute([("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))])
 
     def close(self) -> None:
-        """Finish what was handed over, and close the file."""
+        """Finish pending writes and close the file."""
         self._thread.submit(self._db.close).result()
         self._thread.shutdown()
 
 
 def proposal_row(batch: int, proposal: Proposal) -> Statement:
-    """Keeps what the policy wanted after a batch, so that a replay need not ask it again."""
+    """Statement that stores the policy's proposal after a batch, for replays."""
     body = codec.encode(proposal) if proposal != Proposal() else b""
     return "INSERT OR REPLACE INTO proposals VALUES (?, ?)", (batch, body)
 
 
 def batches(rows: Iterable[tuple[int, str, bytes, bytes | None]]) -> Iterator[Batch]:
-    """Events that were handled together, out of rows of batch, kind, body and proposal in the order of their numbers.
+    """Batches from rows of batch, kind, body and proposal, in the order of event numbers.
 
     Raises:
         KeyError, msgspec.ValidationError: an event that this version does not know.
     """
     for _, together in groupby(rows, key=itemgetter(0)):
         some = list(together)
-        kept = some[0][3]
-        proposal = None if kept is None else codec.proposal(kept) if kept else Proposal()
+        body = some[0][3]
+        proposal = None if body is None else codec.proposal(body) if body else Proposal()
         yield Batch([codec.event(kind, body) for _, kind, body, _ in some], proposal)
 
 
 def refuse_network_file_system(directory: Path) -> None:
-    """SQLite's locks do not hold on network file systems: a journal there corrupts without a word.
+    """Refuse a network file system: SQLite's locks do not hold there, and the journal would be corrupted silently.
 
     Raises:
         ClusterError: `directory` is on one.

@@ -11,22 +11,22 @@ from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 
 LOOK_S = 10.0
-"""A clock that was set is seen after this long, if nothing happens meanwhile."""
+"""A step of the wall clock is noticed after this long, if nothing happens meanwhile."""
 
 
 class Timers:
-    """Fires what the state has due: the state holds the timers, so that a restart forgets none."""
+    """Fires the timers that are due; the state holds them, so that a restart forgets none."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = anyio.Event()
 
     def changed(self) -> None:
-        """A timer was set; look again."""
+        """Wake up after a timer was set."""
         self._changed.set()
 
     async def run(self) -> None:
-        """Serve for ever."""
+        """Fire timers until cancelled."""
         state: State = self._engine.scheduler.state
         while True:
             state = self._engine.scheduler.state

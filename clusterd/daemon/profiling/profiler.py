@@ -102,7 +102,7 @@ class Profiler:
         """Queue the steps of a running attempt."""
         self._put(partial(self._on_steps, report))
 
-    def on_rank_said(self, _host: HostId, report: FromRank) -> None:
+    def on_rank_message(self, _host: HostId, report: FromRank) -> None:
         """Queue what a rank measured of its device and links before its first step."""
         if isinstance(report.message, Probed):
             self._put(partial(self._on_probed, JobId(report.job), report.message))

@@ -24,7 +24,7 @@ Which = tuple[str, int, int, int]
 """Job, attempt, generation, rank."""
 
 
-class LogMirror:
+class LogTails:
     """Of all running attempts."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
