@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NewType
 
-from clusterd.protocol.exit_reasons import Reason as Reason
+from clusterd.exit_reasons import Reason as Reason
 from plans.plan import Plan
 
 JobId = NewType("JobId", str)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from clusterd.exit_reasons import Reason
 from clusterd.protocol.codec import from_map
-from clusterd.protocol.exit_reasons import Reason
 from clusterd.protocol.frames import Message, ProtocolError
 from clusterd.protocol.rank import FromRank, rank_message
 

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from clusterd.daemon.api import files, host_check, hosts, jobs, migration, performance, retention, terminals
-from clusterd.daemon.storage import job_logs
+from clusterd.daemon.api import files, host_check, hosts, job_logs, jobs, migration, performance, retention, terminals
 from tests.conftest import RunningCluster
 
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
@@ -33,11 +32,11 @@ def test_its_example_runs(local_cluster: RunningCluster, tmp_path: Path) -> None
 def test_every_verb_is_told_with_its_arguments() -> None:
     told = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
     there: dict[str, list[str]] = {}
-    for rooms in (
-        jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs, hosts.HostVerbs,
-        performance.PerformanceVerbs, terminals.Terminals,
+    for verbs in (
+        jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
+        hosts.HostVerbs, performance.PerformanceVerbs, terminals.Terminals,
     ):  # fmt: skip
-        for name, verb in inspect.getmembers(rooms, inspect.isfunction):
+        for name, verb in inspect.getmembers(verbs, inspect.isfunction):
             of, *arguments = list(inspect.signature(verb).parameters)[1:] or [""]
             if of == "peer" and not name.startswith("_") and _is_verb(verb):
                 there[name] = arguments or [""]

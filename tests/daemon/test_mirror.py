@@ -11,8 +11,8 @@ import pytest
 
 from clusterd.agent.host import growing_files
 from clusterd.core.state import Attempt, Host, Job, Rank, State
+from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.storage.job_logs import JobLogs
 from clusterd.daemon.storage.log_tails import TAIL_BYTES, LogTails
 from clusterd.errors import AgentLost, ClusterError
 from clusterd.types import AttemptState, HostId, HostState, JobId, JobKind, JobSpec, RankPlace

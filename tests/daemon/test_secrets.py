@@ -13,6 +13,7 @@ import anyio
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.daemon.execution.executor import Executor
+from clusterd.daemon.hosts.reports import Reports
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.storage.archive import Archive
 from clusterd.types import JobId
@@ -31,7 +32,7 @@ def test_a_secret_goes_before_hosts_are_asked(tmp_path: Path) -> None:
         asked.append(await archive.secrets(job))
 
     async def run() -> None:
-        nobody: Any = SimpleNamespace(job_is_over=lambda job: None)
+        nobody: Any = SimpleNamespace(job_is_over=lambda job: None, reports=Reports())
         keeper: Any = SimpleNamespace(forget=forget)
         await journal.execute([(INSERT, ("1", "KEY", "hush"))])
         async with anyio.create_task_group() as tasks:

@@ -18,5 +18,5 @@ def test_systemd_is_told_when_it_is_up_and_that_it_turns(cluster: RunningCluster
         heard = {systemd.recv(4096).decode().partition("\n")[0] for _ in range(3)}
         assert heard == {"READY=1", "WATCHDOG=1"}
     path.unlink()
-    until(lambda: f"systemd does not hear us at {path}" in cluster.log())
+    until(lambda: f"systemd cannot be notified at {path}" in cluster.log())
     assert cluster.call("status")["pid"] == cluster.pid, "it serves on"

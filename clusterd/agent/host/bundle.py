@@ -14,7 +14,7 @@ from typing import NamedTuple
 from clusterd.agent.host import programs
 
 _WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "plans")
-_SINGLE = ("__init__.py", "datasets.py", "errors.py", "niceness.py")
+_SINGLE = ("__init__.py", "exit_reasons.py", "datasets.py", "errors.py", "niceness.py")
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 

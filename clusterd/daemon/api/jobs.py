@@ -23,6 +23,7 @@ from clusterd.core.state import Job
 from clusterd.core.view import Placement, Refusal, View
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import HostVerbs, need_operator
+from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.api.migration import MigrationVerbs
 from clusterd.daemon.api.retention import RetentionVerbs
 from clusterd.daemon.api.server import Peer, Streaming, Verb
@@ -34,7 +35,6 @@ from clusterd.daemon.hosts.reports import HostUp
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
-from clusterd.daemon.storage.job_logs import JobLogs
 from clusterd.daemon.unexpected import first_of
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import HostId, JobId, JobSpec, JobState
