@@ -40,6 +40,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python docs/state_machines.py --check
 
 binary: dist/clusterd
 dist/clusterd: $(STAMP) pyproject.toml $(shell find clusterd plans profiling tui -name '*.py' 2>/dev/null)
