@@ -9,34 +9,25 @@ import itertools
 import threading
 import time
 from collections import deque
-from typing import Protocol
 
 import torch.distributed as dist
 
-from clusterd.train.checkpoint.dcp import StatefulTraining, stage
+from clusterd.train.checkpoint.dcp import stage
 from clusterd.train.checkpoint.dcp_files import Staged, write
 from clusterd.train.process.control import Control, Message
 from clusterd.train.process.exits import CheckpointFailed
 from clusterd.train.state.plain_data import NotSerializable
+from clusterd.train.state.training import Training
 from plans.layout import layout
-from plans.model_shape import ModelShape
 
 PATIENCE_S, RETRY_S = 3600.0, 30.0
 """Time limit of the final checkpoint, and interval between its attempts."""
 
 
-class CheckpointedTraining(StatefulTraining, Protocol):
-    """Part of `clusterd.train.rank_main.Training` that a checkpoint saves."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
-
-
 class AsyncCheckpointer:
     """Checkpoints of one running rank, one at a time."""
 
-    def __init__(self, training: CheckpointedTraining, control: Control) -> None:
+    def __init__(self, training: Training, control: Control) -> None:
         self._training, self._control = training, control
         self._lock = threading.Lock()
         self._paths: deque[str] = deque()

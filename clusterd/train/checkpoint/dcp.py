@@ -7,31 +7,23 @@ ranks that hold it, and written by a thread during training, over a process grou
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from clusterd.train.checkpoint import dcp_files as files
 from clusterd.train.checkpoint.dcp_files import Key, Staged, StagedTensor
-from clusterd.train.process.context import Context
 from clusterd.train.process.exits import PlanRefused, Refused
 from clusterd.train.state import lazy_optimizer_state, scalars
-from clusterd.train.state.local_shards import ShardedTraining, local_shards
+from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.plain_data import NotSerializable, plain_value
+from clusterd.train.state.training import Training
 from plans.layout import Layout
 from plans.model_shape import ModelShape
 
 
-class StatefulTraining(ShardedTraining, Protocol):
-    """Part of `clusterd.train.rank_main.Training` that is written and read."""
-
-    context: Context
-    scheduler: Any
-    step: int
-
-
-def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Staged:
+def stage(training: Training, shape: ModelShape, layout: Layout) -> Staged:
     """Copy this rank's part of the checkpoint, between two steps.
 
     Args:
@@ -78,7 +70,7 @@ def stage(training: StatefulTraining, shape: ModelShape, layout: Layout) -> Stag
     return Staged(training.step, tensors, values)
 
 
-def restore(training: StatefulTraining, shape: ModelShape, directory: str) -> None:
+def restore(training: Training, shape: ModelShape, directory: str) -> None:
     """Restore a rank, whose optimizer state is allocated, from a checkpoint of any plan.
 
     Raises:

@@ -6,32 +6,21 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from clusterd.train.parallel import build
-from clusterd.train.process.context import Context
 from clusterd.train.process.exits import Refused, first_line
 from clusterd.train.state.copying import narrow_to_box
-from clusterd.train.state.local_shards import ShardedTraining, local_shards
+from clusterd.train.state.local_shards import local_shards
+from clusterd.train.state.training import Training
 from plans.layout import layout
 from plans.model_shape import ModelShape
 
 PATIENCE_S = 3600.0
 RETRY_S = 30.0
-
-
-class ExportedTraining(ShardedTraining, Protocol):
-    """Part of `clusterd.train.rank_main.Training` that the export needs."""
-
-    context: Context
-    step: int
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
 
 
 def check(path: str) -> None:
@@ -49,7 +38,7 @@ def check(path: str) -> None:
         raise Refused(f"save is {path!r}, which is not writable")
 
 
-def save(training: ExportedTraining, path: str) -> None:
+def save(training: Training, path: str) -> None:
     """Write the model's ``state_dict``, whole and on the CPU, to `path` on rank 0; every rank must call it.
 
     Each part of a tensor comes from one of the ranks that hold it. The file appears when it is complete.

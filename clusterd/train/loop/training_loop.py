@@ -18,18 +18,14 @@ from clusterd.train.loop.phases import peak_bytes
 from clusterd.train.loop.step import Stepper
 from clusterd.train.migration.snapshots import StateSnapshots
 from clusterd.train.migration.source import MigrationSource
-from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.mesh import COLLECTIVE_TIMEOUT_S
-from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import exits
-from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
-from clusterd.train.process.job import Job, Outcome
+from clusterd.train.process.job import Outcome
 from clusterd.train.process.seeding import seed_step
 from clusterd.train.state import scalars
-from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.plain_data import NotSerializable
-from plans.model_shape import ModelShape
+from clusterd.train.state.training import Training
 
 ORPHAN_WAIT_S = 600.0
 
@@ -49,22 +45,10 @@ OnStep = Callable[[int, float, float, "dict[str, Any]"], None]
 """Called on every rank with a finished step: its number, the global loss, its seconds; on timed steps, its phases."""
 
 
-class SteppedTraining(Protocol):
-    """Part of `clusterd.train.rank_main.Training` that the loop uses."""
+class SteppedTraining(Training, Protocol):
+    """The parts of `clusterd.train.rank_main.Training` that the loop uses."""
 
-    job: Job
-    context: Context
-    device: torch.device
-    parallel: ParallelModel
-    optimizer: RankOptimizer
-    attributes: Attributes
-    scheduler: Any
     stepper: Stepper
-    step: int
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """Batches of this replica's share, one per remaining step."""

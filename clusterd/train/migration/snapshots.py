@@ -12,39 +12,23 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from clusterd.niceness import be_patient
 from clusterd.train.migration.spec import sums_to_bytes
-from clusterd.train.process.context import Context
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control
-from clusterd.train.process.job import Job
 from clusterd.train.state import scalars
 from clusterd.train.state.copy_plan import segment_part
 from clusterd.train.state.copying import SegmentPart, copies_to_segment
-from clusterd.train.state.local_shards import ShardedTraining, local_shards
+from clusterd.train.state.local_shards import local_shards
 from clusterd.train.state.plain_data import NotSerializable
 from clusterd.train.state.segments import Segment
+from clusterd.train.state.training import Training
 from plans.layout import Layout, layout
-from plans.model_shape import ModelShape
 from plans.packing import Outbox
 from plans.snapshots import state_snapshot_outbox
-
-
-class SnapshottedTraining(ShardedTraining, Protocol):
-    """Part of `clusterd.train.rank_main.Training` that a state snapshot needs."""
-
-    context: Context
-    device: torch.device
-    job: Job
-    scheduler: Any
-    step: int
-
-    @property
-    def shape(self) -> ModelShape:
-        """Shape of the whole model."""
 
 
 class StateSnapshots:
@@ -54,7 +38,7 @@ class StateSnapshots:
         every: steps between two state snapshots; 0: none.
     """
 
-    def __init__(self, training: SnapshottedTraining, control: Control, every: int) -> None:
+    def __init__(self, training: Training, control: Control, every: int) -> None:
         self._training, self._control, self._every = training, control, every
         self._segments: list[Segment] = []
         self._newest = 1  # index of the segment that was published last

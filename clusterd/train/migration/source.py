@@ -10,17 +10,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from typing import Any, Protocol
 
 import torch
 
 from clusterd.train.migration.spec import MigrationSpec, sums_to_bytes
-from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.optimizers import RankOptimizer
-from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
 from clusterd.train.state import scalars
-from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.copy_plan import (
     LocalShards,
     MemoryAddresses,
@@ -32,6 +27,7 @@ from clusterd.train.state.copy_plan import (
 from clusterd.train.state.copying import CopyBatch, copies_to_segment
 from clusterd.train.state.local_shards import check_shards, local_shards
 from clusterd.train.state.segments import Segment, trim_heap
+from clusterd.train.state.training import Training
 
 POLL_S = 0.1
 POPULATED_AHEAD_BYTES = 256 << 20
@@ -40,22 +36,10 @@ POLITE_SWITCH_S = 0.0005
 """Longest time for which the preparing thread may keep the interpreter from the training loop."""
 
 
-class SourceTraining(Protocol):
-    """Part of `clusterd.train.rank_main.Training` that a source rank needs."""
-
-    context: Context
-    device: torch.device
-    parallel: ParallelModel
-    optimizer: RankOptimizer
-    attributes: Attributes
-    scheduler: Any
-    step: int
-
-
 class MigrationSource:
     """Source side of the migrations of one running rank, one at a time."""
 
-    def __init__(self, training: SourceTraining, control: Control) -> None:
+    def __init__(self, training: Training, control: Control) -> None:
         self._training, self._control = training, control
         self._changed = threading.Condition()
         self._migration: MigrationSpec | None = None
@@ -275,7 +259,7 @@ class MigrationSource:
         self._addresses = {}, 0
 
 
-def free_state(training: SourceTraining, live: LocalShards) -> None:
+def free_state(training: Training, live: LocalShards) -> None:
     """Free the published state and gradients: this rank only waits for the target ranks to take over."""
     training.optimizer.zero_grad()
     training.parallel.drop_buckets()

@@ -12,22 +12,18 @@ import queue
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
-
-import torch
+from typing import TypeVar
 
 from clusterd.train.migration.spec import MigrationSpec, sums_from_bytes
-from clusterd.train.parallel.apply_plan import ParallelModel
-from clusterd.train.parallel.optimizers import RankOptimizer
 from clusterd.train.process import exits
 from clusterd.train.process.context import Context
 from clusterd.train.process.control import Control, Message
 from clusterd.train.state import scalars
-from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.copy_plan import LocalShards, copy_threads, segment_part
 from clusterd.train.state.copying import CopyBatch, copies_from_segment
 from clusterd.train.state.local_shards import check_shards
 from clusterd.train.state.segments import Segment, memory_headroom_bytes, trim_heap
+from clusterd.train.state.training import Training
 from plans.packing import Read
 
 POLL_S = 0.1
@@ -43,25 +39,7 @@ class MigrationFailed(exits.TrainError):
     """This rank cannot take over; the source ranks go on."""
 
 
-class TargetTraining(Protocol):
-    """Part of `clusterd.train.rank_main.Training` that a target rank needs."""
-
-    context: Context
-    device: torch.device
-    parallel: ParallelModel
-    optimizer: RankOptimizer
-    attributes: Attributes
-    scheduler: Any
-    step: int
-
-    def rehearse(self) -> None:
-        """Run a step whose result is discarded."""
-
-    def read_ahead(self) -> None:
-        """Read the samples of the next step in advance."""
-
-
-Target = TypeVar("Target", bound=TargetTraining)
+Target = TypeVar("Target", bound=Training)
 
 
 class MigrationTarget:

@@ -7,16 +7,14 @@ difference between the computed layout and torch's sharding is an error and neve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.gradient_sync import local_tensor
-from clusterd.train.parallel.optimizers import RankOptimizer
-from clusterd.train.state.attributes import Attributes
+from clusterd.train.state.training import Training
 from plans.layout import Layout
 from plans.model_shape import ModelShape, OddSlot
 
@@ -26,14 +24,6 @@ Box = tuple[tuple[int, int], ...]
 
 class ShardMismatch(Exception):
     """Live objects are not sharded as their plan's layout says."""
-
-
-class ShardedTraining(Protocol):
-    """Part of `clusterd.train.rank_main.Training` that holds state."""
-
-    parallel: ParallelModel
-    optimizer: RankOptimizer
-    attributes: Attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +41,7 @@ class LocalShard:
     mirror: torch.Tensor | None = None
 
 
-def local_shards(training: ShardedTraining, shape: ModelShape) -> dict[tuple[str, str], LocalShard]:
+def local_shards(training: Training, shape: ModelShape) -> dict[tuple[str, str], LocalShard]:
     """All shards of this rank, by (global name, kind); empty ones are left out."""
     index = {p.name: i for i, p in enumerate(shape.parameters)}
     odd: dict[int, list[OddSlot]] = {}
@@ -102,9 +92,7 @@ def box_of(tensor: Any) -> Box:
     return tuple(box)
 
 
-def check_shards(
-    training: ShardedTraining, shape: ModelShape, layout: Layout, rank: int
-) -> dict[tuple[str, str], LocalShard]:
+def check_shards(training: Training, shape: ModelShape, layout: Layout, rank: int) -> dict[tuple[str, str], LocalShard]:
     """All shards of this rank, checked against `layout`.
 
     Args:

@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from clusterd.train.parallel import build
-from clusterd.train.parallel.apply_plan import ParallelModel
 from clusterd.train.parallel.optimizers import RankOptimizer, attribute_with_tensors
-from clusterd.train.state.attributes import Attributes
 from clusterd.train.state.lazy_optimizer_state import lazy_tensors
 from clusterd.train.state.plain_data import NotSerializable, plain_value, restore_like
+from clusterd.train.state.training import Training
 from plans.model_shape import ModelShape
 
 Scalars = dict[str, Any]
@@ -29,16 +28,7 @@ class ScalarMismatch(Exception):
     """Received state does not fit the optimizer or the scheduler of this rank."""
 
 
-class ScalarTraining(Protocol):
-    """Part of `clusterd.train.rank_main.Training` that holds such state."""
-
-    parallel: ParallelModel
-    optimizer: RankOptimizer
-    scheduler: Any
-    attributes: Attributes
-
-
-def collect(training: ScalarTraining, shape: ModelShape, *, lazy_saved_separately: bool = False) -> Scalars:
+def collect(training: Training, shape: ModelShape, *, lazy_saved_separately: bool = False) -> Scalars:
     """Collect the scalar state of this rank.
 
     Args:
@@ -148,7 +138,7 @@ def on_host(scalars: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [read[id(scalar)].reshape(scalar.shape) for scalar in scalars]
 
 
-def restore(training: ScalarTraining, shape: ModelShape, received: Iterable[Scalars]) -> None:
+def restore(training: Training, shape: ModelShape, received: Iterable[Scalars]) -> None:
     """Restore the scalar state that several ranks sent.
 
     Raises:

@@ -1,0 +1,44 @@
+"""Interface of a job under training on one rank, as seen by what saves, restores and migrates it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from clusterd.train.parallel.apply_plan import ParallelModel
+from clusterd.train.parallel.optimizers import RankOptimizer
+from clusterd.train.process.context import Context
+from clusterd.train.process.job import Job
+from clusterd.train.state.attributes import Attributes
+from plans.model_shape import ModelShape
+
+
+class Training(Protocol):
+    """The parts of `clusterd.train.rank_main.Training` below the training loop.
+
+    Attributes:
+        parallel: the module and its parallelization; parameters have global names.
+        optimizer: the optimizer over this rank's shards.
+        attributes: plain attributes that modules and the optimizer change.
+        step: number of the last step done.
+    """
+
+    job: Job
+    context: Context
+    device: torch.device
+    parallel: ParallelModel
+    optimizer: RankOptimizer
+    attributes: Attributes
+    scheduler: Any
+    step: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """Shape of the whole model."""
+
+    def rehearse(self) -> None:
+        """Run a step whose result is discarded."""
+
+    def read_ahead(self) -> None:
+        """Read the samples of the next step in advance."""
