@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.events import Timer, TimerKind
 from clusterd.core.performance_table import Estimate, PerformanceTable
-from clusterd.types import HostId, JobId, JobKind
+from clusterd.core.transitions import MigrationState, TrialState
+from clusterd.errors import InvalidTransition
+from clusterd.types import HostId, JobId, JobKind, RankEnd, Reason
 from plans.memory import estimate
 from plans.plan import Plan
 from tests.core.conftest import Lab, facts
@@ -184,3 +188,37 @@ def test_a_trial_that_nobody_follows_up_leaves_no_job_under_its_plan(lab: Lab) -
     decided = lab.tell(e.TimerFired(**lab.at(), timer=Timer(TimerKind.TRIAL, job)))
     back = d.StartMigration.match(decided, new_plan=Plan(dp=4))
     assert back is not None and "the fastest known" in back.reason
+
+
+def test_a_job_with_a_dead_rank_begins_no_trial_and_returns_from_none(lab_with_two_hosts: Lab) -> None:
+    """Each pass began another migration, which failed for want of that rank, until its peers had reported."""
+    lab = lab_with_two_hosts
+    job = running(lab)
+    propose(lab, job, Plan(dp=2))
+    move(lab, job)
+    measured(lab, job, 2.0)
+    learned(lab, dp4=1.0, tp4=0.5)
+    decided = lab.exit(job, rank=1, end=RankEnd(reason=Reason.SIGNAL, signal=9))
+    decided += propose(lab, job, None)
+    assert d.StartMigration.match(decided, job=job) is None
+    assert lab.attempt(job).migration is None
+
+
+def test_a_trial_of_a_job_whose_model_is_unknown_fails_with_that_reason(lab_with_two_hosts: Lab) -> None:
+    """Its shape may have been lost with an older state; the scheduler ended with an error."""
+    lab = lab_with_two_hosts
+    job = running(lab)
+    lab.scheduler.state.jobs[job].shape = None
+    propose(lab, job, Plan(dp=2))
+    (trial,) = lab.scheduler.state.jobs[job].trials.finished
+    assert (trial.state, trial.failure) == (TrialState.FAILED, "its model has not been inspected")
+
+
+def test_an_illegal_step_of_a_migration_tells_its_history(lab_with_two_hosts: Lab) -> None:
+    lab = lab_with_two_hosts
+    job = running(lab)
+    propose(lab, job, Plan(dp=2))
+    move(lab, job)
+    migration = lab.scheduler.state.jobs[job].migrations[-1]
+    with pytest.raises(InvalidTransition, match=r"no step from done to preparing .*preparing until .*resuming until"):
+        migration.go(MigrationState.PREPARING, lab.now_s)

@@ -47,12 +47,14 @@ def fail(job: Job, trial: Trial, why: str, now_s: float, is_refused: bool = Fals
 
 def move_for(job: Job, attempt: Attempt, plan: Plan, hosts: Mapping[HostId, Host], reason: str) -> Move | str:
     """Migration of the job to `plan` on devices that it holds, or the reason why there is none."""
+    if job.shape is None:
+        return "its model has not been inspected"
     mine = held(attempt, hosts)
     if plan.ranks > len(mine):
         return f"{plan} needs {plan.ranks} devices, the job holds {len(mine)}"
     chosen = pack(mine, plan.ranks)
     memory_bytes = min(d.memory_bytes for d in chosen)
-    shape = ModelShape.from_dict(job.shape or {})
+    shape = ModelShape.from_dict(job.shape)
     answer = choose(shape, plan.ranks, chosen[0].kind, memory_bytes, plan, job.bounds)
     if not isinstance(answer, ChosenPlan):
         return answer.reason
