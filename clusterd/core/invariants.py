@@ -8,7 +8,7 @@ from clusterd.types import AttemptState, HostState, JobState
 
 def violations(state: State) -> list[str]:
     """Messages about every violated invariant; empty: none."""
-    return [*_leases(state), *_jobs(state), *_bookings(state)]
+    return [*_leases(state), *_jobs(state), *_bookings(state), *_index(state)]
 
 
 def _leases(state: State) -> list[str]:
@@ -70,4 +70,14 @@ def _bookings(state: State) -> list[str]:
             wrong.append(f"{host.id} books {host.cores_used} cores, its attempts use {cores}")
         if host.state is HostState.UP and host.facts is None:
             wrong.append(f"{host.id} is up but has not reported its facts")
+    return wrong
+
+
+def _index(state: State) -> list[str]:
+    attempts = {job: state.jobs[job].attempt for job in state.active}
+    hosts = {job: attempt.all_hosts for job, attempt in attempts.items() if attempt is not None}
+    wrong = [] if hosts == state.hosts_by_job else ["the hosts of active jobs are not those of the index"]
+    listed = {(host, job) for host, jobs in state.jobs_by_host.items() for job in jobs}
+    if listed != {(host, job) for job, some in hosts.items() for host in some}:
+        wrong.append("the index of attempts by host differs from the attempts")
     return wrong

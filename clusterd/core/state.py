@@ -447,6 +447,8 @@ class State:
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
+    jobs_by_host: dict[HostId, dict[JobId, None]] = field(default_factory=dict)  # see `index`
+    hosts_by_job: dict[JobId, set[HostId]] = field(default_factory=dict)
 
     def attempt(self, job: JobId, number: int, generation: int | None = None) -> Attempt | None:
         """The attempt, if it is the job's running one (and of this generation)."""
@@ -463,7 +465,20 @@ class State:
 
     def attempts_on(self, host: HostId) -> Iterator[Attempt]:
         """Attempts with a rank of any generation on the host."""
-        for job in self.active:
+        for job in self.jobs_by_host.get(host, ()):
             attempt = self.jobs[job].attempt
-            if attempt is not None and host in attempt.all_hosts:
-                yield attempt
+            assert attempt is not None, f"job {job} is indexed under {host} without an attempt"
+            yield attempt
+
+    def index(self, attempt: Attempt) -> None:
+        """Update the index by host after the hosts of an attempt changed; invariants compare it with the attempts."""
+        now = set() if attempt.state is AttemptState.ENDED else attempt.all_hosts
+        before = self.hosts_by_job.pop(attempt.job, set())
+        for host in sorted(before - now):
+            del self.jobs_by_host[host][attempt.job]
+            if not self.jobs_by_host[host]:
+                del self.jobs_by_host[host]
+        for host in sorted(now - before):
+            self.jobs_by_host.setdefault(host, {})[attempt.job] = None
+        if now:
+            self.hosts_by_job[attempt.job] = now

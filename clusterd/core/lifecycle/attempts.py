@@ -93,6 +93,7 @@ def begin(state: State, job: Job, start: Start, now_s: float) -> Attempt:
         state.hosts[host].cores_used += cores
         state.hosts[host].memory_used_bytes += start.memory_bytes.get(host, 0)
     job.attempts.append(attempt)
+    state.index(attempt)
     job.go(JobState.STARTING, now_s)
     job.reason = start.reason
     job.started_s = job.started_s if job.started_s is not None else now_s

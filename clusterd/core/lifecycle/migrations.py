@@ -82,6 +82,7 @@ def begin(state: State, job: Job, move: Move, now_s: float, lost: Iterable[int] 
     _lease_lacking(state, attempt, move, migration.generation)
     _book(state, _more(migration.cores, attempt.cores), _more(migration.memory_bytes, attempt.memory_bytes))
     attempt.migration = migration
+    state.index(attempt)
     return migration
 
 
@@ -154,12 +155,13 @@ def switch(state: State, job: Job, attempt: Attempt, now_s: float) -> Retired:
         if device is not None:
             state.leases[device] = lease_of(state, attempt, device, rank.place.host, attempt.generation)
     attempt.migration, attempt.survivors = None, Survivors()
+    state.index(attempt)
     migration.go(MigrationState.RESUMING, now_s)
     job.migrations.append(migration)
     return old
 
 
-def fail(job: Job, attempt: Attempt, why: str, now_s: float) -> Retired:
+def fail(state: State, job: Job, attempt: Attempt, why: str, now_s: float) -> Retired:
     """End the migration before its switch; returns the retired target ranks."""
     migration = attempt.migration
     assert migration is not None, "nothing to give up"
@@ -173,6 +175,7 @@ def fail(job: Job, attempt: Attempt, why: str, now_s: float) -> Retired:
     migration.go(MigrationState.FAILED, now_s)
     migration.failure, migration.ended_s = why, now_s
     attempt.migration = None
+    state.index(attempt)
     job.migrations.append(migration)
     return new
 
@@ -196,6 +199,7 @@ def gone(state: State, attempt: Attempt, generation: int, host: HostId) -> bool:
         known.memory_used_bytes -= retired.memory_bytes.get(host, 0)
     if not retired.pending:
         del attempt.retired[generation]
+    state.index(attempt)
     return True
 
 

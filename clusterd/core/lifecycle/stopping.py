@@ -130,6 +130,7 @@ def _conclude(ctx: HandlerContext, attempt: Attempt) -> None:
     """End an attempt of which nothing is left, and end or requeue its job."""
     trials.release_devices(ctx.state, attempt)
     attempt.go(AttemptState.ENDED, ctx.now_s)
+    ctx.state.index(attempt)
     attempt.ended_s = ctx.now_s
     job = ctx.state.jobs[attempt.job]
     devices = of_ranks(ctx.state.hosts, attempt)
@@ -186,7 +187,7 @@ def abandon_migration(ctx: HandlerContext, attempt: Attempt, why: str) -> None:
     job = ctx.state.jobs[attempt.job]
     assert attempt.migration is not None
     generation, old_pin = attempt.migration.generation, attempt.migration.old_pin
-    retired = migrations.fail(job, attempt, why, ctx.now_s)
+    retired = migrations.fail(ctx.state, job, attempt, why, ctx.now_s)
     until_s = ctx.now_s + job.back_off_s(SETTLE_AFTER_FAILURE_S)
     ctx.set_timer(TimerKind.SETTLE, job.id, until_s, f"a migration of {job.spec.name} failed")
     pinned = job.pinned  # None: it was unpinned meanwhile
