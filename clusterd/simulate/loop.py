@@ -21,6 +21,10 @@ TURNS_MAX = 2000
 IDLE_MAX = 1000
 """Batches in which nobody holds a device and nothing is to come but the policy's own timers: it will start nobody."""
 
+NOT_SIMULATED = (d.DescribeModel, d.HoldJob, d.AbortMigration, d.TakeCheckpoint, d.UseCores)
+"""Decisions without effect on the virtual clock: jobs come with their model, and migrations and hosts do not fail in
+these ways. Any other decision must have a method here."""
+
 
 class Simulation(World):
     """One workload under one policy."""
@@ -118,9 +122,8 @@ class Simulation(World):
     def _tell(self, events: list[e.Event]) -> None:
         decided = self.scheduler.handle(*events)
         for decision in decided:
-            carry_out = getattr(self, f"_do_{type(decision).__name__}", None)
-            if carry_out is not None:
-                carry_out(decision)
+            if not isinstance(decision, NOT_SIMULATED):
+                getattr(self, f"_do_{type(decision).__name__}")(decision)
         if self._on_batch is not None:
             self._on_batch(self.scheduler.state, events, decided)
         if self._timeline:
@@ -189,7 +192,7 @@ class Simulation(World):
         self._at(self.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self.now_s + downtime_s)
 
-    def _do_CutOffSurvivors(self, decision: d.AbortCollectives) -> None:  # noqa: N802
+    def _do_AbortCollectives(self, decision: d.AbortCollectives) -> None:  # noqa: N802
         self._at(self.now_s, "cut_off", decision)
 
     def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802
