@@ -355,10 +355,10 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
     home.make()
 
     async def start() -> None:
-        started = client.Spawners(home, lambda state, record: None, "imports_for_ever")
+        started = client.ForkServers(home, lambda state, record: None, "imports_for_ever")
         with pytest.raises(client.SpawnFailed, match="did not start within 1 s"):
             await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
-        wait_until(lambda: started.wait_for_ended() or not started._processes, "what was killed to be gone")
+        wait_until(lambda: started.reap() or not started._processes, "what was killed to be gone")
 
     try:
         asyncio.run(asyncio.wait_for(start(), 20.0))
@@ -399,7 +399,7 @@ def refusal(tmp_path: Path, preload: str) -> AgentRefused:
     home.make()
 
     async def start() -> AgentRefused:
-        started = client.Spawners(home, lambda state, record: None, preload)
+        started = client.ForkServers(home, lambda state, record: None, preload)
         with pytest.raises(client.SpawnFailed) as failed:
             await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
         return AgentRefused(failed.value.kind, str(failed.value))

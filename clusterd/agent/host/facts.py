@@ -127,9 +127,9 @@ def _cgroup_directories(controller: str) -> list[Path]:
 def _cgroup_values(file: str, controller: str, old_file: str) -> list[int]:
     found = []
     for directory in _cgroup_directories(controller):
-        words = _read(directory / file).split()
-        if len(words) == 2 and words[0].isdigit():
-            found.append(int(words[0]) // int(words[1]))
+        values = _read(directory / file).split()
+        if len(values) == 2 and values[0].isdigit():
+            found.append(int(values[0]) // int(values[1]))
         quota, period = _read(directory / old_file).strip(), _read(directory / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit():
             found.append(int(quota) // int(period))

@@ -21,7 +21,7 @@ UNUSED_S = 7 * 86400.0
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Snapshots:
+class Workdirs:
     """The snapshots of this host, each a directory named by the sha256 of its tar."""
 
     def __init__(self, directory: Path) -> None:
@@ -37,7 +37,7 @@ class Snapshots:
             raise Refused("snapshot", f"{digest!r} is no sha256")
         return self._directory / digest
 
-    def have(self, digest: str) -> bool:
+    def has(self, digest: str) -> bool:
         """Whether it is here, whole."""
         return self.path(digest).is_dir()
 
@@ -47,7 +47,7 @@ class Snapshots:
         Raises:
             Refused: it is not here.
         """
-        if not self.have(digest):
+        if not self.has(digest):
             raise Refused("snapshot", f"snapshot {digest[:12]} is not on this host; send it first")
         return self.path(digest)
 
@@ -64,7 +64,7 @@ class Snapshots:
             return
         part = self._directory / f"{digest}.part"
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied up
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may has tidied up
             size = part.stat().st_size if part.exists() else 0
             if offset > size:
                 raise Refused(
@@ -82,7 +82,7 @@ class Snapshots:
             raise
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self._no_room(error, digest) from error
+            raise self._storage_error(error, digest) from error
 
     def _unpack(self, part: Path, digest: str, target: Path) -> None:
         with open(part, "rb") as file:
@@ -106,7 +106,7 @@ class Snapshots:
         sync_directory(self._directory)
         part.unlink()
 
-    def _no_room(self, error: OSError, digest: str) -> Refused:
+    def _storage_error(self, error: OSError, digest: str) -> Refused:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return Refused("host", f"cannot store snapshot {digest[:12]}: {error}")
         try:
