@@ -21,7 +21,7 @@ def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: 
     if stopped:
         return Reason.STOPPED.value
     if number is not None:
-        return (Reason.OOM if number == signal.SIGKILL and out_of_memory else Reason.SIGNAL).value
+        return str(Reason.OOM if number == signal.SIGKILL and out_of_memory else Reason.SIGNAL)
     if kind == "elastic" and exit_code in EXIT_CODES:
         return str(EXIT_CODES[exit_code])
     return Reason.EXIT.value

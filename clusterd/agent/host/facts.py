@@ -1,4 +1,4 @@
-"""What this host is and has, from /proc, /sys and the GPU driver: no program but Python needed."""
+"""Facts of this host, from /proc, /sys and the GPU driver; no program but Python is needed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, 
 
 
 def _unlisted_bytes(gpu: dict[str, Any]) -> int:
-    """What is used by no process that the driver lists; it may leave out those of other containers."""
+    """GPU memory used by no listed process: the driver may omit processes of other containers."""
     listed = sum(process["memory_bytes"] or 0 for process in gpu["processes"])
     return max((gpu["memory_used_bytes"] or 0) - listed, 0)
 

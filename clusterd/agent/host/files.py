@@ -1,4 +1,4 @@
-"""What a job wrote into its working directory on this host: listed, and read piece by piece."""
+"""Files that a job wrote into its working directory on this host: listing, reading in chunks, removal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import rank_environment
+from clusterd.agent.host.append_only_files import CHUNK_BYTES_MAX
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.host.growing_files import CHUNK_BYTES_MAX
 from clusterd.agent.log import log_line
 
 FILES_MAX = 10_000

@@ -152,7 +152,7 @@ class Nvml:
         return buffer.value.decode(errors="replace")
 
     def _supports(self, name: str, *arguments: Any) -> bool:
-        """Whether this driver and this GPU can tell that."""
+        """Call an optional entry point; false if the driver or the GPU does not support it."""
         return hasattr(self._library, name) and self._call(name, *arguments) == _SUCCESS
 
     def _call(self, name: str, *arguments: Any) -> int:

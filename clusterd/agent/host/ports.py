@@ -38,7 +38,7 @@ class Ports:
                 self._leases[int(port)] = (name, generation, since)
 
     def begin_at(self, port: int) -> None:
-        """Where the next lease is looked for first."""
+        """Set the port at which the next search starts."""
         self._next = port
 
     def lease(self, name: str, generation: int) -> int:

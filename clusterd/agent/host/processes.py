@@ -17,7 +17,7 @@ TAG = "CLUSTERD_TAG"
 
 
 class Stat(NamedTuple):
-    """What of /proc/PID/stat is asked for here."""
+    """Fields of /proc/PID/stat that are used here."""
 
     state: str  # "Z" and "X" are dead
     parent: int
@@ -57,7 +57,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def lives(pid: int, start_time: int, boot: str | None = None) -> bool:
-    """Whether exactly this process still runs; a zombie does not."""
+    """True if exactly this process still runs; a zombie does not."""
     if boot is not None and boot != boot_id():
         return False
     found = stat(pid)

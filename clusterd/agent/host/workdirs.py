@@ -1,4 +1,4 @@
-"""Snapshots of working directories: received in chunks, verified, unpacked so that nothing lands outside."""
+"""Submitted working directories: received in chunks, verified, unpacked so that no file lands outside."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from clusterd.agent.host.home import sync_directory
 from clusterd.agent.host.rank_environment import make_writable
 
 UNUSED_S = 7 * 86400.0
-"""A snapshot that no attempt here names, and that was not sent for this long, is removed."""
+"""A workdir that no attempt uses, and that was not sent for this long, is removed."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Workdirs:
-    """The snapshots of this host, each a directory named by the sha256 of its tar."""
+    """Workdirs of this host, each a directory named by the sha256 of its tar."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def path(self, digest: str) -> Path:
-        """Where the snapshot is, or would be.
+        """Directory of a workdir, present or not.
 
         Raises:
             Refused: no sha256 in hexadecimal.
@@ -38,7 +38,7 @@ class Workdirs:
         return self._directory / digest
 
     def has(self, digest: str) -> bool:
-        """Whether it is here, whole."""
+        """True if the complete workdir is on this host."""
         return self.path(digest).is_dir()
 
     def need(self, digest: str) -> Path:
@@ -64,7 +64,7 @@ class Workdirs:
             return
         part = self._directory / f"{digest}.part"
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may has tidied up
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the directory may have been removed
             size = part.stat().st_size if part.exists() else 0
             if offset > size:
                 raise Refused(

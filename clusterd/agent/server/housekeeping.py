@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterd.agent.host import growing_files
+from clusterd.agent.host import append_only_files
 from clusterd.agent.host.ports import UNUSED_S as PORT_UNUSED_S
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
@@ -85,7 +85,7 @@ class Housekeeping:
 def _trim(files: list[Path]) -> None:
     for file in files:
         try:
-            dropped = growing_files.trim(file)
+            dropped = append_only_files.trim(file)
         except OSError as error:
             log_line(f"agent: cannot shorten {file}: {error}")
             continue

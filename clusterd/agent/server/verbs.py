@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from clusterd.agent.host import checks, files, growing_files
+from clusterd.agent.host import append_only_files, checks, files
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.host.ports import Ports
@@ -117,12 +117,12 @@ class Verbs:
         ended = (
             attempt.ranks[rank].state != "running"
         )  # read before the file, which then holds all of the rank's output
-        return growing_files.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
+        return append_only_files.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
 
     async def _steps(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
         ended = not attempt.running
-        return growing_files.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+        return append_only_files.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
 
     async def _files(self, message: Message) -> Message:
         found = self._attempts.any_of(message["job"], message["attempt"])
