@@ -21,7 +21,7 @@ class ClusterError(Exception):
     """Root of all errors meant for a person; the message is complete and needs no traceback."""
 
     exit_code = 1
-    lasts = False  # the same would be said again
+    is_permanent = False  # the same would be said again
 
 
 class UsageError(ClusterError):

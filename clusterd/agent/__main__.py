@@ -1,6 +1,7 @@
-"""``attach`` bridges to the agent and starts it where none lives; ``serve`` is it; ``spawner`` is a fork server.
+"""Entry point of the processes on a host.
 
-``inside`` becomes what a person runs beside a rank.
+``attach`` bridges to the agent and starts it if none runs; ``serve`` is the agent; ``spawner`` is a fork server;
+``inside`` executes a command that a person runs beside a rank.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one of the four; the exit code."""
+    """Run one of the four commands and return its exit code."""
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if verb == "attach":
         from clusterd.agent.server import attach

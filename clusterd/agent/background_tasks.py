@@ -1,4 +1,4 @@
-"""Work that nobody waits for."""
+"""Background tasks whose result no caller awaits."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 
 
 class Background:
-    """Tasks that are kept until they are over; what one fails of is said."""
+    """Hold references to running tasks and log their exceptions."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def start(self, work: Awaitable[object]) -> None:
-        """Begin it."""
+        """Start `work` as a task."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._on_done)
 
     async def wait(self) -> None:
-        """Until all is over, also what begins meanwhile."""
+        """Wait until all tasks are done, including those started meanwhile."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    def _over(self, work: asyncio.Future[Any]) -> None:
-        self._tasks.discard(work)
-        if not work.cancelled() and (error := work.exception()):
-            say(f"agent: {type(error).__name__}: {error}")
+    def _on_done(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log_line(f"agent: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What the agent and its fork servers say about themselves, into a log that may lie on a full disk."""
+"""Log of the agent and its fork servers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import os
 
 
-def say(text: str) -> None:
-    """A line to standard error; lost where that takes none: nobody's exit code may be lost with it.
+def log_line(text: str) -> None:
+    """Write a line to standard error; drop it if that fails, as on a full disk.
 
-    Not through Python's buffer, which would keep what it could not write, and pass it on to the log of the next fork.
+    A log line must never change an exit code. Python's buffered stream is bypassed: it would retain the unwritten text
+    and pass it to the log of the next fork.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))

@@ -1,4 +1,4 @@
-"""Work that blocks for long, on a thread of its own: it must not take up the pool that short work shares."""
+"""Dedicated threads for long blocking calls, which must not exhaust the executor that short calls share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Result = TypeVar("Result")
 
 
 async def in_thread(work: Callable[[], Result], name: str) -> Result:
-    """What `work` returns or raises."""
+    """Run `work` on a new thread; return its result or raise its exception."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Result] = loop.create_future()
 
     def settle(result: Result | None, error: Exception | None) -> None:
-        if answer.done():  # whoever waited was cancelled
+        if answer.done():  # the waiting task was cancelled
             return
         if error is not None:
             answer.set_exception(error)

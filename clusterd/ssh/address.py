@@ -1,4 +1,4 @@
-"""What a user calls a host: an alias of their SSH configuration, or ``USER@HOST:PORT``."""
+"""Host addresses as users write them: an alias of their SSH configuration, or ``USER@HOST:PORT``."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TIMEOUT_S = 90.0
 
 _NOISE_LINES_MAX = 1000
 _SENT_AT_ONCE = 1 << 16
-_WORD = re.compile(rb"clusterd-(need|failed|attached) ")
+_REPLY = re.compile(rb"clusterd-(need|failed|attached) ")
 _NO_PYTHON = re.compile(rb"python3: (command )?not found|(command not found|unknown command): python3", re.IGNORECASE)
 _SHELL = re.compile(rb"fish:|command not found|unknown command|syntax error", re.IGNORECASE)
 
@@ -39,8 +39,8 @@ class BootstrapFailed(HostError):
 
 
 @dataclass(slots=True)
-class _Said:
-    """What a host said beside our words."""
+class _Noise:
+    """Output of a host other than the bootstrap's own replies."""
 
     errors: bytearray = field(default_factory=bytearray)
     output: bytes = b""  # its last line
@@ -116,14 +116,14 @@ async def attach(
         process: asyncssh.SSHClientProcess[bytes] = await connection.create_process(COMMAND, encoding=None)
     except (OSError, asyncssh.Error) as error:
         raise HostError(f"{name}: no command can be run there: {error}") from error
-    said = _Said()
-    listening = asyncio.create_task(_keep_errors(process.stderr, said))
+    noise = _Noise()
+    listening = asyncio.create_task(_keep_errors(process.stderr, noise))
     try:
         try:
             given = {"agent_home": agent_home, "cluster": cluster, "former": former}
-            attached = await asyncio.wait_for(_speak(process, name, bundle, given, said), TIMEOUT_S)
+            attached = await asyncio.wait_for(_speak(process, name, bundle, given, noise), TIMEOUT_S)
         except TimeoutError:
-            raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{said}") from None
+            raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{noise}") from None
         except (OSError, asyncssh.Error) as error:
             raise HostError(f"{name}: the connection broke while the agent was started: {error}") from error
         yield AgentStream(process.stdout, process.stdin, attached["home"])
@@ -133,47 +133,49 @@ async def attach(
 
 
 async def _speak(
-    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, given: dict[str, Any], said: _Said
+    process: asyncssh.SSHClientProcess[bytes], name: str, bundle: Bundle, given: dict[str, Any], noise: _Noise
 ) -> dict[str, Any]:
     stage1 = resources.files("clusterd.ssh").joinpath("stage1.py").read_text()
     given = {**given, "sha256": bundle.sha256, "bytes": len(bundle.data)}
     call = f"import json\nmain(json.loads({json.dumps(given)!r}), S)\n"
     source = f"S = {stage1!r}\nexec(compile(S, 'clusterd', 'exec'))\n{call}".encode()
     process.stdin.write(b"%d\n" % len(source) + source)
-    word, what = await _next_word(process, name, said)
-    if word == "need":
+    status, fields = await _next_reply(process, name, noise)
+    if status == "need":
         # Not all at once: the window of the channel is what the host has room for.
         for start in range(0, len(bundle.data), _SENT_AT_ONCE):
             process.stdin.write(bundle.data[start : start + _SENT_AT_ONCE])
             await process.stdin.drain()
-        word, what = await _next_word(process, name, said)
-    if word != "attached":
-        raise BootstrapFailed(f"{name}: {what.get('message', word)}")
-    return what
+        status, fields = await _next_reply(process, name, noise)
+    if status != "attached":
+        raise BootstrapFailed(f"{name}: {fields.get('message', status)}")
+    return fields
 
 
-async def _next_word(process: asyncssh.SSHClientProcess[bytes], name: str, said: _Said) -> tuple[str, dict[str, Any]]:
-    """The next line of ours; what a login's start-up files print is passed over."""
+async def _next_reply(
+    process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noise
+) -> tuple[str, dict[str, Any]]:
+    """Read the next reply; output of the login's start-up files is skipped."""
     for _ in range(_NOISE_LINES_MAX):
         line = await process.stdout.readline()
         if not line:
             await process.wait_closed()
-            raise BootstrapFailed(_no_python(process, name, said))
-        if found := _word_in(line):
+            raise BootstrapFailed(_no_python(process, name, noise))
+        if found := _find_reply(line):
             return found
-        said.output = line.strip() or said.output
+        noise.output = line.strip() or noise.output
     raise BootstrapFailed(f"{name}: its login prints without end; make its start-up files silent for commands")
 
 
-def _word_in(line: bytes) -> tuple[str, dict[str, Any]] | None:
-    """A word of ours at the end of a line: start-up files may print without a newline, and much like us."""
-    for found in _WORD.finditer(line):
+def _find_reply(line: bytes) -> tuple[str, dict[str, Any]] | None:
+    """Find a reply at the end of a line: start-up files may print without a newline, or something similar."""
+    for found in _REPLY.finditer(line):
         try:
-            what = json.loads(line[found.end() :])
+            fields = json.loads(line[found.end() :])
         except ValueError:
             continue
-        if isinstance(what, dict):
-            return found[1].decode(), {key: readable(str(value)) for key, value in what.items()}
+        if isinstance(fields, dict):
+            return found[1].decode(), {key: readable(str(value)) for key, value in fields.items()}
     return None
 
 
@@ -182,25 +184,25 @@ def readable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, said: _Said) -> str:
-    broken = b"shared librar" in said.errors  # the dynamic linker has the shell's code for what is not there
-    if (process.exit_status == 127 and not broken) or _NO_PYTHON.search(said.errors):
+def _no_python(process: asyncssh.SSHClientProcess[bytes], name: str, noise: _Noise) -> str:
+    broken = b"shared librar" in noise.errors  # the dynamic linker has the shell's code for what is not there
+    if (process.exit_status == 127 and not broken) or _NO_PYTHON.search(noise.errors):
         return f"{name}: `ssh {name} python3` finds no python3 in its PATH; clusterd needs Python 3.10 or newer there"
-    if b"invalid literal for int()" in said.errors:
+    if b"invalid literal for int()" in noise.errors:
         return (
             f"{name}: its start-up files read standard input, which is meant for Python: "
             "have them ask questions (`read`) only where there is a terminal"
         )
     code = f"with exit code {process.exit_status}" if process.exit_status is not None else "without an exit code"
-    who = "Python" if said.errors else "the login"
-    return f"{name}: {who} ended {code} before the agent was reached{said}"
+    program = "Python" if noise.errors else "the login"
+    return f"{name}: {program} ended {code} before the agent was reached{noise}"
 
 
-async def _keep_errors(stream: asyncssh.SSHReader[bytes], said: _Said) -> None:
+async def _keep_errors(stream: asyncssh.SSHReader[bytes], noise: _Noise) -> None:
     """The end of what the host says on stderr; read always, or a talkative one would block itself."""
     try:
         while data := await stream.read(4096):
-            said.errors += data
-            del said.errors[:-4096]
+            noise.errors += data
+            del noise.errors[:-4096]
     except (OSError, asyncssh.Error):
         return

@@ -60,7 +60,7 @@ class Dialer:
                 await close(connection)
 
     async def inspect(self, route: Route) -> Known | Unknown | Changed:
-        """What to think of the host's key; every hop before it must be known already.
+        """Compare the host's key with the known ones; every hop before it must be known already.
 
         Raises:
             HostKeyUnknown, HostKeyChanged: of a hop before.
@@ -148,7 +148,7 @@ async def dial(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Tunnel:
 
 
 async def inspect(route: Route, tunnel: Tunnel | None, keys: HostKeys) -> Known | Unknown | Changed:
-    """What to think of the key that the host shows now. Errors as of `Dialer.inspect`."""
+    """Compare the key that the host presents now with the known ones. Errors as of `Dialer.inspect`."""
     if any(entry.marker == "cert-authority" for entry in keys.entries(route)):
         # Only a handshake shows the host's certificate; whether it would also let us in is not asked here.
         try:
@@ -206,14 +206,14 @@ def proxy_argv(route: Route) -> list[str]:
     command = route.proxy_command or ""
     values = {"h": route.host, "p": str(route.port), "r": route.user, "n": route.name}
     if not any(mark in command for mark in "|&;<>()$`\n*?~"):
-        return [fill(word, values) for word in shlex.split(command)]
+        return [fill(part, values) for part in shlex.split(command)]
     script = fill(command, {"h": '"$1"', "p": '"$2"', "r": '"$3"', "n": '"$4"'})
     return ["/bin/sh", "-c", script, "proxy", *values.values()]
 
 
 @dataclass
 class Credentials:
-    """What a host is offered, and what was left out and why."""
+    """Keys offered to a host, and the keys left out with the reason."""
 
     pairs: list[Any]
     tried: list[str]
@@ -323,8 +323,8 @@ def _why(error: BaseException, route: Route, waited_s: float) -> str:
     if isinstance(error, FileNotFoundError) and route.proxy_command:
         return f"its ProxyCommand cannot be run: {error.strerror}: {error.filename}"
     if isinstance(error, (asyncssh.DisconnectError, ConnectionResetError)):
-        said = getattr(error, "reason", "") or "no reason given"
-        return f"the connection was closed before it was ready ({said}); sshd's log there knows more"
+        reason = getattr(error, "reason", "") or "no reason given"
+        return f"the connection was closed before it was ready ({reason}); sshd's log there knows more"
     if isinstance(error, OSError):
         return f"cannot be reached: {error.strerror or error}"
     return str(error)

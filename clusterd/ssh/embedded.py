@@ -42,7 +42,7 @@ class EmbeddedHost:
 
     @property
     def agent_home(self) -> Path:
-        """Where its agent keeps its records."""
+        """Directory of the host's agent."""
         return self.directory / "agent"
 
     @property
@@ -65,8 +65,8 @@ class EmbeddedHost:
         """Listen. Raises OSError where the port is taken."""
         for place in (self.directory, self.directory / "home", self.agent_home):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._host_key = _kept_key(self.directory / "host_key")
-        client_key = _kept_key(self.directory / "client_key")
+        self._host_key = _persistent_key(self.directory / "host_key")
+        client_key = _persistent_key(self.directory / "client_key")
         self._server = await asyncssh.listen(
             "127.0.0.1",
             self._port,
@@ -106,9 +106,9 @@ class EmbeddedHost:
     def environment(self) -> dict[str, str]:
         """Of the commands that run here: this machine's, with a home and XDG directories of its own."""
         home = self.directory / "home"
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERD_", "SSH_", "XDG_"))}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("CLUSTERD_", "SSH_", "XDG_"))}
         return {
-            **kept,
+            **inherited,
             "HOME": str(home),
             "XDG_CACHE_HOME": str(home / ".cache"),
             "XDG_CONFIG_HOME": str(home / ".config"),
@@ -173,10 +173,10 @@ class EmbeddedHost:
 
 
 def shared_out(cores: Sequence[int], hosts: int, devices: int) -> list[tuple[int, ...]]:
-    """Which of this machine's cores each of its hosts has: alike many of their own, if each device gets one.
+    """Divide this machine's cores evenly among its hosts, if there is one core for each device.
 
-    Threads of ranks that share cores wait for each other in turns, and steps take far longer. Where there are fewer
-    cores than devices all hosts have all of them, and each device computes with one thread.
+    Threads of ranks that share cores wait for each other, and steps take far longer. With fewer cores than devices,
+    all hosts use all cores, and each device computes with one thread.
     """
     each = len(cores) // max(hosts, 1)
     if each < max(devices, 1):
@@ -204,7 +204,7 @@ async def _drain(source: asyncio.StreamReader, sink: asyncssh.SSHWriter[bytes]) 
             return
 
 
-def _kept_key(path: Path) -> asyncssh.SSHKey:
+def _persistent_key(path: Path) -> asyncssh.SSHKey:
     """The key in `path`, made at the first call."""
     if not path.exists():
         key = asyncssh.generate_private_key("ssh-ed25519", comment="clusterd")

@@ -33,8 +33,8 @@ RouteSource = Callable[[], Awaitable[Route]]
 Callback = Callable[[Message], Awaitable[None] | None]
 
 
-_LASTING = ("environment", "workdir", "launch")
-"""Kinds of refusals that nobody but a person changes."""
+_PERMANENT = ("environment", "workdir", "launch")
+"""Kinds of refusals that only a user can resolve."""
 
 
 class AgentRefused(HostError):
@@ -43,12 +43,12 @@ class AgentRefused(HostError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        self.lasts = kind in _LASTING
+        self.is_permanent = kind in _PERMANENT
 
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """Where a link stands."""
+    """State of a link."""
 
     name: StateName
     at_s: float  # wall clock
@@ -253,7 +253,7 @@ class HostLink:
 
                 self._broken = broken
 
-                async def tell() -> None:
+                async def deliver() -> None:
                     try:
                         await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
                     except ClusterError as error:
@@ -261,7 +261,7 @@ class HostLink:
                     while True:
                         await _call(self._on_event, await events.get())
 
-                tasks.start_soon(tell)
+                tasks.start_soon(deliver)
                 try:
                     while True:
                         message = await stream.receive()

@@ -1,5 +1,8 @@
-"""Who a host is: its key, compared with the user's and the system's known_hosts files, which are read and never edited,
-and with a file of our own, which holds what a user accepted after seeing its fingerprint."""
+"""Host keys, compared with known_hosts files.
+
+The user's and the system's files are read and never edited; keys that a user accepted after seeing the fingerprint are
+in clusterd's own file.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class Unknown:
 
     @property
     def fingerprint(self) -> str:
-        """What the user compares."""
+        """Fingerprint that the user compares."""
         return str(self.key.get_fingerprint())
 
     def error(self) -> HostKeyUnknown:
@@ -118,7 +121,7 @@ class HostKeys:
         return [entry for entry in self._lookup(route, route.host) if entry.marker == ""]
 
     def judge(self, route: Route, key: asyncssh.SSHKey) -> Known | Unknown | Changed:
-        """What to think of a host that shows `key`."""
+        """Compare the key that a host presents with the known ones."""
         entries = self.entries(route)
         for entry in entries:
             if entry.marker == "revoked" and entry.key == key:
@@ -171,16 +174,16 @@ class HostKeys:
                 f"Remove it there (ssh-keygen -R '{route.lookup_name}'), then: clusterd host trust {route.name}"
             )
         with self._locked():
-            kept = [line for line in self._lines() if not _speaks_of(line, route.lookup_name)]
-            self._write([*kept, _line(route, key)])
+            others = [line for line in self._lines() if not _speaks_of(line, route.lookup_name)]
+            self._write([*others, _line(route, key)])
 
     def forget(self, route: Route) -> None:
         """Remove what our own file holds for this host."""
         with self._locked():
             lines = self._lines()
-            kept = [line for line in lines if not _speaks_of(line, route.lookup_name)]
-            if kept != lines:
-                self._write(kept)
+            others = [line for line in lines if not _speaks_of(line, route.lookup_name)]
+            if others != lines:
+                self._write(others)
 
     def _lines(self) -> list[str]:
         try:
@@ -228,9 +231,9 @@ def _read(path: Path, name: str, ours: bool) -> list[Entry]:
 
 
 def _since(rest: str) -> str:
-    """When a key was accepted: our own lines say so."""
-    words = rest.split()
-    return words[3] if len(words) >= 4 and words[2] == "clusterd" else ""
+    """Date at which a key was accepted, if the line is one of our own."""
+    fields = rest.split()
+    return fields[3] if len(fields) >= 4 and fields[2] == "clusterd" else ""
 
 
 def _fields(line: str) -> tuple[str, str, str]:

@@ -22,7 +22,7 @@ _SAFE_HOST = re.compile(r"[A-Za-z0-9_.:%-]+")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How one host is reached: everything that takes part in a connection, nothing left to defaults."""
+    """Complete connection parameters of one host, nothing left to defaults."""
 
     name: str  # what the user calls it; errors name it so
     host: str  # name or address to connect to
@@ -42,7 +42,7 @@ class Route:
 
     @property
     def lookup_name(self) -> str:
-        """What known_hosts files call it."""
+        """Name of the host in known_hosts files."""
         if self.host_key_alias:
             return self.host_key_alias
         return self.host if self.port == 22 else f"[{self.host}]:{self.port}"
@@ -129,8 +129,12 @@ async def _ask(address: Address, config: Path | None, program: str, timeout_s: f
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        said = [line for line in errors.decode(errors="replace").splitlines() if not line.startswith("Pseudo-terminal")]
-        raise HostError(f"{address}: `ssh -G` refuses: {said[0] if said else f'exit code {process.returncode}'}")
+        messages = [
+            line for line in errors.decode(errors="replace").splitlines() if not line.startswith("Pseudo-terminal")
+        ]
+        raise HostError(
+            f"{address}: `ssh -G` refuses: {messages[0] if messages else f'exit code {process.returncode}'}"
+        )
     options: dict[str, list[str]] = {}
     for line in output.decode(errors="replace").splitlines():
         key, _, value = line.partition(" ")

@@ -1,4 +1,4 @@
-"""What a host runs first, sent as source text: finds a Python, unpacks the agent's code once, becomes `attach`.
+"""First program on a host, sent as source text: finds a Python, unpacks the agent's code once, executes `attach`.
 
 Never imported on the head. Python 3.6 parses it, so that an old one can say what is missing, or find a newer one.
 Speaks in lines: ``clusterd-need`` asks for the code; ``clusterd-failed {json}`` ends. What else a login's start-up
@@ -16,8 +16,8 @@ import zipfile
 from typing import Any  # noqa: F401  # in a type comment
 
 
-def say(word, **what):  # type: (str, object) -> None
-    sys.stdout.buffer.write(f"clusterd-{word} {json.dumps(what)}\n".encode())
+def reply(status, **fields):  # type: (str, object) -> None
+    sys.stdout.buffer.write(f"clusterd-{status} {json.dumps(fields)}\n".encode())
     sys.stdout.buffer.flush()
 
 
@@ -57,7 +57,7 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         newer = find_newer()
         if newer is None:
             have = f"{sys.version_info[0]}.{sys.version_info[1]} ({sys.executable})"
-            say(
+            reply(
                 "failed",
                 kind="python",
                 message=f"its python3 is {have}; clusterd needs Python 3.10 or newer in the PATH there",
@@ -79,15 +79,15 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
     target = os.path.join(cache, "agent-" + given["sha256"][:16])
     try:
         if not os.path.isdir(target):
-            say("need")
+            reply("need")
             data = sys.stdin.buffer.read(given["bytes"])
             if hashlib.sha256(data).hexdigest() != given["sha256"]:
-                say("failed", kind="transfer", message=f"the agent's code arrived damaged ({len(data)} bytes)")
+                reply("failed", kind="transfer", message=f"the agent's code arrived damaged ({len(data)} bytes)")
                 return
             unpack(data, target)
     except OSError as error:
-        said = f"cannot keep the agent's code in {target}: {error}: set agent_home of the host to another place"
-        say("failed", kind="disk", message=said)
+        message = f"cannot keep the agent's code in {target}: {error}: set agent_home of the host to another place"
+        reply("failed", kind="disk", message=message)
         return
     living = [] if given["former"] is None else ["living"]
     os.execv(sys.executable, [sys.executable, "-E", target, "attach"] + living)  # noqa: RUF005  # Python 3.6 parses it

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterd.agent.tensors.datasets import Datasets, make_room
+from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 
 
 def test_what_was_fetched_longest_ago_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,9 +21,9 @@ def test_what_was_fetched_longest_ago_makes_room(tmp_path: Path, monkeypatch: py
         return sorted(file.name for file in tmp_path.glob("*/*"))
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=100, free=22 - len(left())))
-    make_room(tmp_path)
+    evict_cached_files(tmp_path)
     assert left() == ["file0", "file1"]
-    make_room(tmp_path / "none")
+    evict_cached_files(tmp_path / "none")
 
 
 def test_names_that_cannot_be_told_are_named(tmp_path: Path) -> None:

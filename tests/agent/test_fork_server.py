@@ -355,10 +355,10 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
     home.make()
 
     async def start() -> None:
-        started = client.Spawners(home, lambda state, record: None, "imports_for_ever")
+        started = client.ForkServers(home, lambda state, record: None, "imports_for_ever")
         with pytest.raises(client.SpawnFailed, match="did not start within 1 s"):
             await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
-        wait_until(lambda: started.wait_for_ended() or not started._processes, "what was killed to be gone")
+        wait_until(lambda: started.reap() or not started._processes, "what was killed to be gone")
 
     try:
         asyncio.run(asyncio.wait_for(start(), 20.0))
@@ -381,7 +381,7 @@ def test_what_is_lacking_for_a_moment_fails_no_job_for_good(
     monkeypatch.setattr(subprocess, "Popen", lacking)
     refused = refusal(tmp_path, "unused")
     assert os.strerror(number) in str(refused)
-    assert refused.lasts is lasts
+    assert refused.is_permanent is lasts
 
 
 @pytest.mark.parametrize(("number", "lasts"), [(errno.EAGAIN, False), (errno.EACCES, True)])
@@ -390,7 +390,7 @@ def test_nor_does_what_is_lacking_while_an_environment_is_loaded(tmp_path: Path,
     (tmp_path / "lacking.py").write_text(early)
     refused = refusal(tmp_path, "lacking")
     assert "ended at once: cannot start a thread" in str(refused)
-    assert refused.lasts is lasts
+    assert refused.is_permanent is lasts
 
 
 def refusal(tmp_path: Path, preload: str) -> AgentRefused:
@@ -399,7 +399,7 @@ def refusal(tmp_path: Path, preload: str) -> AgentRefused:
     home.make()
 
     async def start() -> AgentRefused:
-        started = client.Spawners(home, lambda state, record: None, preload)
+        started = client.ForkServers(home, lambda state, record: None, preload)
         with pytest.raises(client.SpawnFailed) as failed:
             await started.ready({"PYTHONPATH": str(tmp_path)}, sys.executable, preloaded=True)
         return AgentRefused(failed.value.kind, str(failed.value))

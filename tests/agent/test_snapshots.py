@@ -14,7 +14,7 @@ import pytest
 
 from clusterd.agent.host import workdirs
 from clusterd.agent.host.attempt_records import Refused
-from clusterd.agent.host.workdirs import Snapshots
+from clusterd.agent.host.workdirs import Workdirs
 
 
 def tar_of(*members: dict[str, bytes] | tarfile.TarInfo) -> tuple[str, bytes]:
@@ -39,19 +39,19 @@ def special(name: str, kind: bytes, to: str = "") -> tarfile.TarInfo:
     return entry
 
 
-def put(store: Snapshots, *members: Any) -> Path:
+def put(store: Workdirs, *members: Any) -> Path:
     digest, data = tar_of(*members)
     store.put(digest, 0, data, last=True)
     return store.path(digest)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Snapshots:
+def store(tmp_path: Path) -> Workdirs:
     (tmp_path / "snapshots").mkdir()
-    return Snapshots(tmp_path / "snapshots")
+    return Workdirs(tmp_path / "snapshots")
 
 
-def nothing_is_left(store: Snapshots, tmp_path: Path) -> bool:
+def nothing_is_left(store: Workdirs, tmp_path: Path) -> bool:
     return list((tmp_path / "snapshots").iterdir()) == [] and [p.name for p in tmp_path.iterdir()] == ["snapshots"]
 
 
@@ -70,14 +70,14 @@ def nothing_is_left(store: Snapshots, tmp_path: Path) -> bool:
     ids=["parent", "hidden parent", "absolute", "device", "fifo", "hard link", "through a link", "twice"],
 )
 def test_a_tar_that_reaches_outside_is_refused_and_leaves_nothing(
-    store: Snapshots, tmp_path: Path, members: list[Any]
+    store: Workdirs, tmp_path: Path, members: list[Any]
 ) -> None:
     with pytest.raises(Refused, match="the snapshot holds"):
         put(store, *members)
     assert nothing_is_left(store, tmp_path)
 
 
-def test_files_modes_and_links_arrive(store: Snapshots) -> None:
+def test_files_modes_and_links_arrive(store: Workdirs) -> None:
     script = tarfile.TarInfo("bin/run")
     script.mode = 0o755
     place = put(
@@ -94,37 +94,37 @@ def test_files_modes_and_links_arrive(store: Snapshots) -> None:
     assert place.stat().st_mode & 0o777 == 0o555
 
 
-def test_a_folder_that_somebody_removed_is_made_again(store: Snapshots, tmp_path: Path) -> None:
+def test_a_folder_that_somebody_removed_is_made_again(store: Workdirs, tmp_path: Path) -> None:
     """No job with files of its own started on that host any more."""
     (tmp_path / "snapshots").rmdir()
     assert (put(store, {"a": b"x"}) / "a").read_bytes() == b"x"
 
 
-def test_a_damaged_snapshot_is_refused(store: Snapshots, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_refused(store: Workdirs, tmp_path: Path) -> None:
     digest, data = tar_of({"a": b"x"})
     with pytest.raises(Refused, match="arrived damaged"):
         store.put(digest, 0, data[:-1] + b"!", last=True)
     assert nothing_is_left(store, tmp_path)
 
 
-def test_chunks_after_a_gap_are_refused_and_may_begin_anew(store: Snapshots) -> None:
+def test_chunks_after_a_gap_are_refused_and_may_begin_anew(store: Workdirs) -> None:
     digest, data = tar_of({"a": b"x"})
     store.put(digest, 0, data[:100], last=False)
     with pytest.raises(Refused, match="a chunk for byte 200 came when 100 were here"):
         store.put(digest, 200, data[200:], last=True)
     store.put(digest, 0, data[:50], last=False)
     store.put(digest, 50, data[50:], last=True)
-    assert store.have(digest)
+    assert store.has(digest)
 
 
-def test_a_digest_cannot_name_another_directory(store: Snapshots) -> None:
+def test_a_digest_cannot_name_another_directory(store: Workdirs) -> None:
     with pytest.raises(Refused, match="is no sha256"):
-        store.have("../attempts")
+        store.has("../attempts")
 
 
 @pytest.mark.parametrize("what_fails", ["_write", "_unpack"])
 def test_a_full_disk_is_said_and_nothing_is_kept(
-    store: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what_fails: str
+    store: Workdirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what_fails: str
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -132,14 +132,14 @@ def test_a_full_disk_is_said_and_nothing_is_kept(
     if what_fails == "_write":
         monkeypatch.setattr(workdirs, "_write", full)
     else:
-        monkeypatch.setattr(Snapshots, "_unpack", full)
+        monkeypatch.setattr(Workdirs, "_unpack", full)
     with pytest.raises(Refused, match=r"no space for snapshot .* MB are free; nothing of it was kept") as refused:
         put(store, {"a": b"x"})
     assert refused.value.kind == "disk-full"
     assert nothing_is_left(store, tmp_path)
 
 
-def test_old_snapshots_that_nobody_uses_are_removed(store: Snapshots) -> None:
+def test_old_snapshots_that_nobody_uses_are_removed(store: Workdirs) -> None:
     used, unused = put(store, {"a": b"1"}), put(store, {"a": b"2"})
     young = put(store, {"a": b"3"})
     for place in (used, unused):

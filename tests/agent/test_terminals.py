@@ -105,10 +105,10 @@ def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
         terminals, terminal = Terminals(), await Terminal.start(command, os.environ, None)
         assert (await terminal.read())["data"] == b"begun\n"
         terminals._open["it"] = terminal
-        terminals.look_after()
+        terminals.poll()
         assert terminals.get("it") is terminal
         terminal.asked_at -= SILENT_S + 1
-        terminals.look_after()
+        terminals.poll()
         with pytest.raises(Refused):
             terminals.get("it")
         return await terminal._process.wait()

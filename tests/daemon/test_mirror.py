@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from clusterd.agent.host import growing_files
+from clusterd.agent.host import append_only_files
 from clusterd.core.state import Attempt, Host, Job, Rank, State
 from clusterd.daemon.api.job_logs import JobLogs
 from clusterd.daemon.storage.archive import Archive
@@ -35,7 +35,7 @@ class Agents:
         assert verb == "logs"
         if host in self.away:
             raise AgentLost(f"{host} did not answer")
-        answer = growing_files.pull(self.file(rank), offset, limit, ended=False)
+        answer = append_only_files.pull(self.file(rank), offset, limit, ended=False)
         self.pulled_bytes += len(answer["data"])
         return answer
 

@@ -1,4 +1,4 @@
-"""From a fork to a rank: what happens in the child between the fork server and the job's own code."""
+"""Turns a forked child of the fork server into a rank and runs the job's code."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any, NoReturn
 
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 
 EXIT_CANNOT_START = 126
 EXIT_NOT_FOUND = 127
 
 SHOW_THREADS = signal.SIGURG
-"""Has a rank write into its log what its threads are doing; who knows nothing of that ignores it."""
+"""Makes a rank dump its threads into its log. Ignored by default, so harmless to other programs."""
 
 
 def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], None]) -> NoReturn:
-    """Turn this freshly forked process into the rank that `request` describes; never returns.
+    """Turn this freshly forked process into the rank that `request` describes; never return.
 
-    Waits at `gate` until the parent has the rank on disk: a rank that no record names could never be found again. A
-    parent that dies before opens it with nothing, and the child ends too.
+    Waits at `gate` until the parent has written the rank's record: a rank without a record could never be found again.
+    If the parent dies before, the gate closes and the child exits.
     """
     code = EXIT_CANNOT_START
     try:
@@ -55,7 +55,7 @@ def become(request: dict[str, Any], gate: int, close_inherited: Callable[[], Non
 
 
 def reset_signals() -> None:
-    """As a newly started interpreter has them, whatever the parent ignores or blocks."""
+    """Reset signal handlers and mask to those of a newly started interpreter."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         try:
@@ -87,7 +87,7 @@ def _run(request: dict[str, Any]) -> int:
     if request["mode"] != "python":
         execute(argv, env)
     if not processes.claim_environment(processes.TAG, env[processes.TAG]):
-        # Slower, but a cancel finds it: an interpreter of its own shows its own environment.
+        # A new interpreter starts more slowly, but shows its tag in /proc, by which a stop finds it.
         path = os.pathsep.join(filter(None, [str(CODE_ROOT), str(CODE_ROOT / "vendor"), env.get("PYTHONPATH")]))
         execute([sys.executable, *argv[1:]], {**env, "PYTHONPATH": path})
     os.environ.clear()
@@ -98,34 +98,34 @@ def _run(request: dict[str, Any]) -> int:
 
 
 def settle(directory: str, cores: list[int]) -> bool:
-    """Go to a directory, and to cores if any are given; false where that cannot be, after saying so."""
+    """Change to a directory and pin to the cores, if given; log and return false if that fails."""
     try:
         os.chdir(directory)
         if cores:
             os.sched_setaffinity(0, cores)
     except (OSError, ValueError) as error:
-        say(f"clusterd: cannot start in {directory} on cores {cores}: {error}")
+        log_line(f"clusterd: cannot start in {directory} on cores {cores}: {error}")
         return False
     return True
 
 
 def execute(argv: list[str], env: dict[str, str]) -> NoReturn:
-    """Become `argv`, or end with a word about why not, as a shell would."""
+    """Execute `argv`; if that fails, log why and exit with a shell's codes (126, 127)."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, env)
     except FileNotFoundError:
         named = "/" in argv[0]
         where = ", or the interpreter that its first line names" if named else f" in PATH={env.get('PATH', '')}"
-        say(f"clusterd: {argv[0]}: not found{where}")
+        log_line(f"clusterd: {argv[0]}: not found{where}")
         os._exit(EXIT_NOT_FOUND)
     except OSError as error:
-        say(f"clusterd: {argv[0]}: {error.strerror}")
+        log_line(f"clusterd: {argv[0]}: {error.strerror}")
         os._exit(EXIT_CANNOT_START)
 
 
 def _freshen(threads: int) -> None:
-    """What a newly started interpreter would have of its own, and a fork would share with its siblings."""
+    """Reset per-process state that forks would share: authentication key, random seeds, threads, output streams."""
     multiprocessing.process.current_process().authkey = os.urandom(32)
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]  # undocumented, but spawned workers start there
     if numpy := sys.modules.get("numpy"):
@@ -139,7 +139,7 @@ def _freshen(threads: int) -> None:
 
 
 def _run_python(arguments: list[str]) -> int:
-    """Run what would follow ``python`` on a command line: a script, or ``-m`` and a module."""
+    """Run the arguments of a ``python`` command line: a script, or ``-m`` and a module."""
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
@@ -155,7 +155,7 @@ def _run_python(arguments: list[str]) -> int:
         with open(script, "rb") as source:
             code = compile(source.read(), script, "exec")
     except OSError as error:
-        say(f"clusterd: can't open file {os.path.abspath(script)!r}: {error.strerror}")
+        log_line(f"clusterd: can't open file {os.path.abspath(script)!r}: {error.strerror}")
         return 2
     # Not runpy.run_path: it takes the script's module out of sys.modules when the script's last line is done, before
     # its threads and exit handlers are.
@@ -169,7 +169,7 @@ def _exit_code(end: SystemExit) -> int:
         return 0
     if isinstance(end.code, int):
         return end.code & 0xFF
-    say(f"{end.code}")
+    log_line(f"{end.code}")
     return 1
 
 
@@ -183,7 +183,7 @@ def _print_exception() -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End as the interpreter would: threads, exit handlers, buffers; but tear nothing down that the parent loaded."""
+    """Exit as the interpreter would (threads, exit handlers, buffers), without tearing down the parent's modules."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as a normal exit does
         atexit._run_exitfuncs()

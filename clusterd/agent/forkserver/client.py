@@ -1,4 +1,4 @@
-"""The agent's side of its fork servers: starting them, finding those of an earlier agent, asking them to fork."""
+"""The agent's client of its fork servers: start them, adopt those of an earlier agent, request forks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from clusterd.agent.host.home import Home
 START_TIMEOUT_S = 300.0
 """Importing torch from a cold network file system takes minutes."""
 
-_FOR_A_MOMENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""What a process may lack now and have at the next try; anything else is there to stay."""
+_TRANSIENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors that may be gone at the next try; all others are permanent."""
 
 _READ_AT_START = (
     "LD_",
@@ -54,7 +54,7 @@ class SpawnFailed(Exception):
         self.kind = kind
 
 
-class Spawners:
+class ForkServers:
     """All fork servers of this agent.
 
     `on_exited` is called with the path of a rank's record and the record, which is on disk unless the disk is full.
@@ -80,11 +80,11 @@ class Spawners:
                 path.unlink(missing_ok=True)  # its server is gone
 
     def attached(self, pid: int) -> bool:
-        """Whether exits of the children of fork server `pid` are reported to us."""
+        """True if this agent is connected to the fork server with this pid."""
         return any(server.pid == pid and not server.lost for server in self._servers.values())
 
     async def ready(self, env: Mapping[str, str], python: str | None, preloaded: bool) -> _Server:
-        """The fork server of an environment, started if need be: that takes as long as its import of torch.
+        """Return the fork server of an environment, starting it if needed, which may import torch.
 
         Args:
             env: of the rank to be started.
@@ -99,7 +99,7 @@ class Spawners:
         return await self._server(key, python, at_start, preloaded)
 
     async def spawn(self, request: dict[str, Any], python: str | None, preloaded: bool) -> dict[str, Any]:
-        """Start one rank; its pid and start time.
+        """Start one rank; return its pid and start time.
 
         Raises:
             SpawnFailed: as `ready`, or the server cannot fork.
@@ -109,7 +109,7 @@ class Spawners:
             try:
                 return await server.request("spawn", request)
             except ConnectionError as error:
-                # It ended of its own accord, unused, just now: start another.
+                # The unused server has just exited by itself: start another.
                 if last_try:
                     raise SpawnFailed("spawn", f"the fork server of {python or 'commands'} ended: {error}") from error
         raise AssertionError("unreachable")
@@ -150,10 +150,10 @@ class Spawners:
                     pass  # it still imports
             if process.poll() is not None:
                 text = log.read_text(errors="replace").strip().splitlines()
-                said = text[-1] if text else "no output"
-                passes = any(os.strerror(number) in said for number in _FOR_A_MOMENT)
+                last_line = text[-1] if text else "no output"
+                passes = any(os.strerror(number) in last_line for number in _TRANSIENT)
                 raise SpawnFailed(
-                    "spawn" if passes else "environment", f"{python or 'the fork server'} ended at once: {said}"
+                    "spawn" if passes else "environment", f"{python or 'the fork server'} ended at once: {last_line}"
                 )
             if now_s() > deadline:
                 process.kill()
@@ -174,13 +174,13 @@ class Spawners:
                     start_new_session=True,
                 )
             except OSError as error:
-                kind = "spawn" if error.errno in _FOR_A_MOMENT else "environment"
+                kind = "spawn" if error.errno in _TRANSIENT else "environment"
                 raise SpawnFailed(kind, f"cannot run {command[0]}: {error.strerror}") from error
         self._processes.append(process)
         return process
 
     async def shutdown(self) -> None:
-        """Let all of them end, each when its last child has."""
+        """Ask all fork servers to exit after their last child."""
         for server in self._servers.values():
             if not server.lost:
                 try:
@@ -190,8 +190,8 @@ class Spawners:
         for server in self._servers.values():
             await server.close()
 
-    def wait_for_ended(self) -> None:
-        """Collect the exit status of servers that ended: nobody else is their parent."""
+    def reap(self) -> None:
+        """Reap fork servers that exited, and drop lost connections."""
         self._processes = [process for process in self._processes if process.poll() is None]
         self._servers = {key: server for key, server in self._servers.items() if not server.lost}
 

@@ -1,4 +1,4 @@
-"""Why a rank ended: from its wait status, and from what else this host knows."""
+"""Exit reasons of ranks, from the wait status, stop markers and the kernel's OOM counters."""
 
 from __future__ import annotations
 
@@ -8,49 +8,30 @@ import time
 from collections import deque
 from pathlib import Path
 
-EXIT_SCRIPT = 92
-EXIT_DEVICE_FAULT = 93
-EXIT_DATA = 94
-EXIT_DEVICE_OOM = 95
-EXIT_PLAN = 96
-EXIT_NO_TORCH = 97
-EXIT_PORT = 98
+from clusterd.protocol.exit_reasons import EXIT_CODES, Reason
 
-_ELASTIC_EXITS = {
-    EXIT_SCRIPT: "script",
-    EXIT_DEVICE_FAULT: "device-fault",
-    EXIT_DATA: "data",
-    EXIT_DEVICE_OOM: "device-oom",
-    EXIT_PLAN: "plan",
-    EXIT_NO_TORCH: "no-torch",
-    EXIT_PORT: "port",
-}
-
-REASONS = (
-    "exit", "signal", "oom", "port", "no-torch", "plan", "script", "device-oom", "device-fault", "data", "lost",
-    "stopped",
-)  # fmt: skip
+EXIT_NO_TORCH = next(code for code, reason in EXIT_CODES.items() if reason is Reason.NO_TORCH)
 
 
 def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> str:
-    """One of `REASONS`.
+    """Value of the `Reason` of a rank's exit.
 
-    The codes 92 to 98 mean something only where our own training loop gave them: a command uses them as it likes.
+    The codes of `EXIT_CODES` count only for elastic jobs, whose training loop sets them: a command may use any code.
     """
     if stopped:
-        return "stopped"
+        return Reason.STOPPED.value
     if number is not None:
-        return "oom" if number == signal.SIGKILL and out_of_memory else "signal"
-    if kind == "elastic" and exit_code in _ELASTIC_EXITS:
-        return _ELASTIC_EXITS[exit_code]
-    return "exit"
+        return str(Reason.OOM if number == signal.SIGKILL and out_of_memory else Reason.SIGNAL)
+    if kind == "elastic" and exit_code in EXIT_CODES:
+        return str(EXIT_CODES[exit_code])
+    return Reason.EXIT.value
 
 
 class OomWatch:
-    """Tells whether the kernel killed something of ours for memory lately.
+    """Detects recent OOM kills by the kernel.
 
-    The counter is read once a second, because it grows when the kernel picks its victim and the victim's end can be
-    seconds later, while its memory is taken down. A SIGKILL counts as the kernel's when the counter grew in between.
+    The counter is read once a second: it grows when the kernel picks its victim, which may exit seconds later, once its
+    memory is released. A SIGKILL is attributed to the kernel if the counter grew within `WINDOW_S` before it.
     """
 
     WINDOW_S = 20.0
@@ -61,7 +42,7 @@ class OomWatch:
         self.look()
 
     def look(self) -> int:
-        """Read the counter, and remember it with its time."""
+        """Read the counter and store it with its time."""
         now = time.monotonic()
         count = self._count()
         while len(self._seen) > 1 and now - self._seen[1][0] > self.WINDOW_S:
@@ -70,7 +51,7 @@ class OomWatch:
         return count
 
     def killed_lately(self) -> bool:
-        """Whether the counter grew within the window; one kill explains one death."""
+        """True if the counter grew within the window; each kill accounts for one exit."""
         count = self.look()
         if count <= self._seen[0][1]:
             return False
@@ -91,7 +72,7 @@ class OomWatch:
 
 
 def oom_counters() -> tuple[tuple[Path, bytes], ...]:
-    """Where this kernel counts its OOM kills, the narrowest first: our own cgroup, then the whole machine."""
+    """Readable OOM-kill counters (file, field), the narrowest first: our own cgroup, then the whole machine."""
     found: list[tuple[Path, bytes]] = []
     for line in _own_cgroups():
         _, controllers, path = line.split(":", 2)

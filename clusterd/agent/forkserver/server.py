@@ -1,8 +1,8 @@
-"""The fork server: parent of ranks, one process per environment, alive when agents come and go.
+"""The fork server: parent process of ranks, one per environment, which outlives agents.
 
 Single-threaded, so that a fork is safe. For elastic jobs it runs under the job's Python with torch imported once, and
-a rank is a fork of it; for commands it runs under the agent's Python and a rank is a fork and an exec. It writes what
-became of its children itself, before it tells an agent: an exit is known even if no agent lived to hear of it.
+a rank is a fork of it; for commands it runs under the agent's Python and a rank is a fork and an exec. It writes exit
+records before it reports them, so that no exit is lost while no agent runs.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.forkserver import child, exit_reason
-from clusterd.agent.forkserver.pending_records import Unwritten
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import forget_directory, inode, is_still, read_json, write_json
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 
 IDLE_S = 600.0
-"""Without children and without an agent, a fork server ends after this long."""
+"""A fork server without children and without an agent exits after this long."""
 
 UNUSED_S = 3600.0
-"""Without children it ends after this long, agent or not: an imported torch holds a few hundred MB."""
+"""A fork server without children exits after this long, even with an agent: torch occupies a few hundred MB."""
 
 LOCK_WAIT_S = 10.0
-"""For another fork server of this environment that just ends."""
+"""Wait for another fork server of this environment that is exiting."""
+
+RETRY_S = 1.0
+"""Between two tries to write records that a full disk did not take."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -57,12 +60,55 @@ class _Peer:
     outgoing: bytearray = field(default_factory=bytearray)
 
 
-class Spawner:
-    """Forks ranks on request, reaps them, and records their ends.
+class PendingRecords:
+    """Exit records that could not be written, as on a full disk: retained in memory and retried, by path."""
 
-    Verbs: ``hello`` -> who is alive, and ends that no disk knows of; ``spawn`` -> pid and start time; ``shutdown`` ->
-    ends once the last child has.
-    Events: ``exited`` with the record and its path; it is on disk by then, unless that is full.
+    def __init__(self) -> None:
+        self._records: dict[Path, Mapping[str, Any]] = {}
+        self._tried_at = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._records)
+
+    def write(self, path: Path, record: Mapping[str, Any]) -> None:
+        """Write a record now, or retain it for a retry."""
+        try:
+            write_json(path, record)
+        except FileNotFoundError:
+            log_line(f"spawner: {path} is no longer needed")  # its attempt was removed meanwhile
+        except OSError as error:
+            log_line(f"spawner: cannot write {path}, will retry: {error}")
+            self._records[path] = record
+
+    def retry(self) -> None:
+        """Retry the writes, at most once a second."""
+        if not self._records or time.monotonic() - self._tried_at < RETRY_S:
+            return
+        self._tried_at = time.monotonic()
+        for path, record in list(self._records.items()):
+            try:
+                write_json(path, record)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue  # logged by `write`
+            del self._records[path]
+
+    def drop(self, path: Path) -> None:
+        """Discard a record whose path is reused for another rank."""
+        self._records.pop(path, None)
+
+    def all(self) -> list[list[Any]]:
+        """Path and record of each, for a newly connected agent."""
+        return [[str(path), record] for path, record in self._records.items()]
+
+
+class ForkServer:
+    """Forks ranks on request, reaps them and records their exits.
+
+    Verbs: ``hello`` -> running ranks and exit records that are not on disk; ``spawn`` -> pid and start time;
+    ``shutdown`` -> exit after the last child.
+    Events: ``exited`` with the record and its path; the record is on disk before, unless the disk is full.
     """
 
     def __init__(self, path: Path, listener: socket.socket, lock: int) -> None:
@@ -78,14 +124,14 @@ class Spawner:
         for descriptor in (self._wake_read, self._wake_write):
             os.set_blocking(descriptor, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
-        self._unwritten = Unwritten()
+        self._pending_records = PendingRecords()
         self._oom = exit_reason.OomWatch()
         self._leaving = False
         self._quiet_since = time.monotonic()
         self._used_at = time.monotonic()
 
     def run(self) -> None:
-        """Serve until told to end, or unused for long."""
+        """Serve until shut down, or unused for `IDLE_S` or `UNUSED_S`."""
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         while not self._finished():
@@ -97,7 +143,7 @@ class Spawner:
                 else:
                     self._serve(self._peers[key.fileobj], mask)  # type: ignore[index]
             self._reap()
-            self._unwritten.try_again()
+            self._pending_records.retry()
             self._listen_again()
             if self._children:
                 self._oom.look()
@@ -105,7 +151,7 @@ class Spawner:
 
     @property
     def has_agent(self) -> bool:
-        """Whether an agent is there that stays: it will want other fork servers in the same place."""
+        """True if a connected agent stays: it will start other fork servers in the same directory."""
         return bool(self._peers) and not self._leaving
 
     def _finished(self) -> bool:
@@ -114,18 +160,18 @@ class Spawner:
             self._used_at = now
         if self._children or self._peers:
             self._quiet_since = now
-        if self._children or self._unwritten:
+        if self._children or self._pending_records:
             return False
         return self._leaving or now - self._quiet_since > IDLE_S or now - self._used_at > UNUSED_S
 
     def _listen_again(self) -> None:
-        """Where somebody removed the socket: the next agent would start another server, which finds the lock taken."""
+        """Recreate a removed socket: the next agent would start another server, which could not take the lock."""
         if is_still(self._path, self._made):
             return
         try:
             listener = _listen(self._path)
         except OSError:
-            return  # its directory is gone too: the agent makes it
+            return  # its directory is gone too; the agent recreates it
         self._selector.unregister(self._listener)
         self._listener.close()
         self._listener, self._made = listener, inode(self._path)
@@ -173,7 +219,7 @@ class Spawner:
         verb = message.get("verb")
         if verb == "hello":
             ranks = {str(child.state): pid for pid, child in self._children.items()}
-            return {"ok": {"pid": os.getpid(), "ranks": ranks, "ended": self._unwritten.all()}}
+            return {"ok": {"pid": os.getpid(), "ranks": ranks, "ended": self._pending_records.all()}}
         if verb == "spawn":
             try:
                 return {"ok": self._spawn(message)}
@@ -212,7 +258,7 @@ class Spawner:
                 "spawner": {"pid": os.getpid(), "start_time": own_start_time()},
             }
             state = Path(request["state"])
-            self._unwritten.drop(state)
+            self._pending_records.drop(state)
             self._children[pid] = _Child(state, record, request["kind"], Path(request["stop_marker"]))
             write_json(state, record)
             os.write(gate_write, b"!")
@@ -221,11 +267,11 @@ class Spawner:
         return {"pid": pid, "start_time": record["start_time"]}
 
     def _close_inherited(self) -> None:
-        """In the child: what belongs to the server. What the preloaded libraries opened stays open."""
+        """Close the server's descriptors in the child. Those that preloaded libraries opened stay open."""
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
-        os.close(self._lock)  # or no other server could take it while a rank of a killed one lives
+        os.close(self._lock)  # else no new server could take it while ranks of a killed one live
         self._listener.close()
         for peer in self._peers.values():
             peer.connection.close()
@@ -239,7 +285,7 @@ class Spawner:
             if pid == 0:
                 return
             ended = self._children.pop(pid, None)
-            if ended is not None:  # others are orphans of ranks, which come to us as their subreaper
+            if ended is not None:  # others are orphans of ranks, adopted as their subreaper
                 self._record(ended, status)
 
     def _record(self, ended: _Child, status: int) -> None:
@@ -260,7 +306,7 @@ class Spawner:
             ),
             "at_s": time.time(),
         }
-        self._unwritten.write(ended.state, record)
+        self._pending_records.write(ended.state, record)
         for peer in list(self._peers.values()):
             try:
                 self._send(peer, {"event": "exited", "state": str(ended.state), "record": record})
@@ -269,13 +315,13 @@ class Spawner:
 
 
 def own_start_time() -> int:
-    """Of this process, in clock ticks since boot."""
+    """Start time of this process in clock ticks since boot."""
     found = processes.stat(os.getpid())
     return found.start_time if found else 0
 
 
 def main(arguments: list[str]) -> int:
-    """Run a fork server; the exit code is 3 where another one holds the socket already."""
+    """Run a fork server; return 3 if another one holds the lock."""
     parser = argparse.ArgumentParser(prog="spawner")
     parser.add_argument("--socket", required=True, type=Path)
     parser.add_argument("--preload", default="")
@@ -283,7 +329,7 @@ def main(arguments: list[str]) -> int:
     lock = options.socket.with_suffix(".lock")
     held = _held(lock)
     if held is None:
-        say(f"spawner: another process holds {lock}")
+        log_line(f"spawner: another process holds {lock}")
         return 3
     _adopt_orphans()
     listener = _listen(options.socket)
@@ -296,8 +342,8 @@ def main(arguments: list[str]) -> int:
         gc.collect()
         gc.freeze()  # what is loaded now stays shared with every child
         if threading.active_count() > 1:
-            say("spawner: the preloaded modules started threads; forks may hang")
-        server = Spawner(options.socket, listener, held)
+            log_line("spawner: the preloaded modules started threads; forks may hang")
+        server = ForkServer(options.socket, listener, held)
         server.run()
         is_last = not server.has_agent
     finally:
@@ -309,9 +355,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _held(lock: Path) -> int | None:
-    """The lock, for the rest of this process' life; None where another has it. One that just ends may for a moment.
+    """Take the lock for the life of this process; None if another server holds it beyond `LOCK_WAIT_S`.
 
-    Who ends removes the file, so a lock counts on the one that is there: others would take theirs on a new one.
+    An exiting server removes the lock file, so a lock only counts on the file that is at the path now.
     """
     deadline = time.monotonic() + LOCK_WAIT_S
     while time.monotonic() < deadline:
@@ -326,7 +372,7 @@ def _held(lock: Path) -> int | None:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Listening before the import of torch: an agent that connects meanwhile waits for the first answer."""
+    """Listen before the import of torch: an agent that connects meanwhile waits for the first reply."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(os.fspath(path))
@@ -336,11 +382,11 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _preload(module: str) -> dict[str, str] | None:
-    """Import `module`; what to tell whoever asks, where that failed."""
+    """Import `module`; return the error to reply with if that fails."""
     if not module:
         return None
-    # A library that asks for GPUs while it loads would start CUDA here, and no fork could use it then: so torch asks
-    # the driver instead.
+    # A library that queries GPUs while it loads would initialise CUDA here and make it unusable in forks. With this
+    # variable torch queries NVML instead.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         importlib.import_module(module)
@@ -356,7 +402,7 @@ def _preload(module: str) -> dict[str, str] | None:
 
 
 def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
-    """Tell the agent that started us, and end: torch may be there at the next try."""
+    """Reply to the agent with the failure, then exit: torch may be installed by the next try."""
     listener.settimeout(30.0)
     try:
         connection, _ = listener.accept()
@@ -367,14 +413,14 @@ def _refuse(listener: socket.socket, failure: dict[str, str]) -> None:
         connection.sendall(protocol.encode({"id": messages[0].get("id"), "error": failure}))
         connection.close()
     except (OSError, protocol.ProtocolError) as error:
-        say(f"spawner: {failure['message']} (and nobody asked: {error})")
+        log_line(f"spawner: {failure['message']} (and no agent connected: {error})")
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what ranks leave behind, so that it can be waited for even where pid 1 waits for nobody."""
+    """Become the subreaper of the ranks' orphans, which pid 1 of a container may never reap."""
     try:
         import ctypes
 
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     except (ImportError, OSError, AttributeError) as error:
-        say(f"spawner: orphans of ranks will go to pid 1: {error}")
+        log_line(f"spawner: orphans of ranks will go to pid 1: {error}")

@@ -1,4 +1,4 @@
-"""What an attempt is on this host: its files, and what they say about its ranks."""
+"""Attempts and ranks as this host records them: their files and the state read from these."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Rank:
     end: dict[str, Any] | None = None  # the record of its end, until that is told
 
     def take(self, record: dict[str, Any]) -> None:
-        """Become what `record`, of the disk, says."""
+        """Take the fields of a record on disk."""
         self.pid = record["pid"]
         self.start_time = record["start_time"]
         self.boot_id = record["boot_id"]
@@ -55,7 +55,7 @@ class Rank:
         self.spawner = (spawner.get("pid", 0), spawner.get("start_time", 0))
 
     def lost(self, at_s: float) -> dict[str, Any]:
-        """The record of a rank that is gone while nothing says how."""
+        """Record of a rank that vanished without an exit status."""
         return {
             "pid": self.pid,
             "start_time": self.start_time,
@@ -119,7 +119,7 @@ class Attempt:
 
     @property
     def running(self) -> bool:
-        """Whether any rank runs, or its sweep does."""
+        """True while a rank runs or its sweep is unfinished."""
         return any(rank.state == "running" for rank in self.ranks.values())
 
     @property
@@ -141,7 +141,7 @@ class Attempt:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop of this generation, or a later one, was asked for."""
+        """True if a stop of this generation, or a later one, was requested."""
         if self.stop_asked.is_set():
             return True
         marker = read_json(self.stop_marker)
@@ -158,11 +158,11 @@ class Attempt:
         return self.directory / f"rank-{rank:d}.log"
 
     def rank_file(self, rank: int) -> Path:
-        """What a rank reads about its place in the plan."""
+        """Rank file of the protocol, read by the rank."""
         return self.directory / f"rank-{rank:d}.json"
 
     def state_file(self, rank: int) -> Path:
-        """What is known of the rank's process."""
+        """Record of the rank's process."""
         return self.directory / f"rank-{rank:d}.state.json"
 
     @property

@@ -27,7 +27,7 @@ class Bundle(NamedTuple):
 
     @property
     def version(self) -> str:
-        """What an agent of this code calls its version: it runs from a directory of this name."""
+        """Version that an agent of this code reports; the name of its directory ends with it."""
         return self.sha256[:16]
 
 

@@ -1,4 +1,4 @@
-"""What may be in the way of jobs here and shows only when it is tried: other hosts, a Python, the end of the login."""
+"""Active checks of a host: reachability of other hosts, a Python environment, survival of the logout."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ AT_ONCE = 32
 
 _TRY_TORCH = """\
 import json, sys
-told = {"python": "%d.%d.%d" % sys.version_info[:3]}
+found = {"python": "%d.%d.%d" % sys.version_info[:3]}
 sys.path.append(sys.argv[1])
 try:
     import torch
-    told["torch"] = torch.__version__
-    told["cuda"], told["gpus"] = torch.version.cuda, torch.cuda.device_count()
+    found["torch"] = torch.__version__
+    found["cuda"], found["gpus"] = torch.version.cuda, torch.cuda.device_count()
     import clusterd.train.process.torch_version
 except Exception as error:
-    told["error"] = "%s: %s" % (type(error).__name__, error)
-print(json.dumps(told))
+    found["error"] = "%s: %s" % (type(error).__name__, error)
+print(json.dumps(found))
 """
 
 _LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
 
 
 def check(peers: Mapping[str, Sequence[Any]], python: str | None) -> dict[str, Any]:
-    """Tries it all, for as long as that takes.
+    """Run all checks; blocks until they are done.
 
     Args:
         peers: address and port at which other hosts' agents serve slices, by host.
@@ -77,19 +77,21 @@ def _environment(python: str) -> dict[str, Any]:
             env=programs.own_environment(os.environ),
         )
         lines = done.stdout.splitlines()
-        told: dict[str, Any] = json.loads(lines[-1]) if lines else {}
-        if not told:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            told = {"error": f"{interpreter} ended with {done.returncode}: {said[-1] if said else 'without a word'}"}
+        found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+        if not found:
+            errors = done.stderr.decode(errors="replace").strip().splitlines()
+            found = {
+                "error": f"{interpreter} ended with {done.returncode}: {errors[-1] if errors else 'without a word'}"
+            }
     except subprocess.TimeoutExpired:
-        told = {"error": f"importing torch takes more than {PYTHON_TIMEOUT_S:.0f} s"}
+        found = {"error": f"importing torch takes more than {PYTHON_TIMEOUT_S:.0f} s"}
     except (OSError, ValueError) as error:
-        told = {"error": str(error)}
-    return told
+        found = {"error": str(error)}
+    return found
 
 
 def _ends_at_logout() -> bool | None:
-    """Whether logind ends what a login leaves running, agents and ranks among them; None: nobody can say."""
+    """True if logind kills a user's processes at logout, agents and ranks among them; None if unknown."""
     kills = _logind("KillUserProcesses")
     if kills is None:
         return None

@@ -1,4 +1,4 @@
-"""What this host is and has, from /proc, /sys and the GPU driver: no program but Python needed."""
+"""Facts of this host, from /proc, /sys and the GPU driver; no program but Python is needed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, 
 
 
 def _unlisted_bytes(gpu: dict[str, Any]) -> int:
-    """What is used by no process that the driver lists; it may leave out those of other containers."""
+    """GPU memory used by no listed process: the driver may omit processes of other containers."""
     listed = sum(process["memory_bytes"] or 0 for process in gpu["processes"])
     return max((gpu["memory_used_bytes"] or 0) - listed, 0)
 
@@ -127,9 +127,9 @@ def _cgroup_directories(controller: str) -> list[Path]:
 def _cgroup_values(file: str, controller: str, old_file: str) -> list[int]:
     found = []
     for directory in _cgroup_directories(controller):
-        words = _read(directory / file).split()
-        if len(words) == 2 and words[0].isdigit():
-            found.append(int(words[0]) // int(words[1]))
+        values = _read(directory / file).split()
+        if len(values) == 2 and values[0].isdigit():
+            found.append(int(values[0]) // int(values[1]))
         quota, period = _read(directory / old_file).strip(), _read(directory / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit():
             found.append(int(quota) // int(period))

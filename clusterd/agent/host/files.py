@@ -1,16 +1,19 @@
-"""What a job wrote into its working directory on this host: listed, and read piece by piece."""
+"""Files that a job wrote into its working directory on this host: listing, reading in chunks, removal."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host import rank_environment
+from clusterd.agent.host.append_only_files import CHUNK_BYTES_MAX
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.host.growing_files import CHUNK_BYTES_MAX
+from clusterd.agent.log import log_line
 
 FILES_MAX = 10_000
 """That are named; who writes more than so many fetches them by other means."""
@@ -110,3 +113,31 @@ def _written_s(path: Path) -> float:
 def _without_waiting(path: str, flags: int) -> int:
     """Opens what is there; of a pipe no writer is waited for."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
+
+
+def remove_tree(tree: Path) -> int:
+    """Remove a directory, whatever permissions the job set; log what cannot be removed.
+
+    Returns:
+        Bytes freed on the disk.
+    """
+    before = _taken_bytes(tree)
+
+    def retry(function: Callable[[str], Any], path: str, _info: Any) -> None:
+        try:
+            Path(path).parent.chmod(0o700)
+            function(path)
+        except OSError as error:
+            log_line(f"agent: cannot remove {path}: {error}")
+
+    shutil.rmtree(tree, onerror=retry)
+    return before - _taken_bytes(tree)
+
+
+def _taken_bytes(tree: Path) -> int:
+    taken = 0
+    for directory, _names, files in os.walk(tree):
+        for name in files:
+            with contextlib.suppress(OSError):
+                taken += os.lstat(os.path.join(directory, name)).st_blocks * 512
+    return taken

@@ -26,7 +26,7 @@ class UnsafeDirectory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where one agent keeps what must outlive it."""
+    """Directory of one agent's persistent files."""
 
     root: Path
 
@@ -37,12 +37,12 @@ class Home:
 
     @property
     def record(self) -> Path:
-        """Who the living agent is: pid, start time, boot id, version, socket."""
+        """Record of the running agent: pid, start time, boot id, version, socket."""
         return self.root / "agent.json"
 
     @property
     def log(self) -> Path:
-        """What agents and fork servers have to say about themselves."""
+        """Log of the agent."""
         return self.root / "agent.log"
 
     @property
@@ -66,7 +66,7 @@ class Home:
 
     @property
     def socket(self) -> Path:
-        """Where the agent listens, for the daemon's connections and for ranks."""
+        """Socket on which the agent serves daemons and ranks."""
         beside = self.root / "agent.sock"
         return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / "agent.sock"
 
@@ -120,7 +120,7 @@ def attempt_name(job: str, attempt: int, generation: int) -> str:
 
 
 def inode(path: Path) -> int | None:
-    """Which file is there; None where none is."""
+    """Inode number of the file at `path`; None if there is none."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -128,7 +128,7 @@ def inode(path: Path) -> int | None:
 
 
 def is_still(path: Path, made: int | None) -> bool:
-    """Whether the file that was made there, and had this inode, has not been removed since, or at once."""
+    """True if the file at `path` still has the inode `made`; false if it was removed or replaced."""
     return made is not None and inode(path) == made
 
 

@@ -98,10 +98,10 @@ class Nvml:
         handle = ctypes.c_void_p()
         self._check(self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle)))
         mode, pending = ctypes.c_uint(), ctypes.c_uint()
-        if self._tell("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)) and mode.value:
+        if self._supports("nvmlDeviceGetMigMode", handle, ctypes.byref(mode), ctypes.byref(pending)) and mode.value:
             raise _NotOffered(_MIG_IS_ON)
         compute = ctypes.c_uint()
-        if not self._tell("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute)):
+        if not self._supports("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute)):
             compute.value = 0
         if compute.value == _MODE_PROHIBITED:
             raise _NotOffered(_PROHIBITED)
@@ -112,9 +112,11 @@ class Nvml:
         else:
             self._check(code)
         utilisation = _Utilisation()
-        known = self._tell("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation))
+        known = self._supports("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation))
         # Where its memory is a NUMA node of the host, the kernel keeps there what nobody uses any more.
-        shared = code == _NOT_SUPPORTED or self._tell("nvmlDeviceGetNumaNodeId", handle, ctypes.byref(ctypes.c_uint()))
+        shared = code == _NOT_SUPPORTED or self._supports(
+            "nvmlDeviceGetNumaNodeId", handle, ctypes.byref(ctypes.c_uint())
+        )
         return {
             "uuid": self._text("nvmlDeviceGetUUID", handle),
             "index": index,
@@ -149,8 +151,8 @@ class Nvml:
         self._check(self._call(name, handle, buffer, ctypes.c_uint(96)))
         return buffer.value.decode(errors="replace")
 
-    def _tell(self, name: str, *arguments: Any) -> bool:
-        """Whether this driver and this GPU can tell that."""
+    def _supports(self, name: str, *arguments: Any) -> bool:
+        """Call an optional entry point; false if the driver or the GPU does not support it."""
         return hasattr(self._library, name) and self._call(name, *arguments) == _SUCCESS
 
     def _call(self, name: str, *arguments: Any) -> int:

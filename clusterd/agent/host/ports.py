@@ -11,7 +11,7 @@ from pathlib import Path
 
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import read_json, write_json
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 
 FIRST, LAST = 20000, 32767
 """Below the range from which the kernel takes ports for outgoing connections: those would take a leased one."""
@@ -38,7 +38,7 @@ class Ports:
                 self._leases[int(port)] = (name, generation, since)
 
     def begin_at(self, port: int) -> None:
-        """Where the next lease is looked for first."""
+        """Set the port at which the next search starts."""
         self._next = port
 
     def lease(self, name: str, generation: int) -> int:
@@ -71,7 +71,7 @@ class Ports:
             try:
                 self._write()
             except OSError as error:  # the next agent will find them ended
-                say(f"agent: cannot write {self._file}: {error}")
+                log_line(f"agent: cannot write {self._file}: {error}")
 
     def close(self) -> None:
         """Give the claims up; the leases stay on disk for the next agent."""

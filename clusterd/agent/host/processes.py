@@ -17,7 +17,7 @@ TAG = "CLUSTERD_TAG"
 
 
 class Stat(NamedTuple):
-    """What of /proc/PID/stat is asked for here."""
+    """Fields of /proc/PID/stat that are used here."""
 
     state: str  # "Z" and "X" are dead
     parent: int
@@ -57,7 +57,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def lives(pid: int, start_time: int, boot: str | None = None) -> bool:
-    """Whether exactly this process still runs; a zombie does not."""
+    """True if exactly this process still runs; a zombie does not."""
     if boot is not None and boot != boot_id():
         return False
     found = stat(pid)
@@ -172,13 +172,13 @@ def claim_environment(name: str, value: str) -> bool:
             block = b"\0" + (memory.read(end - start) or b"")
             key = f"\0{name}=".encode()
             begin = block.index(key) + len(key)
-            room = block.index(b"\0", begin) - begin
+            capacity = block.index(b"\0", begin) - begin
             written = value.encode()
-            if len(written) > room:
+            if len(written) > capacity:
                 return False
             memory.seek(start + begin - 1)
             # Zero bytes after the value: readers split at zeros and see empty entries, which carry nothing.
-            memory.write(written.ljust(room, b"\0"))
+            memory.write(written.ljust(capacity, b"\0"))
     except (OSError, ValueError):
         return False  # a kernel that hides its addresses, or was started without a placeholder
     return True

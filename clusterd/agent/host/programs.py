@@ -1,4 +1,4 @@
-"""How a process of ours is started under some Python, from pushed code or from a source tree."""
+"""Command lines of clusterd's processes under a given Python, from pushed code or from a source tree."""
 
 from __future__ import annotations
 
@@ -72,5 +72,5 @@ def interpreter(given: str | None) -> str:
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What jobs inherit of `environ`: not what belongs to the login that happened to start the agent, nor to us."""
+    """The variables of `environ` that jobs inherit: without those of the SSH login and of clusterd."""
     return {k: v for k, v in environ.items() if not k.startswith(("SSH_", "CLUSTERD_"))}

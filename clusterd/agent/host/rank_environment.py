@@ -1,4 +1,4 @@
-"""What a rank finds around it: its environment variables, its rank file, its working directory."""
+"""Environment of a rank: variables, rank file and working directory."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def _activate(env: dict[str, str], python: str) -> None:
 
 
 def runs_in_fork(launch: Mapping[str, Any]) -> bool:
-    """Whether the job's command is a Python program that can run in a fork with torch imported.
+    """True if the job's command is a Python program that can run in a fork with torch imported.
 
-    An option of the interpreter other than -u changes what an interpreter is, so such a command gets one of its own.
+    Interpreter options other than -u cannot be applied in a fork, so such a command gets its own interpreter.
     """
     argv = forked_argv(launch)
     return (
@@ -126,7 +126,7 @@ def runs_in_fork(launch: Mapping[str, Any]) -> bool:
 
 def forked_argv(launch: Mapping[str, Any]) -> list[str]:
     """The argv without what the fork has anyway: the interpreter's -u. Empty where it is no Python's."""
-    argv = [str(word) for word in launch["argv"]]
+    argv = [str(argument) for argument in launch["argv"]]
     named = launch.get("python")
     if argv[0] not in _PYTHONS and not (named and argv[0] in (named, programs.interpreter(named))):
         return []
@@ -137,7 +137,7 @@ def forked_argv(launch: Mapping[str, Any]) -> list[str]:
 
 def exec_argv(launch: Mapping[str, Any]) -> list[str]:
     """The argv of a process of its own, where ``python`` is the job's interpreter."""
-    argv = [str(word) for word in launch["argv"]]
+    argv = [str(argument) for argument in launch["argv"]]
     if argv[0] in _PYTHONS and (launch["kind"] == "elastic" or launch.get("python")):
         argv[0] = programs.interpreter(launch.get("python"))
     return argv
@@ -192,7 +192,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
 
 
 def work_of(attempt: Attempt) -> Path:
-    """Where the ranks are, or will be: with the first generation of their attempt that was on this host."""
+    """Path of the ranks' working directory: that of the attempt's first generation on this host."""
     given = attempt.launch.get("workdir")
     if given and not attempt.launch.get("snapshot"):
         return Path(given).expanduser().absolute()
@@ -205,7 +205,7 @@ def work_of(attempt: Attempt) -> Path:
 
 
 def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
-    """Where the ranks start: the attempt's own copy of the snapshot, the given directory, or an empty one.
+    """Make the ranks' working directory: a copy of the submitted one, the given directory, or an empty one.
 
     A later generation of the attempt on this host finds what an earlier one wrote.
 

@@ -1,4 +1,4 @@
-"""Snapshots of working directories: received in chunks, verified, unpacked so that nothing lands outside."""
+"""Submitted working directories: received in chunks, verified, unpacked so that no file lands outside."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from clusterd.agent.host.home import sync_directory
 from clusterd.agent.host.rank_environment import make_writable
 
 UNUSED_S = 7 * 86400.0
-"""A snapshot that no attempt here names, and that was not sent for this long, is removed."""
+"""A workdir that no attempt uses, and that was not sent for this long, is removed."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Snapshots:
-    """The snapshots of this host, each a directory named by the sha256 of its tar."""
+class Workdirs:
+    """Workdirs of this host, each a directory named by the sha256 of its tar."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def path(self, digest: str) -> Path:
-        """Where the snapshot is, or would be.
+        """Directory of a workdir, present or not.
 
         Raises:
             Refused: no sha256 in hexadecimal.
@@ -37,8 +37,8 @@ class Snapshots:
             raise Refused("snapshot", f"{digest!r} is no sha256")
         return self._directory / digest
 
-    def have(self, digest: str) -> bool:
-        """Whether it is here, whole."""
+    def has(self, digest: str) -> bool:
+        """True if the complete workdir is on this host."""
         return self.path(digest).is_dir()
 
     def need(self, digest: str) -> Path:
@@ -47,7 +47,7 @@ class Snapshots:
         Raises:
             Refused: it is not here.
         """
-        if not self.have(digest):
+        if not self.has(digest):
             raise Refused("snapshot", f"snapshot {digest[:12]} is not on this host; send it first")
         return self.path(digest)
 
@@ -64,7 +64,7 @@ class Snapshots:
             return
         part = self._directory / f"{digest}.part"
         try:
-            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied up
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # the directory may have been removed
             size = part.stat().st_size if part.exists() else 0
             if offset > size:
                 raise Refused(
@@ -82,7 +82,7 @@ class Snapshots:
             raise
         except OSError as error:
             part.unlink(missing_ok=True)
-            raise self._no_room(error, digest) from error
+            raise self._storage_error(error, digest) from error
 
     def _unpack(self, part: Path, digest: str, target: Path) -> None:
         with open(part, "rb") as file:
@@ -106,7 +106,7 @@ class Snapshots:
         sync_directory(self._directory)
         part.unlink()
 
-    def _no_room(self, error: OSError, digest: str) -> Refused:
+    def _storage_error(self, error: OSError, digest: str) -> Refused:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             return Refused("host", f"cannot store snapshot {digest[:12]}: {error}")
         try:

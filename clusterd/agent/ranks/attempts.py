@@ -1,4 +1,4 @@
-"""Attempts on this host: launched once per generation, adopted from disk, stopped until nothing is left."""
+"""Attempts on this host: launched once per generation, adopted from disk, stopped until no process is left."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from clusterd.agent.background_tasks import Background
 from clusterd.agent.forkserver import child
-from clusterd.agent.forkserver.client import Spawners
-from clusterd.agent.host import attempt_records, disk, processes, rank_environment
+from clusterd.agent.forkserver.client import ForkServers
+from clusterd.agent.host import attempt_records, files, processes, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused, Report
 from clusterd.agent.host.home import Home, read_json, write_json
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
-from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, Ends
+from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
 
 Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
 
@@ -27,8 +27,8 @@ class Attempts:
 
     Args:
         emit: sends an event to the daemon, if one listens.
-        ask: sends the stop message to the ranks of an attempt that are connected; returns their pids.
-        before_end: called before the end of a rank is told, to tell first what it had still written.
+        ask: sends the stop message to the connected ranks of an attempt; returns their pids.
+        before_end: called before an exit report is sent, to send the rank's last progress first.
     """
 
     def __init__(
@@ -38,25 +38,25 @@ class Attempts:
         self._agent_id = agent_id
         self._ask = ask
         self._known: dict[str, Attempt] = {}
-        self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before they came
+        self._fences: dict[tuple[str, int], int] = {}  # generations that were stopped before their launch arrived
         self._background = Background()
-        self._ends = Ends(emit, before_end, self.tag, self._background)
-        self.spawners = Spawners(home, self._on_exited, preload)
-        self.gpu_indices: Mapping[str, int] = {}  # as CUDA counts them, by uuid; none where that is not certain
-        self._launcher = launching.Launcher(self.spawners, self.tag, self._background.start)
+        self._exit_reports = ExitReports(emit, before_end, self.tag, self._background)
+        self.fork_servers = ForkServers(home, self._on_exited, preload)
+        self.gpu_indices: Mapping[str, int] = {}  # CUDA index by uuid; empty where the numbering is uncertain
+        self._launcher = launching.Launcher(self.fork_servers, self.tag, self._background.start)
 
-    # ---- what there is -------------------------------------------------------------------------------------------
+    # ---- look-up -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Attempt]:
         return iter(list(self._known.values()))
 
     def generations(self, job: str, attempt: int) -> list[Attempt]:
-        """All that this host has of an attempt, the oldest first."""
+        """All generations of an attempt on this host, the oldest first."""
         found = [known for known in self if (known.job, known.attempt) == (job, attempt)]
         return sorted(found, key=lambda known: known.generation)
 
     def get(self, job: str, attempt: int, generation: int | None = None) -> Attempt:
-        """A generation of an attempt, or the newest; raises `Refused` (``unknown``) where this host has none."""
+        """Return a generation of an attempt, by default the newest; raise `Refused` (``unknown``) if there is none."""
         if generation is not None:
             found = self._known.get(self._home.attempt(job, attempt, generation).name)
         else:
@@ -66,25 +66,25 @@ class Attempts:
         return found
 
     def any_of(self, job: str, attempt: int) -> list[Attempt]:
-        """As `generations`; raises `Refused` (``unknown``) where this host has none."""
+        """As `generations`, but raise `Refused` (``unknown``) if this host has none."""
         self.get(job, attempt)
         return self.generations(job, attempt)
 
-    def are_over(self, job: str, attempt: int) -> bool:
-        """Whether no generation of the attempt runs here, or is about to."""
+    def have_ended(self, job: str, attempt: int) -> bool:
+        """True if no generation of the attempt runs, or is being launched, on this host."""
         return not any(known.running or known.lock.locked() for known in self.generations(job, attempt))
 
     def tag(self, name: str) -> str:
-        """What marks the processes of attempt `name`. The agent's id tells apart agents that share a machine."""
+        """Tag of the processes of attempt `name`. The agent's id separates agents that share a machine."""
         return f"{self._agent_id}/{name}"
 
     @property
     def running(self) -> list[str]:
-        """Names of attempts with a rank that runs, or a sweep under way."""
+        """Names of attempts with a running rank or an unfinished sweep."""
         return [attempt.name for attempt in self if attempt.running]
 
     def admit(self, job: str, attempt: int, generation: int, rank: int, token: str) -> Attempt:
-        """The attempt of a rank that says hello.
+        """Return the attempt of a rank that sends hello.
 
         Raises:
             Refused: no such rank, an older generation, or a wrong token.
@@ -101,36 +101,39 @@ class Attempts:
     # ---- adoption ------------------------------------------------------------------------------------------------
 
     async def adopt(self) -> None:
-        """Take over what an earlier agent left: read, then listen, then read again what may have ended between."""
+        """Adopt the attempts of an earlier agent.
+
+        Records are read before connecting to the fork servers and again after, to find ranks that exited in between.
+        """
         for directory in sorted(self._home.attempts.iterdir()):
             if attempt := attempt_records.load(directory):
                 self._known[attempt.name] = attempt
-        await self.spawners.adopt()
+        await self.fork_servers.adopt()
         left = processes.tags(self.tag(""))
         for attempt in self:
             if not attempt.running:
                 if self.tag(attempt.name) in left:
-                    self._end_again(attempt)
-            elif attempt.stopped:  # the agent died while it stopped this one
+                    self._finish_sweep(attempt)
+            elif attempt.stopped:  # the earlier agent died while it stopped this attempt
                 attempt.grace_s = float(attempt.launch.get("grace_s") or 0.0)
                 attempt.stopping = asyncio.create_task(self._stop(attempt, "stopped"))
             else:
-                self._ends.look(attempt)
+                self._exit_reports.poll(attempt)
 
-    def _end_again(self, attempt: Attempt) -> None:
-        """The agent before died after the last rank and before the sweep: the attempt ends when that is done."""
+    def _finish_sweep(self, attempt: Attempt) -> None:
+        """Sweep an attempt whose agent died between the last rank's exit and the sweep."""
         for rank in attempt.ranks.values():
             record = attempt.read_rank(rank.rank)
             rank.end = record if record and record["state"] == "exited" else rank.lost(time.time())
             rank.state = "running"
-        self._ends.settle(attempt)
+        self._exit_reports.flush(attempt)
 
-    def look_after(self) -> None:
-        """Once a second: find ranks that ended without anyone to tell, and fork servers that did."""
-        self.spawners.wait_for_ended()
+    def poll(self) -> None:
+        """Detect ranks and fork servers that exited without a report. Called once a second."""
+        self.fork_servers.reap()
         for attempt in self:
             if attempt.running and not attempt.lock.locked():
-                self._ends.look(attempt)
+                self._exit_reports.poll(attempt)
 
     def _on_exited(self, state: str, record: dict[str, Any]) -> None:
         path = Path(state)
@@ -140,22 +143,22 @@ class Attempts:
             return
         rank = attempt.ranks.get(int(number))
         if rank is not None:
-            self._ends.came(attempt, rank, record)
+            self._exit_reports.add(attempt, rank, record)
 
     # ---- launch --------------------------------------------------------------------------------------------------
 
     async def launch(self, request: dict[str, Any], control_socket: Path, snapshot: Path | None) -> Report:
-        """Start the ranks of a new generation, or report those of this one.
+        """Start the ranks of a generation; return the pids and start times of all of them.
 
-        Everything but the secrets is on disk before the first process is. A repeat of the same request starts only what
-        was never started, as after an agent that died half-way.
+        The launch, without its secrets, is on disk before the first process starts. A repeated request starts only the
+        ranks that were never started, as after an agent died during the launch.
 
         Raises:
-            Refused: ``stale`` (a generation that was stopped), ``environment`` or ``workdir`` (not on this host, or
-                another job's are), ``disk-full``.
+            Refused: ``stale`` (the generation was stopped), ``environment`` or ``workdir`` (not on this host, or the
+                directory belongs to another job), ``disk-full``.
         """
         secrets = {str(k): str(v) for k, v in (request.get("secrets") or {}).items()}
-        launch = launching.kept(request, self._home.root / "data", self.gpu_indices)
+        launch = launching.launch_record(request, self._home.root / "data", self.gpu_indices)
         directory = self._home.attempt(launch["job"], launch["attempt"], launch["generation"])
         attempt = self._known.get(directory.name)
         if attempt is None:
@@ -169,8 +172,8 @@ class Attempts:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             attempt = self._known[directory.name] = Attempt(directory, launch)
         elif (attempt.launch.get("born_s") or 0.0) != (launch["born_s"] or 0.0):
-            said = "its id was given out again, as after a cluster's state was restored from a backup"
-            raise Refused("environment", f"{directory.name} of another job is on this host: {said}")
+            cause = "its id was given out again, as after a cluster's state was restored from a backup"
+            raise Refused("environment", f"{directory.name} of another job is on this host: {cause}")
         async with attempt.lock:
             if attempt.stopped and not attempt.ranks:
                 raise Refused(
@@ -183,11 +186,11 @@ class Attempts:
                     if attempt.running:
                         self._background.start(self._abandon(attempt))
                     raise
-        self._ends.settle(attempt)
+        self._exit_reports.flush(attempt)
         return {"ranks": [{"rank": r.rank, "pid": r.pid, "start_time": r.start_time} for r in attempt.ranks.values()]}
 
     async def _abandon(self, attempt: Attempt) -> None:
-        """End what a launch that failed half-way had started."""
+        """Stop the ranks that a failed launch had started."""
         reason = "the launch failed"
         self._mark_stopped(attempt, reason)
         attempt.grace_s = 0.0
@@ -196,10 +199,10 @@ class Attempts:
     # ---- stop ----------------------------------------------------------------------------------------------------
 
     def _mark_stopped(self, attempt: Attempt, reason: str) -> None:
-        """Before the first signal: a rank's end is judged by it, and a launch that is under way heeds it.
+        """Record the stop before the first signal, for exit reasons and for a launch in progress.
 
-        On disk for its fork server and the next agent. Where the disk is full, this agent's memory has to do: the job
-        that filled it is to be stopped, too.
+        The marker is on disk for the fork server and for the next agent. If the disk is full, the stop is recorded in
+        memory only: the job that filled the disk must be stoppable too.
         """
         now_s = time.time()
         marker = read_json(attempt.stop_marker) or {}
@@ -207,21 +210,20 @@ class Attempts:
             try:
                 write_json(attempt.stop_marker, {"generation": attempt.generation, "reason": reason, "at_s": now_s})
             except OSError as error:
-                say(f"agent: cannot write {attempt.stop_marker}: {error}")
+                log_line(f"agent: cannot write {attempt.stop_marker}: {error}")
                 attempt.unmarked_stop_s = attempt.unmarked_stop_s or now_s
         attempt.stop_asked.set()
 
     async def stop(
-        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, wishes: Mapping[str, bool]
+        self, job: str, attempt: int, generation: int, grace_s: float, reason: str, flags: Mapping[str, bool]
     ) -> Report:
-        """End one generation of the attempt; returns when nothing that carries its tag is left.
+        """Stop one generation of the attempt; return once no process carries its tag.
 
-        Asked once more meanwhile, it may cut the grace short. Of something unknown, only what carries its tag is looked
-        for.
+        A repeated call may shorten the grace. For an unknown attempt, only processes with its tag are killed.
 
         Args:
-            wishes: of ranks that can, before they end: `keep` the state of their last step in this host's memory; be
-                `done`, and write what they trained for.
+            flags: requests to ranks that support them, before they exit: `keep` the state of the last step in this
+                host's memory; be `done`, and write the trained result.
         """
         directory = self._home.attempt(job, attempt, generation)
         known = self._known.get(directory.name)
@@ -234,29 +236,29 @@ class Attempts:
         self._mark_stopped(known, reason)
         if known.stopping is None or known.stopping.done():
             known.grace_s = grace_s
-            known.stopping = asyncio.create_task(self._stop(known, reason, wishes))
+            known.stopping = asyncio.create_task(self._stop(known, reason, flags))
         else:
             known.grace_s = min(known.grace_s, grace_s)
-        # A caller whose connection breaks does not call the stop off.
+        # A broken connection of the caller does not cancel the stop.
         swept = await asyncio.shield(known.stopping)
         return {"ranks": [known.ranks[rank].report() for rank in sorted(known.ranks)], "swept": swept}
 
-    async def _stop(self, attempt: Attempt, reason: str, wishes: Mapping[str, bool] | None = None) -> list[int]:
+    async def _stop(self, attempt: Attempt, reason: str, flags: Mapping[str, bool] | None = None) -> list[int]:
         async with attempt.lock:
             swept = await stopping.end_ranks(
                 lambda: self._leaders(attempt),
                 attempt.sessions,
                 self.tag(attempt.name),
                 lambda: attempt.grace_s,
-                lambda: self._ask(attempt, reason, attempt.grace_s, wishes or {}),
+                lambda: self._ask(attempt, reason, attempt.grace_s, flags or {}),
                 lambda pid, start_time, seconds: _show_threads(attempt, pid, start_time, seconds),
             )
             for rank in attempt.ranks.values():
                 if rank.state == "running" and rank.end is None:
-                    rank.end = await self._ends.wait_for(attempt, rank)
-                elif rank.state == "lost" and rank.pid == 0:  # its start was called off
+                    rank.end = await self._exit_reports.wait_for(attempt, rank)
+                elif rank.state == "lost" and rank.pid == 0:  # its start was cancelled
                     rank.state, rank.reason, rank.at_s = "exited", "stopped", time.time()
-            self._ends.tell_all(attempt)
+            self._exit_reports.report_all(attempt)
             return swept
 
     def _leaders(self, attempt: Attempt) -> list[tuple[int, int]]:
@@ -267,10 +269,10 @@ class Attempts:
         ]
 
     async def forget(self, job: str, attempt: int) -> int:
-        """Remove what is on disk of an attempt; how many bytes that were.
+        """Remove an attempt's files; return the bytes freed.
 
         Raises:
-            Refused: it runs.
+            Refused: the attempt still runs.
         """
         freed = 0
         for found in self.generations(job, attempt):
@@ -279,25 +281,25 @@ class Attempts:
                     raise Refused("busy", f"{found.name} still runs here; stop it first")
                 del self._known[found.name]
                 loop = asyncio.get_running_loop()
-                freed += await loop.run_in_executor(None, disk.remove, found.directory)
+                freed += await loop.run_in_executor(None, files.remove_tree, found.directory)
         return freed
 
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
-        """Keep what a rank says about its failure, for the report of its end."""
+        """Store a rank's failure message for its exit report."""
         attempt.ranks[rank].message = message
         file = attempt.directory / f"rank-{rank}.failed.json"
         try:
             write_json(file, {"reason": reason, "message": message})
         except OSError as error:
-            say(f"agent: cannot write {file}: {error}")
+            log_line(f"agent: cannot write {file}: {error}")
 
     async def settle(self) -> None:
-        """Wait for sweeps that are under way, before this agent ends."""
+        """Wait for sweeps in progress before this agent exits."""
         await self._background.wait()
 
 
 def _show_threads(attempt: Attempt, pid: int, start_time: int, seconds: float) -> None:
-    """Into the log of a rank that goes on though it was asked to stop: where it hangs, if it does."""
+    """Dump the threads of a rank that ignored a stop request into its log."""
     rank = next((rank for rank in attempt.ranks.values() if rank.pid == pid), None)
     if rank is None or not rank_environment.runs_in_fork(attempt.launch):
         return
@@ -305,5 +307,5 @@ def _show_threads(attempt: Attempt, pid: int, start_time: int, seconds: float) -
         with open(attempt.log(rank.rank), "ab") as log:
             log.write(f"\nclusterd: did not stop within {seconds:.1f} s of being asked; its threads now:\n".encode())
     except OSError as error:
-        say(f"agent: cannot write {attempt.log(rank.rank)}: {error}")
+        log_line(f"agent: cannot write {attempt.log(rank.rank)}: {error}")
     processes.send(pid, start_time, child.SHOW_THREADS)

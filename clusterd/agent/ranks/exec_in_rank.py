@@ -1,4 +1,4 @@
-"""``inside DIRECTORY CORES ARGV...``: becomes ARGV there, on those cores, with the terminal on stdin as its own."""
+"""``inside DIRECTORY CORES ARGV...``: execute ARGV there, on those cores, with stdin as controlling terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from clusterd.agent.forkserver import child
 
 
 def main(arguments: list[str]) -> int:
-    """Does not return where it can start what was asked for."""
+    """Execute the command; return only if it cannot start."""
     directory, cores, *argv = arguments
-    # Under nohup, as a daemon may have been started, everything below would ignore that its line is cut.
+    # A daemon started under nohup passes an ignored SIGHUP on; the command must react to a hang-up.
     child.reset_signals()
     if os.isatty(0):
-        # The first terminal that the leader of a session opens becomes that session's.
+        # The first terminal that a session leader opens becomes its controlling terminal.
         os.close(os.open(os.ttyname(0), os.O_RDWR))
     if child.settle(directory, [int(core) for core in cores.split(",") if core]):
         child.execute(argv, {**os.environ, "PWD": directory})

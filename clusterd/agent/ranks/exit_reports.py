@@ -1,4 +1,4 @@
-"""Ends of ranks: found out, kept until what they leave behind is gone, and told once."""
+"""Exit reports of ranks: detected, held back until leftover processes are gone, and sent once."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from clusterd.agent.host.attempt_records import Attempt, Rank
 from clusterd.agent.ranks import stopping
 
 STRAGGLER_GRACE_S = 1.0
-"""What outlives the last rank of an attempt gets SIGTERM, and SIGKILL after this long."""
+"""Processes that outlive the last rank of an attempt get SIGTERM, and SIGKILL after this long."""
 
 CLEAR_S = 10.0
-"""The end of one rank of several is told after this long, whatever still lingers of it: its peers wait."""
+"""The exit of one of several ranks is reported after this long at the latest: its peers wait for the report."""
 
 Emit = Callable[[dict[str, Any]], object]
 
 
-class Ends:
-    """Of the ranks of all attempts.
+class ExitReports:
+    """Exit reports of the ranks of all attempts.
 
     Args:
-        emit: sends an event to the daemon, if one listens.
-        before_end: called before the end of a rank is told, to tell first what it had still written.
-        tag: what marks the processes of an attempt of this name.
+        emit: sends an event to the daemon, if one is connected.
+        before_end: called before an exit report is sent, to send the rank's last progress first.
+        tag: returns the tag of an attempt's processes, by attempt name.
     """
 
     def __init__(
@@ -39,53 +39,53 @@ class Ends:
         self._tag = tag
         self._background = background
 
-    def look(self, attempt: Attempt) -> None:
-        """Find ranks that ended without anyone to tell."""
+    def poll(self, attempt: Attempt) -> None:
+        """Detect ranks that exited without a report."""
         for rank in attempt.ranks.values():
-            if rank.state == "running" and rank.end is None and (record := _end_of(attempt, rank)):
-                self.came(attempt, rank, record)
+            if rank.state == "running" and rank.end is None and (record := _exit_record(attempt, rank)):
+                self.add(attempt, rank, record)
 
-    def came(self, attempt: Attempt, rank: Rank, record: dict[str, Any]) -> None:
-        """A rank has ended, as this record says."""
+    def add(self, attempt: Attempt, rank: Rank, record: dict[str, Any]) -> None:
+        """Take the exit record of a rank."""
         if rank.end is None and rank.state != "exited":
             rank.end = record
             if not attempt.lock.locked():
-                self.settle(attempt)
+                self.flush(attempt)
 
-    def settle(self, attempt: Attempt) -> None:
-        """Tell the ends that came in; the last when nothing of the attempt is left, for that frees the devices."""
+    def flush(self, attempt: Attempt) -> None:
+        """Send the collected exits; the last one after the sweep of the attempt, because it frees the devices."""
         if any(rank.state == "running" and rank.end is None for rank in attempt.ranks.values()):
             for rank in attempt.ranks.values():
                 if rank.end is not None:
-                    self._background.start(self._clear_and_tell(attempt, rank))
+                    self._background.start(self._clear_and_report(attempt, rank))
         elif any(rank.end for rank in attempt.ranks.values()):
-            self._background.start(self._sweep_and_tell(attempt))
+            self._background.start(self._sweep_and_report(attempt))
 
-    def tell_all(self, attempt: Attempt) -> None:
-        """Tell those that came in and are not told."""
+    def report_all(self, attempt: Attempt) -> None:
+        """Send all collected exits now."""
         for rank in attempt.ranks.values():
-            self._tell(attempt, rank)
+            self._report(attempt, rank)
 
     async def wait_for(self, attempt: Attempt, rank: Rank) -> dict[str, Any]:
-        """The record that its fork server is about to write; for a disk that takes none, it may come as an event."""
-        while (record := rank.end or _end_of(attempt, rank)) is None:  # noqa: ASYNC110  # it waits for a file
+        """Wait for the exit record from the fork server: on disk, or as an event if the disk is full."""
+        while (record := rank.end or _exit_record(attempt, rank)) is None:  # noqa: ASYNC110  # it waits for a file
             await asyncio.sleep(0.01)
         return record
 
-    async def _clear_and_tell(self, attempt: Attempt, rank: Rank) -> None:
-        """The end of one of several: where it died, a rank that takes over from it may come at once."""
+    async def _clear_and_report(self, attempt: Attempt, rank: Rank) -> None:
+        """Report one of several ranks; if it failed, kill its leftovers first: a replacement may start at once."""
         died = rank.end is not None and rank.end["exit_code"] != 0 and attempt.launch["kind"] == "elastic"
         if died and rank.pid in attempt.sessions:
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # one of Python 3.10, where they are two
+            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):  # two distinct classes in Python 3.10
                 await asyncio.wait_for(stopping.clear_session(rank.pid, self._tag(attempt.name)), CLEAR_S)
-        self._tell(attempt, rank)
+        self._report(attempt, rank)
 
-    async def _sweep_and_tell(self, attempt: Attempt) -> None:
+    async def _sweep_and_report(self, attempt: Attempt) -> None:
         async with attempt.lock:
             await stopping.sweep(self._tag(attempt.name), STRAGGLER_GRACE_S, attempt.sessions)
-            self.tell_all(attempt)
+            self.report_all(attempt)
 
-    def _tell(self, attempt: Attempt, rank: Rank) -> None:
+    def _report(self, attempt: Attempt, rank: Rank) -> None:
         if rank.end is None:
             return
         self._before_end(attempt)
@@ -102,12 +102,14 @@ class Ends:
         )
 
 
-def _end_of(attempt: Attempt, rank: Rank) -> dict[str, Any] | None:
-    """The record of its end; None while it runs, or while its fork server is about to write the record."""
+def _exit_record(attempt: Attempt, rank: Rank) -> dict[str, Any] | None:
+    """Exit record of a rank; None while it runs or its fork server has yet to write the record."""
     if processes.lives(rank.pid, rank.start_time, rank.boot_id):
         return None
-    spawner_lives = processes.lives(*rank.spawner, boot=rank.boot_id)  # asked before the disk: it writes, then dies
+    server_lives = processes.lives(
+        *rank.spawner, boot=rank.boot_id
+    )  # checked before the file: the server writes before it exits
     record = attempt.read_rank(rank.rank)
     if record is not None and record["state"] == "exited":
         return record
-    return None if spawner_lives else rank.lost(time.time())
+    return None if server_lives else rank.lost(time.time())

@@ -1,4 +1,4 @@
-"""Launches on this host: what is kept of a request, and the ranks that are started for it."""
+"""Launches on this host: the stored launch record, and starting the missing ranks."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.forkserver import exit_reason
-from clusterd.agent.forkserver.client import Spawners, SpawnFailed
+from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
 
 
-def kept(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int]) -> dict[str, Any]:
-    """What goes to disk of a launch: everything but the secrets.
+def launch_record(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int]) -> dict[str, Any]:
+    """Launch request as stored on disk: without its secrets.
 
     Args:
-        data: where data sets are cached unless the request names a place.
-        gpu_indices: by uuid, if they are certain.
+        data: cache directory of data sets, unless the request names one.
+        gpu_indices: CUDA index by uuid; empty if uncertain.
     """
     launch = {k: request[k] for k in ("job", "attempt", "generation", "ranks", "kind", "argv")}
-    more = ("born_s", "env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
-    launch |= {k: request.get(k) for k in more}
+    optional = ("born_s", "env", "snapshot", "workdir", "python", "grace_s", "restore", "final", "move")
+    launch |= {k: request.get(k) for k in optional}
     return launch | {
         "standby": bool(request.get("standby")),
         "datasets": request.get("datasets") or {},
@@ -39,24 +39,24 @@ class Launcher:
     """Starts ranks through the fork servers.
 
     Args:
-        tag: marks the processes of an attempt of this name.
-        in_background: looks after work that nobody waits for any more.
+        tag: returns the tag of an attempt's processes, by attempt name.
+        in_background: takes over work that is no longer awaited.
     """
 
     def __init__(
-        self, spawners: Spawners, tag: Callable[[str], str], in_background: Callable[[Awaitable[object]], None]
+        self, fork_servers: ForkServers, tag: Callable[[str], str], in_background: Callable[[Awaitable[object]], None]
     ) -> None:
-        self._spawners = spawners
+        self._fork_servers = fork_servers
         self._tag = tag
         self._in_background = in_background
 
     async def start_missing(
         self, attempt: Attempt, secrets: dict[str, str], control_socket: Path, snapshot: Path | None
     ) -> None:
-        """Start what was never started, and wait until it runs.
+        """Start the ranks that were never started, and wait until they run.
 
         Raises:
-            Refused: the working directory, the fork server or the disk of this host is in the way.
+            Refused: the working directory, the fork server or the disk of this host prevents it.
         """
         missing = [given for given in attempt.launch["ranks"] if _never_started(attempt, int(given["rank"]))]
         if not missing:
@@ -84,11 +84,11 @@ class Launcher:
             raise Refused(kind, f"cannot launch {attempt.name}: {error}") from error
 
     async def _server_is_ready(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str]) -> bool:
-        """Wait for the fork server; False where a stop came first, which an import of torch shall not delay."""
+        """Wait for the fork server; False if a stop came first, which must not wait for an import of torch."""
         forked = rank_environment.runs_in_fork(attempt.launch)
         python = programs.interpreter(attempt.launch.get("python")) if forked else None
         env = rank_environment.variables(attempt, given, self._tag(attempt.name), secrets)
-        server = asyncio.ensure_future(self._spawners.ready(env, python, forked))
+        server = asyncio.ensure_future(self._fork_servers.ready(env, python, forked))
         stop = asyncio.ensure_future(attempt.stop_asked.wait())
         try:
             await asyncio.wait({server, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,7 +97,7 @@ class Launcher:
         if server.done():
             server.result()
             return not attempt.stopped
-        self._in_background(server)  # goes on: the next job of this environment finds it ready
+        self._in_background(server)  # continues: the next job of this environment finds the server ready
         return False
 
     async def _start(self, attempt: Attempt, given: dict[str, Any], secrets: dict[str, str], work: Path) -> None:
@@ -120,8 +120,8 @@ class Launcher:
             "stop_marker": str(attempt.stop_marker),
         }
         python = programs.interpreter(launch.get("python")) if forked else None
-        await self._spawners.spawn(request, python, forked)
-        # Its end may have been recorded, and reported, before this line.
+        await self._fork_servers.spawn(request, python, forked)
+        # The rank may have exited, and its exit been recorded, before this line.
         if rank.end is None and (record := attempt.read_rank(rank.rank)):
             rank.take(record)
             if record["state"] == "exited":

@@ -1,4 +1,4 @@
-"""How far training is: the new lines of each running attempt's steps.jsonl, told at most twice a second."""
+"""Training progress: new lines of each running attempt's steps.jsonl, sent at most twice a second."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from clusterd.agent.host.attempt_records import Attempt, steps_after
 from clusterd.agent.ranks.attempts import Attempts
 
 PERIOD_S = 0.5
-_TOLD = ("step", "loss", "samples", "at_s", "plan")
+_STEP_FIELDS = ("step", "loss", "samples", "at_s", "plan")
 _DETAILS = ("phases", "device_bytes", "host_bytes")
 
 
 class Progress:
-    """Follows the step files. Polling, because inotify is blind on network file systems."""
+    """Follows the step files by polling, because inotify misses changes on network file systems."""
 
     def __init__(self, emit: Callable[[dict[str, Any]], object]) -> None:
         self._emit = emit
         self._sizes: dict[str, int] = {}
 
     async def follow(self, attempts: Attempts) -> None:
-        """Look twice a second, until cancelled."""
+        """Poll running attempts until cancelled."""
         while True:
             for attempt in attempts:
                 if attempt.running:
-                    self.look(attempt)
+                    self.poll(attempt)
             await asyncio.sleep(PERIOD_S)
 
-    def look(self, attempt: Attempt) -> None:
-        """Tell the newest step, if there is a newer one than was told."""
+    def poll(self, attempt: Attempt) -> None:
+        """Send the newest step if it was not sent before."""
         try:
             size = os.stat(attempt.steps).st_size
         except OSError:
@@ -51,12 +51,12 @@ class Progress:
                 "attempt": attempt.attempt,
                 "generation": attempt.generation,
                 "step_time_s": step.get("time_s"),
-                **{k: step.get(k) for k in _TOLD},
+                **{k: step.get(k) for k in _STEP_FIELDS},
                 **{k: details[k] for k in _DETAILS if k in details},
                 "steps": [[s["step"], s["time_s"]] for s in steps if s.get("plan") == step.get("plan")],
             }
         )
 
     def forget(self, name: str) -> None:
-        """Of an attempt that is gone from this host."""
+        """Drop the read position of an attempt that was removed."""
         self._sizes.pop(name, None)

@@ -1,4 +1,4 @@
-"""Ending an attempt so that nothing of it is left: asked, told, killed, and then looked for."""
+"""Stop an attempt completely: stop message, SIGTERM, SIGKILL, then a sweep for processes with its tag."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ async def end_ranks(
     tag: str,
     grace: Callable[[], float],
     ask: Callable[[], set[int]],
-    unheeded: Callable[[int, int, float], None],
+    on_timeout: Callable[[int, int, float], None],
 ) -> list[int]:
-    """End these ranks, and everything that carries `tag`; returns the pids that outlived their rank.
+    """Stop these ranks and every process that carries `tag`; return the pids that outlived their rank.
 
-    Ranks that can be asked over their control socket have the first half of the grace to finish their step; then, or at
-    once, their sessions get SIGTERM; at the end of the grace SIGKILL. Returns only when nothing with the tag is left,
-    however long that takes: a process that the kernel cannot end now still holds its device.
+    Ranks connected over their control socket have the first half of the grace to finish their step. Then (others at
+    once) their sessions get SIGTERM, and SIGKILL at the end of the grace. Returns only when no process with the tag is
+    left, however long that takes: a process that the kernel cannot end yet still holds its device.
 
     Args:
-        leaders: pid and start time of each rank that still runs, each the leader of its session.
-        sessions: of all ranks, also of those that have ended.
-        grace: seconds from the beginning; asked again and again, for somebody may cut it short.
-        ask: sends the control message, and returns the pids of the ranks that got it.
-        unheeded: is told of pid and start time of each rank that was asked in vain, and of the seconds that it had.
+        leaders: pid and start time of each running rank, the leader of its session.
+        sessions: session ids of all ranks, including exited ones.
+        grace: seconds since the call; evaluated repeatedly, because it may be shortened.
+        ask: sends the stop message; returns the pids of the ranks that got it.
+        on_timeout: called with pid, start time and elapsed seconds of each rank that did not obey the stop message.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
     asked = ask() if grace() > 0 else set()
-    told: set[int] = set()
-    late = False
+    terminated: set[int] = set()
+    half_elapsed = False
     while left := leaders():
         elapsed, grace_s = loop.time() - begun, grace()
         if elapsed >= grace_s:
             break
-        if not late and elapsed >= grace_s / 2:
-            late = True
+        if not half_elapsed and elapsed >= grace_s / 2:
+            half_elapsed = True
             for pid, start_time in left:
                 if pid in asked:
-                    unheeded(pid, start_time, elapsed)
-            await asyncio.sleep(_TICK_S)  # what they show is shown before they are told to end
+                    on_timeout(pid, start_time, elapsed)
+            await asyncio.sleep(_TICK_S)  # lets them dump their threads before SIGTERM
         for pid, start_time in left:
-            if pid not in told and (pid not in asked or elapsed >= grace_s / 2):
-                told.add(pid)
+            if pid not in terminated and (pid not in asked or elapsed >= grace_s / 2):
+                terminated.add(pid)
                 signal_session(pid, start_time, signal.SIGTERM)
         await asyncio.sleep(_TICK_S)
     while left := leaders():
@@ -63,51 +63,51 @@ async def end_ranks(
 
 
 def signal_session(leader: int, start_time: int, number: int) -> None:
-    """Signal a rank and all of its session: its process group, and groups that a shell in it made."""
+    """Signal a rank and its whole session, including process groups that a shell in it made."""
     if not processes.lives(leader, start_time):
         return
     members = processes.in_session(leader)
-    processes.send(leader, start_time, number)  # first: a shell would remark on the end of its child
+    processes.send(leader, start_time, number)  # first: a shell would log the death of its child
     for pid in members:
         if pid != leader and (found := processes.stat(pid)) and found.session == leader:
             processes.send(pid, found.start_time, number)
 
 
 async def sweep(tag: str, grace_s: float, sessions: Set[int] = frozenset()) -> list[int]:
-    """End whatever carries `tag`, wherever it was re-parented to; the pids found.
+    """Kill every process that carries `tag`, wherever it was re-parented to; return the pids found.
 
-    Looks again until a look finds nothing: what is being killed may fork, and its child be missed by one look. Waits
-    for what is on its way out in these sessions: it may still hold a device.
+    Scans until one scan finds nothing: a process may fork while it is being killed, and one scan may miss the child.
+    Also waits for exiting processes of `sessions`, which may still hold a device.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
     found: set[int] = set()
-    told: set[int] = set()
+    terminated: set[int] = set()
     pause_s = _TICK_S
     while True:
         left = await loop.run_in_executor(None, lambda: [*processes.tagged(tag), *processes.ending(sessions)])
         if not left:
             return sorted(found)
         found.update(left)
-        late = loop.time() - begun >= grace_s
+        expired = loop.time() - begun >= grace_s
         for pid in left:
-            if late:
+            if expired:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            elif pid not in told:
-                told.add(pid)
+            elif pid not in terminated:
+                terminated.add(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(pause_s)
-        if late:
+        if expired:
             pause_s = min(pause_s * 1.5, 1.0)
 
 
 async def clear_session(leader: int, tag: str) -> None:
-    """Kill what a rank that is dead has left in its session, and wait until it holds nothing any more.
+    """Kill the processes that a dead rank left in its session, and wait until they release their resources.
 
     Args:
-        tag: what the rank's processes carry, for its pid may by now be another's.
+        tag: tag of the rank's processes, because its pid may have been reused.
     """
     loop = asyncio.get_running_loop()
     while left := await loop.run_in_executor(None, _left_in, leader, tag):

@@ -1,7 +1,7 @@
-"""Commands that people run inside attempts: with the devices, the variables and the working directory of a rank.
+"""Commands that users run inside attempts, with the devices, variables and working directory of a rank.
 
-Each is a child of the agent, carries the attempt's tag, and so ends with the attempt at the latest. What it writes is
-pulled, a piece at a time; one that nobody asks for any more has lost its daemon, and is hung up on.
+Each command is a child of the agent and carries the attempt's tag, so it ends with the attempt at the latest. The
+daemon pulls its output in chunks; a terminal that is no longer polled has lost its daemon and is closed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
 
-PIECE_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 16
 READ_WAIT_S = 20.0
-"""A reader is answered within this time, with nothing where nothing was written."""
+"""A read returns within this time, empty if there was no output."""
 SILENT_S = 120.0
-"""A terminal that was not asked for for so long is hung up on."""
+"""A terminal without requests for this long is closed."""
 
 
 class Terminals:
-    """Those that are open on this host, by a name that cannot be guessed."""
+    """Open terminals of this host, by unguessable name."""
 
     def __init__(self) -> None:
         self._open: dict[str, Terminal] = {}
@@ -45,10 +45,10 @@ class Terminals:
         secrets: Mapping[str, str],
         screen: Mapping[str, Any] | None,
     ) -> str:
-        """Start `argv`, or this user's shell where it is empty.
+        """Start `argv`, or this user's shell if it is empty; return the terminal's name.
 
         Args:
-            screen: (term, columns, rows) of the terminal that it gets; None: pipes.
+            screen: `term`, `columns` and `rows` of the pseudo-terminal; None: pipes.
         Raises:
             Refused: ``unknown`` (no such rank runs here), ``workdir``.
         """
@@ -64,17 +64,18 @@ class Terminals:
             env["TERM"] = str(screen["term"])
         shell = pwd.getpwuid(os.getuid()).pw_shell or "/bin/sh"
         cores = ",".join(str(core) for core in (given.get("device") or {}).get("cores") or ())
-        # A program of its own makes the terminal its own: this process has threads, and may not do so in a fork.
+        # A separate program acquires the controlling terminal: this process has threads, and running code in a fork
+        # of it would be unsafe.
         command = programs.command("inside", str(work), cores, *(argv or [shell]))
         name = uuid.uuid4().hex
         self._open[name] = await Terminal.start(command, env, screen)
         return name
 
     def get(self, name: str) -> Terminal:
-        """One that is open.
+        """Return an open terminal.
 
         Raises:
-            Refused: ``unknown``: it ended, or the agent was started again since.
+            Refused: ``unknown``: it was closed, or the agent restarted since.
         """
         found = self._open.get(name)
         if found is None:
@@ -83,37 +84,37 @@ class Terminals:
         return found
 
     def close(self, name: str) -> None:
-        """Hang up."""
+        """Close one terminal."""
         if found := self._open.pop(name, None):
             found.hang_up()
 
-    def look_after(self) -> None:
-        """Hang up on those whose daemon is gone."""
+    def poll(self) -> None:
+        """Close the terminals whose daemon is gone."""
         for name, terminal in list(self._open.items()):
             if time.monotonic() - terminal.asked_at > SILENT_S:
                 self.close(name)
 
     def close_all(self) -> None:
-        """The agent ends."""
+        """Close all terminals, when the agent exits."""
         for name in list(self._open):
             self.close(name)
 
 
 class Terminal:
-    """One command, and both ends of what is said to it and by it.
+    """One command with its input and output.
 
     Attributes:
-        asked_at: monotonic time of the last word about it.
+        asked_at: monotonic time of the last request for it.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, source: int, sink: int) -> None:
         self._process, self._source, self._sink = process, source, sink
         self._loop = asyncio.get_running_loop()
-        self._said = bytearray()
-        self._news = asyncio.Event()
-        self._over = False
+        self._output = bytearray()
+        self._readable = asyncio.Event()
+        self._ended = False
         self._writing = asyncio.Lock()
-        self._room: asyncio.Future[None] | None = None  # what a writer waits for
+        self._write_ready: asyncio.Future[None] | None = None  # awaited by `write`
         self.asked_at = time.monotonic()
         os.set_blocking(source, False)
         os.set_blocking(sink, False)
@@ -122,17 +123,17 @@ class Terminal:
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str], screen: Mapping[str, Any] | None) -> Terminal:
-        """Run it in a session of its own."""
+        """Run a command in its own session."""
         if screen is None:
-            theirs_in, sink = os.pipe()
-            source, theirs_out = os.pipe()
+            child_in, sink = os.pipe()
+            source, child_out = os.pipe()
         else:
-            source, theirs_in = os.openpty()
+            source, child_in = os.openpty()
             _resize(source, screen)
-            sink, theirs_out = os.dup(source), os.dup(theirs_in)
+            sink, child_out = os.dup(source), os.dup(child_in)
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=theirs_in, stdout=theirs_out, stderr=subprocess.STDOUT, env=dict(env),
+                *command, stdin=child_in, stdout=child_out, stderr=subprocess.STDOUT, env=dict(env),
                 start_new_session=True, cwd="/",
             )  # fmt: skip
         except OSError:
@@ -140,38 +141,38 @@ class Terminal:
             os.close(sink)
             raise
         finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+            os.close(child_in)
+            os.close(child_out)
         return cls(process, source, sink)
 
     async def read(self, wait_s: float = READ_WAIT_S) -> dict[str, Any]:
-        """What it wrote since, and its exit code when there is no more to come; negative: the signal that ended it."""
+        """New output, and the exit code once the output is complete (negative: the signal that killed it)."""
         with contextlib.suppress(asyncio.TimeoutError):
-            if not self._said and not self._over:
-                await asyncio.wait_for(self._news.wait(), wait_s)
-        data = bytes(self._said[:PIECE_BYTES])
-        del self._said[:PIECE_BYTES]
-        if self._said or self._over:
-            self._news.set()
+            if not self._output and not self._ended:
+                await asyncio.wait_for(self._readable.wait(), wait_s)
+        data = bytes(self._output[:CHUNK_BYTES])
+        del self._output[:CHUNK_BYTES]
+        if self._output or self._ended:
+            self._readable.set()
         else:
-            self._news.clear()
-        if not self._over and len(self._said) < PIECE_BYTES:
+            self._readable.clear()
+        if not self._ended and len(self._output) < CHUNK_BYTES:
             self._loop.add_reader(self._source, self._take)
-        return {"data": data, "exit_code": self._process.returncode if self._over and not self._said else None}
+        return {"data": data, "exit_code": self._process.returncode if self._ended and not self._output else None}
 
     async def write(self, data: bytes) -> None:
-        """Type, or send; waits until all of it was taken."""
+        """Write to the command's input; wait until all of it was accepted."""
         async with self._writing:
             while data and self._sink >= 0:
                 try:
                     data = data[os.write(self._sink, data) :]
                 except BlockingIOError:
                     await self._writable()
-                except OSError:  # nobody reads it any more; how it ended is told to the reader
+                except OSError:  # the command no longer reads; `read` reports its exit
                     return
 
     def end_input(self) -> None:
-        """There is no more to come; on a terminal that is a character, and sent like others."""
+        """Close a piped input. On a terminal, end of file is a character that is written like others."""
         if self._sink >= 0:
             self._loop.remove_writer(self._sink)
             os.close(self._sink)
@@ -179,12 +180,12 @@ class Terminal:
         self._may_write()
 
     def resize(self, screen: Mapping[str, Any]) -> None:
-        """The window has another size."""
+        """Set the window size."""
         with contextlib.suppress(OSError):
             _resize(self._source, screen)
 
     def hang_up(self) -> None:
-        """As when a line breaks: the command's process group gets SIGHUP, and its terminal is gone."""
+        """Send SIGHUP to the command's process group and close its terminal."""
         self._ending.cancel()
         self._loop.remove_reader(self._source)
         if self._process.returncode is None:
@@ -192,44 +193,44 @@ class Terminal:
                 os.killpg(self._process.pid, signal.SIGHUP)
         self.end_input()
         os.close(self._source)
-        self._over = True
-        self._news.set()
+        self._ended = True
+        self._readable.set()
 
     def _take(self) -> None:
         try:
-            data = os.read(self._source, PIECE_BYTES)
+            data = os.read(self._source, CHUNK_BYTES)
         except BlockingIOError:
             return
-        except OSError:  # on a terminal, how the end is told
+        except OSError:  # end of file on a pseudo-terminal
             data = b""
-        self._said += data
-        if not data or len(self._said) >= PIECE_BYTES:
+        self._output += data
+        if not data or len(self._output) >= CHUNK_BYTES:
             self._loop.remove_reader(self._source)
         if data:
-            self._news.set()
+            self._readable.set()
 
     async def _wait(self) -> None:
         await self._process.wait()
-        # What it wrote last; what it left running in the background may hold the other end for ever.
-        while len(self._said) < PIECE_BYTES << 4:
-            before = len(self._said)
+        # Read the remaining output. Background children may hold the other end open indefinitely.
+        while len(self._output) < CHUNK_BYTES << 4:
+            before = len(self._output)
             self._take()
-            if len(self._said) == before:
+            if len(self._output) == before:
                 break
         self._loop.remove_reader(self._source)
-        self._over = True
-        self._news.set()
+        self._ended = True
+        self._readable.set()
 
     async def _writable(self) -> None:
-        self._room = self._loop.create_future()
+        self._write_ready = self._loop.create_future()
         self._loop.add_writer(self._sink, self._may_write)
-        await self._room
+        await self._write_ready
         if self._sink >= 0:
             self._loop.remove_writer(self._sink)
 
     def _may_write(self) -> None:
-        if self._room is not None and not self._room.done():
-            self._room.set_result(None)
+        if self._write_ready is not None and not self._write_ready.done():
+            self._write_ready.set_result(None)
 
 
 def _resize(terminal: int, screen: Mapping[str, Any]) -> None:

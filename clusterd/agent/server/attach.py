@@ -1,8 +1,7 @@
-"""``attach``: a bridge from stdin and stdout to the agent's socket; starts the agent where none lives.
+"""``attach``: bridge stdin and stdout to the agent's socket, starting the agent if none runs.
 
-What is written to stdout before the bridge stands is one line of text, ``clusterd-attached`` or ``clusterd-failed``
-and a JSON object; after the former, frames flow both ways. The agent is another process in a session of its own: it
-lives on when this one ends with its SSH connection.
+The first line on stdout is ``clusterd-attached`` or ``clusterd-failed`` and a JSON object; after the former, frames
+flow both ways. The agent runs in its own session, so it outlives this process and its SSH connection.
 """
 
 from __future__ import annotations
@@ -27,43 +26,43 @@ _CHUNK = 1 << 16
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Attach; the exit code is 0 once the agent was reached, whatever ended the connection.
+    """Attach to the agent. The exit code is 0 once the agent was reached, however the connection ended.
 
-    With ``living`` no agent is started, and nothing made where none lives.
+    With the argument ``living``, only a running agent is attached to: none is started and no directory is made.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     home = default_home()
     try:
         if "living" in arguments:
-            connection = _living(home)
+            connection = _connect(home)
         else:
             home.make()
             connection = reach(home)
     except (OSError, UnsafeDirectory, TimeoutError) as error:
-        _say("clusterd-failed", {"message": str(error), "home": str(home.root)})
+        _reply("clusterd-failed", {"message": str(error), "home": str(home.root)})
         return 1
-    _say("clusterd-attached", {"home": str(home.root)})
+    _reply("clusterd-attached", {"home": str(home.root)})
     bridge(connection, 0, 1)
     return 0
 
 
-def _say(word: str, what: dict[str, str]) -> None:
-    sys.stdout.write(f"{word} {json.dumps(what)}\n")
+def _reply(status: str, fields: dict[str, str]) -> None:
+    sys.stdout.write(f"{status} {json.dumps(fields)}\n")
     sys.stdout.flush()
 
 
 def reach(home: Home) -> socket.socket:
-    """A connection to the living agent of `home`, started if there is none.
+    """Connect to the agent of `home`, starting it if none runs.
 
     Raises:
-        TimeoutError: it was started and does not answer; names its log and quotes its end.
+        TimeoutError: the agent does not answer; the message names its log and quotes the last line.
     """
     deadline = time.monotonic() + START_DEADLINE_S
     pause_s = 0.005
     started = False
     while True:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            return _living(home)
+            return _connect(home)
         if not started and not held(home):
             start(home)
             started = True
@@ -75,7 +74,7 @@ def reach(home: Home) -> socket.socket:
         pause_s = min(pause_s * 1.5, 0.1)
 
 
-def _living(home: Home) -> socket.socket:
+def _connect(home: Home) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(os.fspath(home.socket))
@@ -86,15 +85,15 @@ def _living(home: Home) -> socket.socket:
 
 
 def start(home: Home) -> None:
-    """Start an agent in a session of its own; which of several stays is decided by its lock.
+    """Start an agent in its own session. If several are started, the one that takes the lock stays.
 
-    The process in between ends at once, so that the agent is nobody's child who could wait for it.
+    The intermediate process exits at once, so that init adopts and reaps the agent.
     """
     log = os.open(home.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        between = os.fork()
-        if between == 0:
+        intermediate = os.fork()
+        if intermediate == 0:
             try:
                 os.setsid()
                 subprocess.Popen(
@@ -107,19 +106,19 @@ def start(home: Home) -> None:
                 )
             finally:
                 os._exit(0)
-        os.waitpid(between, 0)
+        os.waitpid(intermediate, 0)
     finally:
         os.close(log)
         os.close(null)
 
 
 def _environment() -> dict[str, str]:
-    # The one variable of ours that a user may set: what fork servers import (server.PRELOAD).
+    # CLUSTERD_PRELOAD is the one variable of ours that a user may set: the module that fork servers import.
     return {n: value for n, value in os.environ.items() if not n.startswith("CLUSTERD_") or n == "CLUSTERD_PRELOAD"}
 
 
 def held(home: Home) -> bool:
-    """Whether an agent holds the lock: one that does not listen yet, or one that just dies."""
+    """True if an agent holds the lock, even one that does not listen yet or is just exiting."""
     descriptor = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +138,7 @@ def _tail(home: Home) -> str:
 
 
 def bridge(connection: socket.socket, source: int, sink: int) -> None:
-    """Copy both ways until either side ends; a slow reader slows its writer, nothing piles up here."""
+    """Copy in both directions until either side closes. At most one chunk is buffered in each direction."""
     connection.setblocking(False)
     os.set_blocking(source, False)
     os.set_blocking(sink, False)

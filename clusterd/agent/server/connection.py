@@ -1,4 +1,4 @@
-"""One caller of the agent."""
+"""One connection to the agent's socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.host.attempt_records import Attempt
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 
 EVENTS_WAITING_MAX = 1000
 
@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """One caller: a daemon or a rank. Frames to it leave in order, from one task."""
+    """Connection from a daemon or a rank. One task sends the queued frames in order."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -27,7 +27,7 @@ class Connection:
         self.pump = asyncio.create_task(self._pump())
 
     def send(self, message: Message) -> None:
-        """Queue a frame. News of progress is dropped for a caller that does not read; what else is told is few."""
+        """Queue a frame. Progress and facts are dropped if the peer does not read; other messages are few."""
         if message.get("event") in ("progress", "facts") and self._outgoing.qsize() > EVENTS_WAITING_MAX:
             return
         self._outgoing.put_nowait(message)
@@ -39,11 +39,11 @@ class Connection:
                 await self._writer.drain()
                 self._outgoing.task_done()
         except (OSError, protocol.ProtocolError) as error:
-            say(f"agent: a connection broke: {error}")
+            log_line(f"agent: a connection broke: {error}")
             self._writer.close()
 
     async def close(self) -> None:
-        """Send what is queued, if the caller takes it, and close."""
+        """Close after sending the queued frames, waiting at most one second for the peer to read them."""
         try:
             await asyncio.wait_for(self._outgoing.join(), 1.0)
         except asyncio.TimeoutError:

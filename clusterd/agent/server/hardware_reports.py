@@ -1,4 +1,4 @@
-"""What a host is and has, for the daemons that ask, and told to them when it changes."""
+"""Hardware facts of this host, sent to daemons on request and when they change."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from clusterd.agent.host import facts
 from clusterd.agent.host.nvml import Probe
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.server.connection import Message
-from clusterd.agent.server.sessions import Callers
+from clusterd.agent.server.sessions import Sessions
 
 PERIOD_S = 10.0
 
 
 class Hardware:
-    """What this host is and has, asked for each time.
+    """Collects the facts of this host anew at each call.
 
     Args:
         disk: a path on the file system that jobs write to.
@@ -27,31 +27,31 @@ class Hardware:
         self._probe = Probe()
 
     async def facts(self) -> Message:
-        """The Facts of the protocol."""
+        """Return the protocol's Facts message."""
         held = {uuid for attempt in self._attempts for uuid in attempt.held}
         found = await asyncio.get_running_loop().run_in_executor(None, facts.gather, self._probe, self._disk, held)
-        # One that does not answer may be counted here and not by CUDA.
+        # A GPU that does not answer may be numbered here and not by CUDA.
         self._attempts.gpu_indices = (
             {} if found["gpu_error"] else {gpu["uuid"]: int(gpu["index"]) for gpu in found["gpus"]}
         )
         return found
 
-    async def watch(self, callers: Callers) -> None:
-        """Tell daemons when devices, or foreign use of them, changed."""
-        told: object = None
+    async def watch(self, sessions: Sessions) -> None:
+        """Send facts to the daemons when devices, or their use by foreign processes, change."""
+        reported: object = None
         while True:
             await asyncio.sleep(PERIOD_S)
-            if not callers.any_daemon:
+            if not sessions.any_daemon:
                 continue
             found = await self.facts()
-            seen = _worth_telling(found)
-            if told is not None and seen != told:
-                callers.tell_daemons({"event": "facts", "facts": found})
-            told = seen
+            seen = _reportable(found)
+            if reported is not None and seen != reported:
+                sessions.send_to_daemons({"event": "facts", "facts": found})
+            reported = seen
 
 
-def _worth_telling(found: Message) -> object:
-    """Devices, and what others hold of them; our own ranks' memory changes all the time and is no news."""
+def _reportable(found: Message) -> object:
+    """Facts whose change is reported: devices and foreign use, not the ever-changing memory of our own ranks."""
     devices = [
         (
             gpu["uuid"],

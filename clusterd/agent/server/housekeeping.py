@@ -1,4 +1,4 @@
-"""What an agent does unasked: looks for ranks that ended, shortens logs, gives back ports, ends when not needed."""
+"""Periodic work of the agent: detect exited ranks, trim logs, release ports and workdirs, exit when idle."""
 
 from __future__ import annotations
 
@@ -7,87 +7,87 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterd.agent.host import growing_files
+from clusterd.agent.host import append_only_files
 from clusterd.agent.host.ports import UNUSED_S as PORT_UNUSED_S
 from clusterd.agent.host.ports import Ports
-from clusterd.agent.host.workdirs import Snapshots
-from clusterd.agent.log import say
+from clusterd.agent.host.workdirs import Workdirs
+from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.terminals import Terminals
-from clusterd.agent.server.sessions import Callers
+from clusterd.agent.server.sessions import Sessions
 
 IDLE_S = 24 * 3600.0
-"""An agent that no daemon speaks to, and that has nothing that runs, ends after this long."""
+"""An agent without a connected daemon and without running attempts exits after this long."""
 
 
-class Chores:
-    """Done once a second, or at every so manieth.
+class Housekeeping:
+    """Runs every second; some of the work only every Nth tick.
 
     Args:
-        idle: is called when nobody has needed this agent for long.
+        idle: called once the agent was idle for `IDLE_S`.
     """
 
     def __init__(
         self,
         attempts: Attempts,
-        callers: Callers,
+        sessions: Sessions,
         terminals: Terminals,
         ports: Ports,
-        snapshots: Snapshots,
+        workdirs: Workdirs,
         idle: Callable[[], object],
     ) -> None:
-        self._attempts, self._callers, self._terminals = attempts, callers, terminals
-        self._ports, self._snapshots, self._idle = ports, snapshots, idle
+        self._attempts, self._sessions, self._terminals = attempts, sessions, terminals
+        self._ports, self._workdirs, self._idle = ports, workdirs, idle
         self._needed_at = time.monotonic()
 
-    def needed(self) -> None:
-        """Somebody has asked for something."""
+    def mark_needed(self) -> None:
+        """Restart the idle timer, as after a request."""
         self._needed_at = time.monotonic()
 
     async def every_second(self) -> None:
-        """Goes on until it is cancelled."""
+        """Run until cancelled."""
         loop = asyncio.get_running_loop()
         ticks = 0
         while True:
-            self._attempts.look_after()
-            self._terminals.look_after()
-            self._ports.release(self._port_is_over)
-            if self._attempts.running or self._callers.any_daemon:
-                self.needed()
+            self._attempts.poll()
+            self._terminals.poll()
+            self._ports.release(self._port_is_unused)
+            if self._attempts.running or self._sessions.any_daemon:
+                self.mark_needed()
             if time.monotonic() - self._needed_at > IDLE_S:
-                await self._attempts.spawners.shutdown()
+                await self._attempts.fork_servers.shutdown()
                 self._idle()
             if ticks % 10 == 0:
                 await self.shorten_logs()
             if ticks % 3600 == 0:
                 used = {str(attempt.launch.get("snapshot")) for attempt in self._attempts}
-                await loop.run_in_executor(None, self._snapshots.clean, used)
+                await loop.run_in_executor(None, self._workdirs.clean, used)
             ticks += 1
             await asyncio.sleep(1.0)
 
     async def shorten_logs(self) -> None:
-        """Of what runs, and once more of what has ended: a rank writes gigabytes in the seconds between two looks."""
+        """Trim logs of running attempts, and once more after they end: a rank writes gigabytes within seconds."""
         due = [attempt for attempt in self._attempts if attempt.running or not attempt.is_shortened]
-        over = [attempt for attempt in due if not attempt.running]
+        ended = [attempt for attempt in due if not attempt.running]
         files = [attempt.log(rank) for attempt in due for rank in attempt.ranks]
         await asyncio.get_running_loop().run_in_executor(None, _trim, files)
-        for attempt in over:
+        for attempt in ended:
             attempt.is_shortened = True
 
-    def _port_is_over(self, name: str, generation: int, age_s: float) -> bool:
+    def _port_is_unused(self, name: str, generation: int, age_s: float) -> bool:
         for attempt in self._attempts:
             if attempt.name == name and attempt.generation == generation and attempt.running:
                 return False
-        # A lease may be older than its launch, or be for ranks on other hosts, which this agent cannot see end.
+        # A lease may precede its launch, or serve ranks on other hosts, whose exit this agent cannot observe.
         return age_s > PORT_UNUSED_S
 
 
 def _trim(files: list[Path]) -> None:
     for file in files:
         try:
-            dropped = growing_files.trim(file)
+            dropped = append_only_files.trim(file)
         except OSError as error:
-            say(f"agent: cannot shorten {file}: {error}")
+            log_line(f"agent: cannot shorten {file}: {error}")
             continue
         if dropped:
-            say(f"agent: dropped {dropped} bytes of {file}, which was too long")
+            log_line(f"agent: dropped {dropped} bytes of {file}, which was too long")

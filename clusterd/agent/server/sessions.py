@@ -1,4 +1,4 @@
-"""Who is connected to the agent: the daemons that lead here, and the ranks of its attempts."""
+"""Open connections of the agent: daemons with their epochs, and ranks of attempts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from pathlib import Path
 
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 from clusterd.agent.server.connection import Connection, Message
 
 
-class Callers:
-    """All of them, and what is told to which.
+class Sessions:
+    """Registry of connections, and the routing of events to them.
 
-    Of each cluster's daemons only the newest leads, which the epoch tells: one that was started again takes over from
-    one that hangs somewhere.
+    The daemon of a cluster with the highest epoch leads: a restarted daemon takes over from one that hangs.
 
     Args:
-        file: keeps the epochs over the agent's own end.
+        file: stores the epochs across restarts of the agent.
     """
 
     def __init__(self, file: Path) -> None:
@@ -28,20 +27,20 @@ class Callers:
         self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def came(self, connection: Connection) -> None:
-        """The current task serves this one from now on."""
+    def opened(self, connection: Connection) -> None:
+        """Register a connection, served by the current task."""
         self._connections.add(connection)
         if (task := asyncio.current_task()) is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def left(self, connection: Connection) -> None:
-        """It is told nothing more, but what is on its way."""
+    async def closed(self, connection: Connection) -> None:
+        """Unregister a connection and close it after its queued frames."""
         self._connections.discard(connection)
         await connection.close()
 
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         for connection in list(self._connections):
             await connection.close()
         if self._tasks:
@@ -51,32 +50,32 @@ class Callers:
 
     @property
     def any_daemon(self) -> bool:
-        """Whether one has said hello, and is there."""
+        """True if a daemon that sent hello is connected."""
         return any(connection.daemon for connection in self._connections)
 
     def lead(self, connection: Connection, name: str, epoch: int) -> None:
-        """Let the daemon of a cluster lead.
+        """Make a connection's daemon the leader of its cluster.
 
         Raises:
-            Refused: ``stale`` (a newer one does).
+            Refused: ``stale`` (a newer daemon leads).
         """
         known = int(self._epochs.get(name, 0))
         if epoch < known:
-            said = f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over"
-            raise Refused("stale", f"{said}; one with a restored state: clusterd start --restored")
+            message = f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over"
+            raise Refused("stale", f"{message}; one with a restored state: clusterd start --restored")
         if epoch > known:
             self._epochs[name] = epoch
             try:
                 write_json(self._file, self._epochs)
-            except OSError as error:  # a job that filled the disk is best looked after by who leads this host
-                say(f"agent: cannot write which daemon leads it: {error}")
+            except OSError as error:  # the leader must still be able to stop the job that filled the disk
+                log_line(f"agent: cannot write the epoch of its daemon: {error}")
         connection.daemon = (name, epoch)
 
     def check(self, connection: Connection, verb: str) -> None:
-        """Whether this caller may ask for that.
+        """Check that a connection may send `verb`.
 
         Raises:
-            Refused: ``hello`` (it has not said that), ``stale``.
+            Refused: ``hello`` (no hello was sent before), ``stale``.
         """
         if connection.daemon is None:
             if verb not in ("hello", "shutdown"):
@@ -88,30 +87,30 @@ class Callers:
                 "stale", f"a newer daemon (epoch {self._epochs[name]}) leads this host; epoch {epoch} is over"
             )
 
-    def tell_daemons(self, event: Message) -> bool:
-        """Every daemon that leads this host; false: none is there."""
-        there = False
+    def send_to_daemons(self, event: Message) -> bool:
+        """Send to every daemon that leads this host; false if none is connected."""
+        sent = False
         for connection in self._connections:
             if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0):
                 connection.send(event)
-                there = True
-        return there
+                sent = True
+        return sent
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
-    def ask_ranks(self, attempt: Attempt, reason: str, grace_s: float, wishes: Mapping[str, bool]) -> set[int]:
-        """Ask the connected ranks of one generation to stop; the pids of those that were asked."""
+    def request_stop(self, attempt: Attempt, reason: str, grace_s: float, flags: Mapping[str, bool]) -> set[int]:
+        """Ask the connected ranks of one generation to stop; return the pids of those asked."""
         asked = set()
         for connection in self._connections:
             if connection.rank is not None and connection.rank[0] is attempt:
-                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, **wishes})
-                # As forked: through a shell in between, the one that listens has another pid.
+                connection.send({"event": "stop", "reason": reason, "deadline_s": grace_s, **flags})
+                # The pid of the forked process: behind a shell, the process that listens has another one.
                 asked.add(attempt.ranks[connection.rank[1]].pid)
         return asked
 
-    def tell_ranks(self, attempt: Attempt, message: Message) -> int:
-        """The connected ranks of one generation; how many."""
-        told = [c for c in self._connections if c.rank is not None and c.rank[0] is attempt]
-        for connection in told:
+    def send_to_ranks(self, attempt: Attempt, message: Message) -> int:
+        """Send to the connected ranks of one generation; return their number."""
+        receivers = [c for c in self._connections if c.rank is not None and c.rank[0] is attempt]
+        for connection in receivers:
             connection.send(message)
-        return len(told)
+        return len(receivers)

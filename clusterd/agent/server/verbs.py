@@ -1,20 +1,20 @@
-"""What a daemon may ask of a host, verb by verb; the connection it asks over is `server`'s business."""
+"""Handlers of a daemon's requests, one per verb. The `server` module handles the connections."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from clusterd.agent.host import checks, files, growing_files
+from clusterd.agent.host import append_only_files, checks, files
 from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.host.ports import Ports
-from clusterd.agent.host.workdirs import Snapshots
+from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.progress import Progress
 from clusterd.agent.ranks.terminals import Terminals
 from clusterd.agent.server.connection import Message
-from clusterd.agent.tensors.datasets import Datasets, make_room
+from clusterd.agent.tensors.datasets import Datasets, evict_cached_files
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
 
@@ -22,26 +22,26 @@ Verb = Callable[[Message], Awaitable[Message]]
 
 
 class Verbs:
-    """One method each: they take the request, and return the answer."""
+    """Table of handlers: each takes the request message and returns the reply."""
 
     def __init__(
         self,
         home: Home,
         attempts: Attempts,
         progress: Progress,
-        snapshots: Snapshots,
+        workdirs: Workdirs,
         datasets: Datasets,
         moves: Moves,
         ports: Ports,
         terminals: Terminals,
     ) -> None:
         self._home, self._attempts, self._progress = home, attempts, progress
-        self._snapshots, self._datasets, self._moves, self._ports = snapshots, datasets, moves, ports
+        self._workdirs, self._datasets, self._moves, self._ports = workdirs, datasets, moves, ports
         self._terminals = terminals
 
     @property
     def table(self) -> dict[str, Verb]:
-        """By the name on the wire."""
+        """Handlers by verb, as on the wire."""
         return {
             "launch": self._launch,
             "stop": self._stop,
@@ -57,15 +57,15 @@ class Verbs:
             "fabric": self._fabric,
             "check": self._check,
             "snapshot_keep": self._snapshot_keep,
-            "snapshot_kept": self._snapshot_kept,
+            "snapshot_kept": self._snapshot_stored,
             "snapshot_admit": self._snapshot_admit,
             "data_serve": self._data_serve,
             "data_from": self._data_from,
             "move": self._move,
-            "quiesce": self._pass_on,
-            "abort": self._pass_on,
-            "resume": self._pass_on,
-            "tell": self._tell,
+            "quiesce": self._forward,
+            "abort": self._forward,
+            "resume": self._forward,
+            "tell": self._message_ranks,
             "drop": self._drop,
             "terminal_open": self._terminal_open,
             "terminal_read": self._terminal_read,
@@ -75,9 +75,9 @@ class Verbs:
         }
 
     async def _launch(self, message: Message) -> Message:
-        snapshot = self._snapshots.need(message["snapshot"]) if message.get("snapshot") else None
+        snapshot = self._workdirs.need(message["snapshot"]) if message.get("snapshot") else None
         if message.get("datasets"):
-            await in_thread(lambda: make_room(self._home.root / "data"), "data")
+            await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
         if message.get("move"):
             self._moves.admit(message["move"])
         return await self._attempts.launch(message, self._home.socket, snapshot)
@@ -90,9 +90,9 @@ class Verbs:
             int(message["generation"]),
             float(message.get("grace_s") or 0.0),
             str(message.get("reason") or "stopped"),
-            {wish: bool(message.get(wish)) for wish in ("keep", "done")},
+            {flag: bool(message.get(flag)) for flag in ("keep", "done")},
         )
-        if self._attempts.are_over(job, attempt):
+        if self._attempts.have_ended(job, attempt):
             self._moves.end(job, attempt)
         return report
 
@@ -114,13 +114,15 @@ class Verbs:
             raise Refused(
                 "unknown", f"rank {rank} of {attempt.name} is not on this host; here are {sorted(attempt.ranks)}"
             )
-        ended = attempt.ranks[rank].state != "running"  # asked before the file is: what it wrote last is then in it
-        return growing_files.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
+        ended = (
+            attempt.ranks[rank].state != "running"
+        )  # read before the file, which then holds all of the rank's output
+        return append_only_files.pull(attempt.log(rank), int(message["offset"]), int(message["limit"]), ended)
 
     async def _steps(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], message.get("generation"))
         ended = not attempt.running
-        return growing_files.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
+        return append_only_files.pull(attempt.steps, int(message["offset"]), int(message["limit"]), ended)
 
     async def _files(self, message: Message) -> Message:
         found = self._attempts.any_of(message["job"], message["attempt"])
@@ -136,11 +138,11 @@ class Verbs:
         return {"model": read_json(attempt.directory / "model.json")}
 
     async def _snapshot_has(self, message: Message) -> Message:
-        return {"have": self._snapshots.have(message["digest"])}
+        return {"have": self._workdirs.has(message["digest"])}
 
     async def _snapshot_put(self, message: Message) -> Message:
         put = (message["digest"], int(message["offset"]), bytes(message["data"]), bool(message["last"]))
-        await asyncio.get_running_loop().run_in_executor(None, self._snapshots.put, *put)
+        await asyncio.get_running_loop().run_in_executor(None, self._workdirs.put, *put)
         return {}
 
     async def _port(self, message: Message) -> Message:
@@ -148,10 +150,10 @@ class Verbs:
         return {"port": self._ports.lease(name, int(message["generation"]))}
 
     async def _snapshot_keep(self, message: Message) -> Message:
-        return await self._moves.copies.keep(message)
+        return await self._moves.replicas.keep(message)
 
-    async def _snapshot_kept(self, message: Message) -> Message:
-        return self._moves.copies.kept(str(message["name"]))
+    async def _snapshot_stored(self, message: Message) -> Message:
+        return self._moves.replicas.confirm(str(message["name"]))
 
     async def _snapshot_admit(self, message: Message) -> Message:
         self._moves.admit({"id": message["set"], "token": message["token"]})
@@ -175,11 +177,11 @@ class Verbs:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
         return self._moves.forward(attempt, {"event": "move", "move": message["move"]})
 
-    async def _pass_on(self, message: Message) -> Message:
+    async def _forward(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
         return self._moves.forward(attempt, {"event": message["verb"], "move": message["move"]})
 
-    async def _tell(self, message: Message) -> Message:
+    async def _message_ranks(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
         return self._moves.forward(attempt, dict(message["message"]))
 
@@ -188,7 +190,7 @@ class Verbs:
 
     async def _terminal_open(self, message: Message) -> Message:
         attempt = self._attempts.get(message["job"], message["attempt"], int(message["generation"]))
-        argv = [str(word) for word in message["argv"]]
+        argv = [str(part) for part in message["argv"]]
         secrets = {str(k): str(v) for k, v in message["secrets"].items()}
         tag = self._attempts.tag(attempt.name)
         name = await self._terminals.open(attempt, int(message["rank"]), argv, tag, secrets, message.get("screen"))

@@ -21,14 +21,14 @@ Message = dict[str, Any]
 
 RANGE_BYTES_MAX = 16 << 20
 ENTRY_BYTES = 48
-"""At most, of what is told of a file beside its name."""
+"""Upper bound of a directory entry's encoded size, without the name."""
 RETRY_S = 1.0
 PATIENCE_S = 30.0
 """A host that has the data may be restarting its agent: the daemon tells where it is then."""
 
 
 class Datasets:
-    """What this host serves, and where the rest is."""
+    """Folders that this host serves, and the addresses of data sets on other hosts."""
 
     def __init__(self) -> None:
         self._served: dict[str, tuple[str, Folders]] = {}  # name and folder by token
@@ -59,7 +59,7 @@ class Datasets:
         try:
             path = str(request["path"])
             if request["data"] == "look":
-                return _told(f"{path or '.'} of data set {dataset!r}", folders.look(dataset, path))
+                return _to_message(f"{path or '.'} of data set {dataset!r}", folders.look(dataset, path))
             offset, length = int(request["offset"]), int(request["length"])
             if not 0 <= length <= RANGE_BYTES_MAX or offset < 0:
                 return {"error": f"a range of {length} bytes at {offset} cannot be read at once"}
@@ -70,17 +70,17 @@ class Datasets:
     # ---- for the ranks here --------------------------------------------------------------------------------------
 
     def know(self, attempt: str, datasets: dict[str, Message]) -> None:
-        """Where an attempt's data sets are: ``{name: {"token": ..., "from": [[host, port], ...]}}``."""
+        """Store the addresses of an attempt's data sets: ``{name: {"token": ..., "from": [[host, port], ...]}}``."""
         with self._lock:
             self._elsewhere.setdefault(attempt, {}).update(datasets)
 
     def forget(self, attempt: str) -> None:
-        """Nobody of it will ask again."""
+        """Drop the addresses of a removed attempt."""
         with self._lock:
             self._elsewhere.pop(attempt, None)
 
     def ask(self, attempt: Attempt, verb: str, message: Message) -> Message:
-        """What a rank wants to know of a data set that is not here; blocks.
+        """Forward a rank's question about a remote data set to a host that has it; blocks.
 
         Raises:
             Refused: no host has it, or none that has it can be reached.
@@ -123,8 +123,8 @@ class Datasets:
         return None, why
 
 
-def make_room(cache: Path) -> None:
-    """Take the files that were fetched longest ago out of the cache, until twice what it leaves free is free."""
+def evict_cached_files(cache: Path) -> None:
+    """Evict the files fetched longest ago until twice the cache's required free share is free."""
     try:
         files = sorted((file for some in cache.iterdir() for file in some.iterdir()), key=lambda f: f.stat().st_mtime)
         for file in files:
@@ -133,10 +133,10 @@ def make_room(cache: Path) -> None:
                 return
             shutil.rmtree(file, ignore_errors=True)
     except OSError:
-        return  # no cache yet, or somebody else makes room: a launch does not fail for that
+        return  # no cache yet, or a concurrent eviction: no reason to fail a launch
 
 
-def _told(what: str, found: Found) -> Message:
+def _to_message(label: str, found: Found) -> Message:
     if found is None:
         return {}
     if isinstance(found, File):
@@ -144,7 +144,7 @@ def _told(what: str, found: Found) -> Message:
     try:
         count = sum(len(name.encode()) + ENTRY_BYTES for name in found)
     except UnicodeEncodeError as error:
-        return {"error": f"{what} has a name that is not UTF-8: {error.object!r}"}
+        return {"error": f"{label} has a name that is not UTF-8: {error.object!r}"}
     if count > FRAME_BYTES_MAX:
-        return {"error": f"{what} has {len(found)} entries, more than can be told at once: divide it into folders"}
+        return {"error": f"{label} has {len(found)} entries, more than can be told at once: divide it into folders"}
     return {"folder": {name: [file.size, file.version] if file else None for name, file in found.items()}}

@@ -1,7 +1,7 @@
-"""Moves through this host: what ranks that leave and ranks that come need of the agent between them.
+"""The agent's part in migrations: segments, fetches from other hosts, and messages between ranks and daemon.
 
-The agent knows nothing of tensors. It makes segments, says who published which, fetches ranges from other hosts, and
-passes on what the daemon and the ranks say to each other.
+The agent knows no tensors. It makes segments, announces published ones, fetches ranges from other hosts, and forwards
+messages between the daemon and the source and target ranks of a migration.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.log import say
+from clusterd.agent.log import log_line
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.fabric import FetchFailed, SliceServer, fetch
 from clusterd.agent.tensors.segments import Segment, Store
-from clusterd.agent.tensors.snapshot_replicas import Copies, set_of
+from clusterd.agent.tensors.snapshot_replicas import SnapshotReplicas, set_of
 from clusterd.agent.threads import in_thread
 
 Message = dict[str, Any]
-Tell = Callable[[Attempt, Message], int]
-TellAll = Callable[[str, int, Message], None]
+SendToRanks = Callable[[Attempt, Message], int]
+SendToAttempt = Callable[[str, int, Message], None]
 
 _OUTBOX = re.compile(r"\.out(\d+)$")
-"""Names of segments that an old rank fills: the move, and the rank."""
+"""Suffix of segments that a source rank fills, with the rank."""
 
 _REMEMBERED = ("move", "quiesce", "abort", "resume")
-"""What a rank that was not connected at that moment is told when it is."""
+"""Events that a rank gets on connecting if it missed them."""
 
 
 class Moves:
-    """The store, the way in and out of it, and words between ranks.
+    """Tensor store, slice server and message forwarding of this host's migrations.
 
     Args:
-        tell: sends a message to the connected ranks of one generation; returns to how many.
-        tell_all: sends a message to all connected ranks of an attempt (job, number).
+        send_to_ranks: sends a message to the connected ranks of one generation; returns to how many.
+        send_to_attempt: sends a message to all connected ranks of an attempt (job, number).
     """
 
     def __init__(
         self,
         home: Path,
         agent_id: str,
-        tell: Tell,
-        tell_all: TellAll,
-        tell_daemon: Callable[[Message], bool],
+        send_to_ranks: SendToRanks,
+        send_to_attempt: SendToAttempt,
+        send_to_daemon: Callable[[Message], bool],
         datasets: Datasets,
     ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
@@ -54,31 +54,31 @@ class Moves:
         self._server: SliceServer | None = None
         self._datasets = datasets
         self._tokens: dict[str, str] = {}
-        self.copies = Copies(self._store, self._tokens, tell_daemon)
+        self.replicas = SnapshotReplicas(self._store, self._tokens, send_to_daemon)
         self._last: dict[str, Message] = {}
-        self._over: set[str] = set()
-        self._tell = tell
-        self._tell_all = tell_all
+        self._ended: set[str] = set()
+        self._send_to_ranks = send_to_ranks
+        self._send_to_attempt = send_to_attempt
         self._fetching: set[asyncio.Task[None]] = set()
         self._arrived: dict[str, list[Message]] = {}
 
     # ---- the daemon's verbs --------------------------------------------------------------------------------------
 
     def fabric(self) -> Message:
-        """Where other agents fetch from; listens from the first call on."""
+        """Return the port that other agents fetch from; listen from the first call on."""
         if self._server is None:
             self._server = SliceServer(self._store, self._tokens.get, self._datasets.answer)
         return {"port": self._server.port}
 
     def admit(self, move: Message) -> None:
-        """Whoever shows this move's token may fetch its segments, and the snapshots that it goes on from."""
+        """Accept this migration's token for its segments, and the tokens of the state snapshots it restores from."""
         for group, token in (move.get("sets") or {}).items():
             self._tokens[str(group)] = str(token)
         self._tokens[str(move["id"])] = str(move["token"])
-        self._over.discard(str(move["id"]))
+        self._ended.discard(str(move["id"]))
 
     def forward(self, attempt: Attempt, message: Message) -> Message:
-        """Pass a word of the daemon's on to the ranks of one generation; those that connect later get it then."""
+        """Forward a daemon's message to the ranks of one generation, also to those that connect later."""
         kind = str(message.get("event"))
         if kind in _REMEMBERED:
             self._last[attempt.name] = message
@@ -86,18 +86,18 @@ class Moves:
             self.admit(message["move"])
         if kind == "abort":
             self.drop(str(message["move"]))
-        return {"ranks": self._tell(attempt, message)}
+        return {"ranks": self._send_to_ranks(attempt, message)}
 
     def drop(self, move: str) -> Message:
-        """The move is over, one way or the other."""
-        self._over.add(move)
+        """End a migration, completed or aborted, and drop its segments."""
+        self._ended.add(move)
         self._tokens.pop(move, None)
         self._arrived.pop(move, None)
         self._store.drop(move)
         return {}
 
     def end(self, job: str, attempt: int) -> None:
-        """Nothing of the attempt runs here: what its moves hold is dropped, whoever was to say so; snapshots stay."""
+        """Drop all migrations of an attempt that no longer runs here; its state snapshots stay."""
         mine = re.compile(rf"{re.escape(job)}\.{attempt}\.\d+")
         for move in {*self._tokens, *(segment.move for segment in self._store.all())}:
             if mine.fullmatch(move):
@@ -106,7 +106,7 @@ class Moves:
     # ---- ranks' requests -----------------------------------------------------------------------------------------
 
     def missed(self, attempt: Attempt) -> Message | None:
-        """What a rank that has just connected should have been told."""
+        """Return the last event that a newly connected rank missed."""
         return self._last.get(attempt.name)
 
     async def segment(self, attempt: Attempt, message: Message) -> Message:
@@ -114,29 +114,29 @@ class Moves:
         name = str(message["name"])
         move = set_of(name) or name.rpartition(".")[0]
         made = await self._make(name, int(message["bytes"]), move, rank_writes=True)
-        self._tell_room(attempt, made)
+        self._announce_segment(attempt, made)
         return {"path": str(made.path), "kind": "shm" if made.path.is_relative_to("/dev/shm") else "file"}
 
     async def _make(self, name: str, size: int, move: str, *, rank_writes: bool = False) -> Segment:
         def make() -> Segment:
             return self._store.make(name, size, move, rank_writes=rank_writes)
 
-        if move in self._over:
+        if move in self._ended:
             raise Refused("over", f"move {move} is over")
         made = await asyncio.get_running_loop().run_in_executor(None, make)
-        if move in self._over:  # meanwhile
+        if move in self._ended:  # meanwhile
             self._store.drop(move)
             raise Refused("over", f"move {move} is over")
         return made
 
     async def publish(self, attempt: Attempt, message: Message) -> Message:
-        """A rank filled its segment: all ranks of the attempt hear of it, and agents that wait for it are served."""
+        """Mark a rank's segment as complete: announce it to the attempt's ranks and serve waiting agents."""
         name, wait = str(message["name"]), bool(message.get("wait", True))
         snapshot = set_of(name) is not None
-        # The two segments of a rank's snapshots take turns, until the one that nobody waits for.
+        # A rank's state snapshots alternate between two segments; the last one is published without waiting.
         made = self._store.publish(name, dict(message.get("meta") or {}), last=not (snapshot and wait))
         if snapshot:
-            await self.copies.published(attempt, made, wait=wait)
+            await self.replicas.published(attempt, made, wait=wait)
             return {}
         source = _OUTBOX.search(made.name)
         if source is not None:
@@ -144,10 +144,10 @@ class Moves:
         return {}
 
     async def fetch(self, attempt: Attempt, message: Message) -> Message:
-        """Make this host's inbox of a move and begin to fill it; each source is announced when it is there."""
+        """Make this host's inbox of a migration and start to fill it; announce each source when it is complete."""
         move = str(message["move"])
         inbox = await self._make(str(message["name"]), int(message["bytes"]), move)
-        self._tell_room(attempt, inbox)
+        self._announce_segment(attempt, inbox)
         for source in message["sources"]:
             task = asyncio.create_task(self._bring(attempt, move, inbox, source))
             self._fetching.add(task)
@@ -155,53 +155,53 @@ class Moves:
         return {"path": str(inbox.path)}
 
     def segments(self, message: Message) -> Message:
-        """What was announced of a move so far, for a rank that came late."""
+        """Segments of a migration announced so far, for a rank that connected later."""
         move = str(message["move"])
-        rooms = [{"name": s.name, "path": str(s.path)} for s in self._store.of(move)]
-        return {"segments": list(self._arrived.get(move, ())), "rooms": rooms}
+        unfilled = [{"name": s.name, "path": str(s.path)} for s in self._store.of(move)]
+        return {"segments": list(self._arrived.get(move, ())), "rooms": unfilled}
 
-    def _tell_room(self, attempt: Attempt, made: Segment) -> None:
-        """Ranks that will read a segment can map it before there is anything in it."""
+    def _announce_segment(self, attempt: Attempt, made: Segment) -> None:
+        """Announce a new segment, so that ranks can map it before it is filled."""
         if set_of(made.name) is None:
-            said = {"event": "room", "move": made.move, "name": made.name, "path": str(made.path)}
-            self._tell_all(attempt.job, attempt.attempt, said)
+            message = {"event": "room", "move": made.move, "name": made.name, "path": str(made.path)}
+            self._send_to_attempt(attempt.job, attempt.attempt, message)
 
     async def _bring(self, attempt: Attempt, move: str, inbox: Segment, source: Message) -> None:
         host, port = source["address"]
-        # What an old rank left as a snapshot is admitted under the name of its set, not of the move that reads it.
+        # A state snapshot is admitted under the name of its set, not of the migration that reads it.
         group = set_of(str(source["name"])) or move
         token = self._tokens.get(group, "")
         ranges = [(int(offset), int(length)) for offset, length in source["ranges"]]
         work = (
             (str(host), int(port)), token, group, str(source["name"]), ranges, inbox, int(source["offset"]),
-            lambda: move in self._over,
+            lambda: move in self._ended,
         )  # fmt: skip
         try:
             meta = await in_thread(lambda: fetch(*work), "fetch")
         except FetchFailed as failed:
-            if move not in self._over:
-                say(f"agent: {attempt.name}: {failed}")
-                said = {"event": "fetch_failed", "move": move, "name": source["name"], "why": str(failed)}
-                self._tell_all(attempt.job, attempt.attempt, said)
+            if move not in self._ended:
+                log_line(f"agent: {attempt.name}: {failed}")
+                message = {"event": "fetch_failed", "move": move, "name": source["name"], "why": str(failed)}
+                self._send_to_attempt(attempt.job, attempt.attempt, message)
             return
         self._announce(attempt, move, str(source["name"]), inbox.path, meta, "inbox", source.get("source"))
 
     def _announce(
         self, attempt: Attempt, move: str, name: str, path: Path, meta: Message, where: str, source: Any
     ) -> None:
-        said = {
+        message = {
             "event": "segment", "move": move, "name": name, "path": str(path), "meta": meta, "where": where,
             "source": source,
         }  # fmt: skip
-        self._arrived.setdefault(move, []).append(said)
-        self._tell_all(attempt.job, attempt.attempt, said)
+        self._arrived.setdefault(move, []).append(message)
+        self._send_to_attempt(attempt.job, attempt.attempt, message)
 
     def forget(self, attempt: Attempt) -> None:
-        """Nothing of this generation will ask again."""
+        """Drop the stored event of a removed generation."""
         self._last.pop(attempt.name, None)
 
     def close(self) -> None:
-        """The agent ends; segments are of no use to the next, which knows no move."""
+        """Close the server and the store, when the agent exits: its successor knows no migration."""
         if self._server is not None:
             self._server.close()
         self._store.close()

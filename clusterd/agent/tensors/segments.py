@@ -1,9 +1,9 @@
-"""The tensor store: files in shared memory that ranks map, kept by the agent, outliving the ranks.
+"""The tensor store: files in shared memory that ranks map; the agent owns them and they outlive the ranks.
 
 The first write into fresh shared memory costs a page fault per 4 KiB, many times a warm write, and so does the first
-look of each process through a new mapping (three times a warm copy, measured): segments are faulted in and mapped when
-they are made, which is while the old plan still trains, stay mapped, and what is dropped is kept for the next move.
-Not what somebody still writes, as at an abort: that would come to lie in another's segment.
+access of each process through a new mapping (three times a warm copy, measured). Segments are therefore faulted in and
+mapped when they are made, while the old plan still trains; they stay mapped, and dropped ones are pooled for the next
+migration. A segment that is still being written, as at an abort, is not pooled: the bytes would land in its successor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWNER = "owner"
 """File of a store in memory that names its agent's directory, and is locked while that agent lives."""
 
 POOL_BYTES_MAX = 4 << 30
-"""Of dropped segments that are kept for reuse."""
+"""Limit of the pool of dropped segments."""
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
@@ -48,7 +48,7 @@ class Segment:
 
     Attributes:
         size: as it was asked for; the file may be larger.
-        rank_writes: a rank has it mapped for writing and has not said that it is done.
+        rank_writes: a rank has it mapped for writing and has not finished.
         fetches: how many threads write what comes over the network.
     """
 
@@ -159,7 +159,7 @@ class Store:
             return [s for s in self._segments.values() if s.move == move]
 
     def publish(self, name: str, meta: dict[str, Any], *, last: bool = True) -> Segment:
-        """What its writer put there is whole.
+        """Mark a segment as complete.
 
         Args:
             last: its writer will not write again.
@@ -194,9 +194,9 @@ class Store:
             segment.dropped = True
             written = segment.rank_writes or segment.fetches > 0
             segment.changed.notify_all()
-        kept = sum(s.file_bytes for s in self._pool)
+        pooled_bytes = sum(s.file_bytes for s in self._pool)
         in_memory = segment.path.parent == self._places[0]
-        if written or not in_memory or kept + segment.file_bytes > POOL_BYTES_MAX:
+        if written or not in_memory or pooled_bytes + segment.file_bytes > POOL_BYTES_MAX:
             segment.path.unlink(missing_ok=True)
             return
         # Under a name that nobody can ask for: its own may be made again, of another size.
@@ -218,10 +218,10 @@ class Store:
     def _fresh(self, name: str, size: int, move: str) -> Segment:
         last: OSError | None = None
         wanted = size * (1 + SPARE_SHARE)
-        if self._room_bytes(self._places[0]) < wanted:
+        if self._available_bytes(self._places[0]) < wanted:
             self._empty_pool()  # before a disk is written to
         for place in self._places:
-            if self._room_bytes(place) < wanted:
+            if self._available_bytes(place) < wanted:
                 continue
             path = place / name
             try:
@@ -231,16 +231,16 @@ class Store:
                 last = error
                 continue
             return Segment(name, path, size, move, mapped)
-        said = f": {last}" if last else ""
-        free = " nor ".join(f"{place} ({self._room_bytes(place) >> 20} MiB free)" for place in self._places)
-        raise Refused("disk-full", f"no room for a segment of {size >> 20} MiB in {free}{said}")
+        cause = f": {last}" if last else ""
+        free = " nor ".join(f"{place} ({self._available_bytes(place) >> 20} MiB free)" for place in self._places)
+        raise Refused("disk-full", f"no room for a segment of {size >> 20} MiB in {free}{cause}")
 
-    def _room_bytes(self, place: Path) -> int:
+    def _available_bytes(self, place: Path) -> int:
         free = _free_bytes(place)
         if place == self._places[0]:
             free -= min(OTHERS_BYTES_MAX, int(_total_bytes(place) * OTHERS_SHARE))
-        said = (read_json(self._limits) or {}) if self._limits is not None else {}
-        limit = said.get("memory_bytes" if place == self._places[0] else "disk_bytes")
+        limits = (read_json(self._limits) or {}) if self._limits is not None else {}
+        limit = limits.get("memory_bytes" if place == self._places[0] else "disk_bytes")
         if limit is None:
             return max(free, 0)
         with self._lock:

@@ -1,7 +1,7 @@
-"""Snapshots of ranks' state in memory, and their copies on a second host, so that a host's death loses few steps.
+"""Replicas of state snapshots in memory on a second host, so that a host's death loses few steps.
 
-A rank publishes a segment every few steps; the daemon is told, and names the host that keeps a copy. The rank is not
-answered before the copy is there: it does not begin to write over what is still being read.
+A rank publishes a segment every few steps; the daemon names the host that stores a replica. The rank gets its reply
+once the replica is complete, so that it does not overwrite a segment that is still being read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Message = dict[str, Any]
 NAME = re.compile(r"(.+\.g\d+)\.snap(\d+)\.\d$")
 """Job, attempt and generation; the rank; the segment of two that take turns."""
 
-KEPT_TIMEOUT_S = 60.0
+REPLICA_TIMEOUT_S = 60.0
 
 
 def set_of(name: str) -> str | None:
@@ -31,14 +31,14 @@ def set_of(name: str) -> str | None:
     return f"{found[1]}.snaps" if found else None
 
 
-class Copies:
+class SnapshotReplicas:
     """This host's part: what its ranks publish, and what it keeps for others."""
 
-    def __init__(self, store: Store, tokens: dict[str, str], tell: Callable[[Message], bool]) -> None:
-        """`tell` sends an event to the daemon; false: none is connected."""
+    def __init__(self, store: Store, tokens: dict[str, str], send_to_daemon: Callable[[Message], bool]) -> None:
+        """`send_to_daemon` sends an event to the daemon; false: none is connected."""
         self._store = store
         self._tokens = tokens
-        self._tell = tell
+        self._send_to_daemon = send_to_daemon
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def published(self, attempt: Attempt, segment: Segment, wait: bool) -> None:
@@ -50,7 +50,7 @@ class Copies:
         found = NAME.fullmatch(segment.name)
         assert found is not None
         answer = self._waiting[segment.name] = asyncio.get_running_loop().create_future()
-        heard = self._tell(
+        delivered = self._send_to_daemon(
             {
                 "event": "snapshot",
                 "job": attempt.job,
@@ -63,15 +63,15 @@ class Copies:
             }
         )
         try:
-            if heard and wait:
-                await asyncio.wait_for(answer, KEPT_TIMEOUT_S)
+            if delivered and wait:
+                await asyncio.wait_for(answer, REPLICA_TIMEOUT_S)
         except asyncio.TimeoutError:
             pass
         finally:
             self._waiting.pop(segment.name, None)
 
-    def kept(self, name: str) -> Message:
-        """The daemon says that the copy is made, or given up."""
+    def confirm(self, name: str) -> Message:
+        """Release the waiting rank: the daemon reports that the replica is complete or given up."""
         answer = self._waiting.get(name)
         if answer is not None and not answer.done():
             answer.set_result(None)
@@ -103,7 +103,7 @@ class Copies:
         return {"step": int(result.get("step", -1))}
 
     def report(self) -> list[Message]:
-        """What is here, for a daemon that has just come."""
+        """Complete state snapshots on this host, for a newly connected daemon."""
         return [
             {"name": s.name, "step": int(s.meta.get("step", -1)), "bytes": s.size}
             for s in self._store.all()

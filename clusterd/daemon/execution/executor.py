@@ -154,7 +154,7 @@ class Executor:
             )
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
-            failures.append(_launch_failed(decision, host, said_by(host, error), is_infrastructure, error.lasts))
+            failures.append(_launch_failed(decision, host, said_by(host, error), is_infrastructure, error.is_permanent))
 
         async def on(host: HostId, request: dict[str, Any]) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)

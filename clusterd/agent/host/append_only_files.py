@@ -28,7 +28,7 @@ def pull(path: Path, offset: int, limit: int, ended: bool) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
-            begin = _first_kept(file.fileno(), offset) if offset < size else offset
+            begin = _first_data(file.fileno(), offset) if offset < size else offset
             file.seek(min(begin, size))
             data = file.read(limit) if begin < size else b""
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:
         known = os.fstat(descriptor)
         if known.st_blocks * 512 <= most:
             return 0
-        begin, end = _first_kept(descriptor, 0), known.st_size - most // 2
+        begin, end = _first_data(descriptor, 0), known.st_size - most // 2
         _punch(descriptor, end)
         return end - begin
     except OSError as error:
@@ -66,7 +66,7 @@ def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:
         os.close(descriptor)
 
 
-def _first_kept(descriptor: int, offset: int) -> int:
+def _first_data(descriptor: int, offset: int) -> int:
     """The first byte from `offset` on that is no hole."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
