@@ -52,7 +52,7 @@ class Simulation(World):
                 _, _, kind, what = heapq.heappop(self._heap)
                 events += getattr(self, f"_when_{kind}")(what)
             if events:
-                self._tell([*self._progress(), *events])
+                self._handle([*self._progress(), *events])
                 if self._going or any(kind != "timer" for _, _, kind, _ in self._heap):
                     end_s, idle = at_s, 0
                 else:
@@ -83,7 +83,7 @@ class Simulation(World):
             e.SpeedLearned(**self._stamp(), model=model, table=table, why="trial runs")
             for model, table in self.performance_tables.items()
         ]
-        self._tell(first)
+        self._handle(first)
 
     def _advance(self, at_s: float) -> None:
         """Nothing happens until then: what holds devices keeps them, what waits goes on waiting."""
@@ -115,7 +115,7 @@ class Simulation(World):
                 )
         return events
 
-    def _tell(self, events: list[e.Event]) -> None:
+    def _handle(self, events: list[e.Event]) -> None:
         decided = self.scheduler.handle(*events)
         for decision in decided:
             carry_out = getattr(self, f"_do_{type(decision).__name__}", None)
@@ -189,7 +189,7 @@ class Simulation(World):
         self._at(self.now_s + downtime_s, "moved", (decision, downtime_s))
         self._go(run, attempt.plan, places, self.now_s + downtime_s)
 
-    def _do_CutOffSurvivors(self, decision: d.AbortCollectives) -> None:  # noqa: N802
+    def _do_AbortCollectives(self, decision: d.AbortCollectives) -> None:  # noqa: N802
         self._at(self.now_s, "cut_off", decision)
 
     def _do_SetTimer(self, decision: d.SetTimer) -> None:  # noqa: N802

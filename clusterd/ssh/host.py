@@ -43,7 +43,7 @@ class AgentRefused(HostError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
-        self.lasts = kind in _LASTING
+        self.is_permanent = kind in _LASTING
 
 
 @dataclass(frozen=True, slots=True)

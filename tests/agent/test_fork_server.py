@@ -381,7 +381,7 @@ def test_what_is_lacking_for_a_moment_fails_no_job_for_good(
     monkeypatch.setattr(subprocess, "Popen", lacking)
     refused = refusal(tmp_path, "unused")
     assert os.strerror(number) in str(refused)
-    assert refused.lasts is lasts
+    assert refused.is_permanent is lasts
 
 
 @pytest.mark.parametrize(("number", "lasts"), [(errno.EAGAIN, False), (errno.EACCES, True)])
@@ -390,7 +390,7 @@ def test_nor_does_what_is_lacking_while_an_environment_is_loaded(tmp_path: Path,
     (tmp_path / "lacking.py").write_text(early)
     refused = refusal(tmp_path, "lacking")
     assert "ended at once: cannot start a thread" in str(refused)
-    assert refused.lasts is lasts
+    assert refused.is_permanent is lasts
 
 
 def refusal(tmp_path: Path, preload: str) -> AgentRefused:

@@ -55,7 +55,11 @@ class Describer:
                 pass  # HostDisconnected puts the question to another host
             except ClusterError as error:
                 event = e.ModelNotDescribed(
-                    at_s=time.time(), job=decision.job, why=str(error), is_infrastructure=True, is_permanent=error.lasts
+                    at_s=time.time(),
+                    job=decision.job,
+                    why=str(error),
+                    is_infrastructure=True,
+                    is_permanent=error.is_permanent,
                 )
             except Exception as error:
                 # Nobody would ask again: its model would be learned for ever.
