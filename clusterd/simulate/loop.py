@@ -49,8 +49,8 @@ class Simulation(World):
             self._advance(at_s)
             events: list[e.Event] = []
             while self._heap and self._heap[0][0] <= at_s:
-                _, _, kind, what = heapq.heappop(self._heap)
-                events += getattr(self, f"_when_{kind}")(what)
+                _, _, kind, payload = heapq.heappop(self._heap)
+                events += getattr(self, f"_when_{kind}")(payload)
             if events:
                 self._handle([*self._progress(), *events])
                 if self._going or any(kind != "timer" for _, _, kind, _ in self._heap):
