@@ -1,3 +1,3 @@
-"""A cluster manager for deep-learning labs that have SSH and nothing else."""
+"""Cluster manager for deep-learning jobs on hosts reached by SSH."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What `clusterd` and `python -m clusterd` run: nothing is imported before an interrupt can be caught."""
+"""Entry point of `clusterd` and `python -m clusterd`; imports nothing before it can catch an interrupt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """The command line. Interrupted while it is being imported, it ends as it does later: without a traceback."""
+    """Run the command line; an interrupt during its import exits without a traceback too."""
     try:
         from clusterd.cli.main import main as command_line
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""One situation in, one answer out: the scheduling policy for others' simulators and schedulers (docs/advise.md).
+"""Scheduling policy for other simulators and schedulers (docs/advise.md): one situation in, one answer out.
 
-Nothing is remembered between situations but what curves were computed from; a situation says all there is to know.
+Stateless: each situation describes hosts, jobs and step times completely.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DeviceIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class HostIn(msgspec.Struct, forbid_unknown_fields=True):
-    """A machine."""
+    """One host and its devices."""
 
     name: str
     devices: list[DeviceIn]
@@ -54,7 +54,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ConfigurationIn(msgspec.Struct, forbid_unknown_fields=True):
-    """A way to run a job, and how fast it is."""
+    """Plan on a device type and shape of allocation, with its step time."""
 
     plan: str
     type: str
@@ -65,7 +65,7 @@ class ConfigurationIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CurrentIn(msgspec.Struct, forbid_unknown_fields=True):
-    """How a job runs now."""
+    """Plan and devices that a job runs on now."""
 
     plan: str
     devices: list[str]  # by rank
@@ -73,7 +73,7 @@ class CurrentIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JobIn(msgspec.Struct, forbid_unknown_fields=True):
-    """A job that waits or runs."""
+    """Queued or running job."""
 
     id: str
     submitted_s: float
@@ -89,7 +89,7 @@ class JobIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Situation(msgspec.Struct, forbid_unknown_fields=True):
-    """All there is to know."""
+    """Input of one decision: hosts, jobs and the cost of a migration."""
 
     version: int
     time_s: Annotated[float, msgspec.Meta(ge=0)]
@@ -102,25 +102,25 @@ _decoder = msgspec.json.Decoder(Situation)
 
 
 def read(line: str | bytes) -> Situation:
-    """The situation of one line.
+    """Parse one line into a situation.
 
     Raises:
-        UsageError: it is none, with the place of what is wrong.
+        UsageError: it is not valid; names the field.
     """
     try:
         situation = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"no situation: {error} (docs/advise.md has the schema)") from None
+        raise UsageError(f"invalid situation: {error} (docs/advise.md has the schema)") from None
     if situation.version != VERSION:
         raise UsageError(f"version {situation.version} is not known: this is version {VERSION}")
-    for what, names in (("host", [h.name for h in situation.hosts]), ("job", [j.id for j in situation.jobs])):
+    for kind, names in (("host", [h.name for h in situation.hosts]), ("job", [j.id for j in situation.jobs])):
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise UsageError(f"{what} {twice[0]} is there twice: give each its own name")
+            raise UsageError(f"{kind} {twice[0]} is there twice: give each its own name")
     return situation
 
 
 def advise(situation: Situation, policy: Policy) -> dict[str, Any]:
-    """What the policy would have done.
+    """Decisions of the policy for one situation, one answer per job.
 
     Raises:
         UsageError: the situation contradicts itself.

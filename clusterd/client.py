@@ -1,4 +1,4 @@
-"""The daemon's socket from a program's side: blocking, and quick to import.
+"""Blocking client of the daemon's socket; quick to import.
 
 >>> with Client() as cluster:                                   # doctest: +SKIP
 ...     job = cluster.call("submit", spec=spec)["id"]
@@ -23,28 +23,28 @@ _CODES = {
 
 
 SELECT_MAX_S = 1e6
-"""The system's clock structures overflow far above it."""
+"""Upper limit of a `select` timeout; far above it the system's time structures overflow."""
 
 
 SILENCE_S = 10.0
-"""Without a word from the daemon; some calls take longer, so it is asked whether it is there still."""
+"""Wait for an answer before the client checks on a second connection that the daemon is alive."""
 
 STILL_THERE_S = 2.0
-"""In which a daemon that is neither stopped nor very busy has said that it is."""
+"""Timeout of that check; a daemon that is neither stopped nor very busy answers within it."""
 
 
-AT_ONCE = 256
-"""Calls without an answer; of more than twice as many the daemon reads no further before their answers are taken."""
+IN_FLIGHT_MAX = 256
+"""Pipelined calls without an answer; beyond twice as many the daemon stops reading until answers are taken."""
 
 
 class Client:
-    """One connection; requests one after another, or pipelined with `call_many`."""
+    """One connection to the daemon: requests one after another, or pipelined with `call_many`."""
 
     def __init__(self, path: Path | None = None, timeout_s: float | None = None) -> None:
         """Connect.
 
         Raises:
-            DaemonAbsent: nobody listens there, or we are not let in.
+            DaemonAbsent: no daemon listens there, or its socket refuses this user.
         """
         self.path = path or socket_path()
         self._socket = socket.socket(socket.AF_UNIX)
@@ -66,54 +66,58 @@ class Client:
         self._ids = itertools.count(1)
 
     def call(self, verb: str, *, meanwhile: str = "", **args: Any) -> Any:
-        """Ask, and wait for the answer; where that takes long, a daemon at work on it is said to be `meanwhile`.
+        """Send a request and wait for its answer.
+
+        Args:
+            meanwhile: warning to log when the answer takes longer than `SILENCE_S` and the daemon is alive.
 
         Raises:
-            ClusterError: the daemon refused, in its words; DaemonAbsent: it went away.
+            ClusterError: the daemon refused, with its message.
+            DaemonAbsent: the connection ended.
         """
         number = self._send(verb, args)
         if self._socket.gettimeout() is None and not self.ready(SILENCE_S):
-            self._remark_silence(meanwhile)
+            self._warn_of_silence(meanwhile)
         while True:
             message = self._receive()
             if message.get("id") == number:
                 return _answer(message)
 
-    def _remark_silence(self, meanwhile: str) -> None:
-        """Some verbs take minutes; a daemon that is stopped answers nobody."""
-        said = meanwhile
+    def _warn_of_silence(self, meanwhile: str) -> None:
+        """Log whether the daemon is still working on a call or does not answer at all."""
+        message = meanwhile
         try:
             with Client(self.path, STILL_THERE_S) as another:
                 another.call("hello")
         except errors.DaemonAbsent:
-            said = f"the daemon at {self.path} has not answered yet; is it stopped, or very busy?"
-        if said:
+            message = f"the daemon at {self.path} has not answered yet; is it stopped, or very busy?"
+        if message:
             import logging
 
-            logging.getLogger(__name__).warning("clusterd: %s", said)
+            logging.getLogger(__name__).warning("clusterd: %s", message)
 
     def call_many(self, verb: str, calls: Iterable[dict[str, Any]]) -> list[Any]:
-        """Ask all at once, or nearly, and wait for all answers, in the order of the calls.
+        """Pipeline the requests and return their answers in the order of the calls.
 
         Raises:
-            ClusterError: of the first that was refused, after all were answered.
+            ClusterError: the first refusal, raised after all answers arrived.
         """
         numbers: list[int] = []
         messages: dict[int, dict[str, Any]] = {}
 
-        def answered(most: int) -> None:
+        def take_answers(most: int) -> None:
             while len(numbers) - len(messages) > most:
                 message = self._receive()
                 messages[message["id"]] = message
 
         for args in calls:
-            answered(AT_ONCE - 1)
+            take_answers(IN_FLIGHT_MAX - 1)
             numbers.append(self._send(verb, args))
-        answered(0)
+        take_answers(0)
         return [_answer(messages[number]) for number in numbers]
 
     def stream(self, verb: str, **args: Any) -> Iterator[Any]:
-        """Ask, and give what comes until the daemon says it is all.
+        """Send a request and yield its items until the stream ends.
 
         Raises:
             ClusterError: as `call`.
@@ -153,7 +157,7 @@ class Client:
         return self._received.pop(0)
 
     def ready(self, timeout_s: float) -> bool:
-        """Whether an answer, or an item of a stream, is at hand or begins to arrive within `timeout_s`."""
+        """True if an answer or an item of a stream is available within `timeout_s`."""
         if self._received:
             return True
         import select
@@ -161,7 +165,7 @@ class Client:
         return bool(select.select([self._socket], [], [], min(timeout_s, SELECT_MAX_S))[0])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -172,10 +176,10 @@ class Client:
 
 
 def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
-    """A request as it goes over the socket.
+    """Encode a request for the socket.
 
     Raises:
-        UsageError: something in it cannot.
+        UsageError: a value cannot be encoded.
     """
     try:
         return protocol.encode({"id": number, "verb": verb, **args}, strict=True)
@@ -196,5 +200,5 @@ def _answer(message: dict[str, Any]) -> Any:
 
 
 def refusal(error: dict[str, Any]) -> errors.ClusterError:
-    """What the daemon refused, as it would be raised here."""
+    """Exception for an error message of the daemon."""
     return _CODES.get(error["exit_code"], errors.ClusterError)(error["message"])

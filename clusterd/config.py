@@ -1,6 +1,6 @@
-"""What is configured where: directories, the daemon's TOML file, and per-host options.
+"""Configuration of the daemon: directories, its TOML file and options of hosts.
 
-A value's order of precedence: flag, environment (``CLUSTERD_*``), the file given or found, default.
+Precedence of a value: flag, environment (``CLUSTERD_*``), the given or found file, default.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from clusterd.units import parse_duration_s, parse_size
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 TABLES = ("hosts", "tenants", "datasets", "notify")
-"""Settings with a table of their own in the file; the others stand in ``[daemon]``."""
+"""Settings with their own table in the file; all others belong to ``[daemon]``."""
 
 SPELLED = {"host_lost_after_s": "host_lost_after", "workdir_bytes_max": "workdir_max"}
-"""In the file, where a value may have a unit; the others are spelled as they are here."""
+"""Keys in the file of settings whose value may have a unit; all others have the field's name."""
 
 DEVICES_MAX = 1024
-"""Of a host: each is an object of its own, in memory and in the journal."""
+"""CPU devices of one host; each is an object in memory and in the journal."""
 
 CORES_MAX = 1 << 16
 
 SOCKET_PATH_BYTES_MAX = 100
-"""The kernel's limit is 108 bytes, with room for a suffix."""
+"""The kernel's limit is 108 bytes; the rest is reserved for a suffix."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """What an operator may say of one host: ``[hosts.NAME]``."""
+    """Options of one host: ``[hosts.NAME]``."""
 
     cpu_devices: int | None = None  # CPU devices to offer; default: 0 on a host with GPUs, else by cores
-    cores_per_device: int = 4  # of a CPU device, where their number is not given
-    agent_home: str | None = None  # where the agent keeps its state
+    cores_per_device: int = 4  # of a CPU device, if `cpu_devices` is not given
+    agent_home: str | None = None  # directory of the agent's state
 
 
-NEWS = ("job finished", "job failed", "job cancelled", "job queued again", "host lost", "host back")
+NOTIFICATIONS = ("job finished", "job failed", "job cancelled", "job queued again", "host lost", "host back")
 
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Whom to tell what: ``[notify]``."""
+    """Command to run on notifications: ``[notify]``."""
 
-    command: tuple[str, ...]  # an argv; each piece of news is a JSON object on its standard input
+    command: tuple[str, ...]  # argv; reads each notification as a JSON object from standard input
     on: tuple[str, ...]
 
 
@@ -61,39 +61,39 @@ class Config:
 
     state_dir: Path
     socket: Path
-    socket_group: str | None = None  # may connect besides the owner
-    operators: tuple[str, ...] = ()  # users who may act on everybody's jobs, besides the daemon's own
+    socket_group: str | None = None  # group that may connect besides the owner
+    operators: tuple[str, ...] = ()  # users that may act on all jobs, besides the daemon's own
     policy: str = "default"
     host_lost_after_s: float = 120.0
     workdir_bytes_max: int = 256 << 20
     ssh_config: str | None = None  # instead of ~/.ssh/config
     log_level: str = "info"
-    trials: bool = True  # jobs may take a few steps under other plans, to learn how fast they are
+    trials: bool = True  # jobs may run a few steps under other plans, to measure their speed
     hosts: Mapping[str, HostOptions] = field(default_factory=dict)
-    datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs; as in a job file
+    datasets: Mapping[str, str] = field(default_factory=dict)  # for all jobs, in the form of a job file
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     notify: Notify | None = None
 
 
 def python_path() -> str:
-    """Where a new interpreter finds this clusterd, also when it was unpacked from the one-file executable."""
+    """PYTHONPATH with which a new interpreter imports this clusterd, also one unpacked from the one-file executable."""
     here = str(Path(__file__).parent.parent)
     return os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
 
 
 def state_dir(system: bool = False) -> Path:
-    """Where the daemon keeps its journal."""
+    """Directory of the daemon's journal and files."""
     if given := os.environ.get("CLUSTERD_STATE_DIR"):
         return Path(given).absolute()
     if system:
         return Path("/var/lib/clusterd")
-    import platformdirs  # only where no environment variable says: the command line starts faster without
+    import platformdirs  # imported only if needed: the command line starts faster without
 
     return Path(platformdirs.user_state_dir("clusterd"))
 
 
 def socket_path(system: bool = False) -> Path:
-    """Where the daemon listens, and clients look."""
+    """Path of the daemon's socket."""
     if given := os.environ.get("CLUSTERD_SOCKET"):
         return Path(given).absolute()
     if given := os.environ.get("CLUSTERD_STATE_DIR"):
@@ -106,11 +106,11 @@ def socket_path(system: bool = False) -> Path:
 
 
 ENVIRONMENT = {"state_dir": ("CLUSTERD_STATE_DIR",), "socket": ("CLUSTERD_SOCKET", "CLUSTERD_STATE_DIR")}
-"""What goes before the file's word: it is said to clients too, which do not read the file."""
+"""Variables that override the file: clients read them too, but never the file."""
 
 
-def _place(daemon: Mapping[str, Any], key: str, file: Path | None) -> Path | None:
-    """Where the file says; a relative one begins where that lies: the daemon is started in another directory."""
+def _directory(daemon: Mapping[str, Any], key: str, file: Path | None) -> Path | None:
+    """Path under a key, None if a variable overrides it; a relative path is relative to the file."""
     value = _text(daemon, key)
     if value is None:
         return None
@@ -121,10 +121,10 @@ def _place(daemon: Mapping[str, Any], key: str, file: Path | None) -> Path | Non
 
 
 def load(file: Path | None = None, *, system: bool = False) -> Config:
-    """The daemon's settings from `file`, or from the usual place if there is one.
+    """Load the daemon's settings from `file`, else from the usual file if it exists.
 
     Raises:
-        ConfigError: unreadable, unknown keys, values that cannot be; names file and key.
+        ConfigError: unreadable, unknown keys or invalid values; names file and key.
     """
     chosen = file or usual_file(system)
     values = read_toml(chosen) if chosen else {}
@@ -133,7 +133,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     known = {SPELLED.get(f.name, f.name) for f in fields(Config)} - set(TABLES)
     check_keys(daemon, known, f"{where}: [daemon]")
     check_keys(values, {"daemon", *TABLES}, where)
-    from clusterd.submission.job_file import data_folders  # which reads files by this module's functions
+    from clusterd.submission.job_file import data_folders  # imports this module
 
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
     hosts: dict[str, HostOptions] = {}
@@ -144,8 +144,8 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     }
     try:
         made = Config(
-            state_dir=_place(daemon, "state_dir", chosen) or state_dir(system),
-            socket=_place(daemon, "socket", chosen) or socket_path(system),
+            state_dir=_directory(daemon, "state_dir", chosen) or state_dir(system),
+            socket=_directory(daemon, "socket", chosen) or socket_path(system),
             socket_group=_text(daemon, "socket_group"),
             operators=_names(daemon.get("operators", []), "operators"),
             policy=str(daemon.get("policy", "default")),
@@ -166,7 +166,7 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
             f"{where}: [daemon]: a path begins with the home of a user who has none: write it out"
         ) from None
     for key, value in (("host_lost_after", made.host_lost_after_s), ("workdir_max", made.workdir_bytes_max)):
-        if not 0 < value < 1 << 63:  # it goes over the wire
+        if not 0 < value < 1 << 63:  # sent over the wire
             raise ConfigError(f"{where}: [daemon]: {key} is {daemon[key]!r}; it must be above 0, and fit 64 bits")
     if len(os.fsencode(made.socket)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(
@@ -191,24 +191,24 @@ def _notify(table: Any, where: str) -> Notify:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {table!r}; it must be a table")
     check_keys(table, {f.name for f in fields(Notify)}, where)
-    command, on = table.get("command"), table.get("on", [kind for kind in NEWS if kind != "job cancelled"])
+    command, on = table.get("command"), table.get("on", [kind for kind in NOTIFICATIONS if kind != "job cancelled"])
     if (
         not isinstance(command, list)
         or not command
         or not command[0]
-        or not all(isinstance(word, str) and "\0" not in word for word in command)
+        or not all(isinstance(part, str) and "\0" not in part for part in command)
     ):
         raise ConfigError(f'{where}: command is {command!r}; it must be a command, as in ["notify-lab", "--chat"]')
-    if not isinstance(on, list) or not set(map(str, on)) <= set(NEWS):
-        raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NEWS)}")
+    if not isinstance(on, list) or not set(map(str, on)) <= set(NOTIFICATIONS):
+        raise ConfigError(f"{where}: on is {on!r}; it must be a list of some of {', '.join(NOTIFICATIONS)}")
     return Notify((os.path.expanduser(command[0]), *command[1:]), tuple(on))
 
 
 def host_options(table: Any, where: str) -> HostOptions:
-    """What is said of one host.
+    """Validate the options of one host.
 
     Raises:
-        ConfigError: it cannot be; names `where` and key.
+        ConfigError: an invalid value; names `where` and key.
     """
     if not isinstance(table, dict):
         raise ConfigError(f"{where} is {table!r}; it must be a table")
@@ -256,10 +256,10 @@ def _yes_or_no(value: Any, name: str) -> bool:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Parse a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or is no TOML; with line and column.
+        ConfigError: it cannot be read or is not TOML; names line and column.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -267,17 +267,17 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: is no text: give the path of a TOML file") from None
-    except ValueError as error:  # no TOML, or more digits than Python reads
+    except ValueError as error:  # not TOML, or a number with more digits than Python parses
         raise ConfigError(f"{file}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{file}: a value is nested too deeply") from None
 
 
 def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Refuse a key that means nothing, with the nearest that does.
+    """Refuse unknown keys and suggest the nearest known one.
 
     Raises:
-        ConfigError: naming key and place.
+        ConfigError: names the key and `where`.
     """
     names = sorted(known)
     for key in table:
@@ -295,7 +295,7 @@ def _table(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def usual_file(system: bool) -> Path | None:
-    """The file that is read where none is given, if there is one."""
+    """Path of the default configuration file; None if it does not exist."""
     if given := os.environ.get("CLUSTERD_CONFIG"):
         return Path(given)
     if system:
@@ -307,4 +307,4 @@ def usual_file(system: bool) -> Path | None:
     try:
         return usual if usual.exists() else None
     except OSError:
-        return usual  # closed to us: whoever reads it says so
+        return usual  # not permitted: reading it reports the error

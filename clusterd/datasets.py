@@ -1,4 +1,4 @@
-"""Data sets as folders of a host: what is at a path, and what is in a range of a file. For reading only.
+"""Data sets as folders of a host: list folders and read ranges of files, read-only.
 
 Runs on hosts: standard library only, Python 3.10.
 """
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Protocol
 
 UNREACHABLE = "data-away"
-"""What an agent calls an error that is `DataUnreachable`."""
+"""Kind of an agent's error reply that stands for `DataUnreachable`."""
 
 FREE_SHARE = 0.1
-"""Of a host's disk, that its cache leaves free: checkpoints need it more."""
+"""Part of a host's disk that the data cache leaves free for checkpoints."""
 
 
 class DataUnavailable(OSError):
-    """A data set, or a part of it, cannot be had; the message says which, from where, and why."""
+    """A data set or a part of it cannot be read; the message names it, the host and the cause."""
 
 
 class DataUnreachable(DataUnavailable):
-    """No host that has it answers; later one may."""
+    """No host that has the data answers now; one may answer later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +36,32 @@ class File:
 
 
 Folder = Mapping[str, File | None]
-"""What lies directly in a folder, by name; None: a folder."""
+"""Direct entries of a folder, by name; None marks a folder."""
 
 Found = File | Folder | None
-"""What is at a path; None: nothing."""
+"""Entry at a path; None if nothing is there."""
 
 
 class Source(Protocol):
-    """Reads data sets by name. Data sets have millions of files: nobody is told all of them."""
+    """Reader of data sets by name. Lists one folder at a time: a data set may have millions of files."""
 
     def look(self, dataset: str, path: str) -> Found:
-        """At a path within the data set, ``train/part-0.bin``; the data set itself is ``""``.
+        """Entry at a path within the data set, as ``train/part-0.bin``; ``""`` is the data set itself.
 
         Raises:
             DataUnavailable: there is no such data set.
         """
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
-        """Exactly these bytes of the file as it was found.
+        """Exactly these bytes of the given version of the file.
 
         Raises:
-            DataUnavailable: they cannot be had, or not any more.
+            DataUnavailable: they cannot be read, or the file changed.
         """
 
 
 class Folders:
-    """Data sets that lie on this host, each in a folder of its own. Links are followed, out of the folder too."""
+    """Data sets in folders of this host. Symbolic links are followed, out of the folder too."""
 
     def __init__(self, folders: Mapping[str, str | Path]) -> None:
         self._folders = {name: Path(folder) for name, folder in folders.items()}
@@ -70,23 +70,23 @@ class Folders:
         return dataset in self._folders and self._folders[dataset].is_dir()
 
     def look(self, dataset: str, path: str) -> Found:
-        """As it is now."""
+        """Entry at a path now, see `Source.look`."""
         if dataset not in self:
             raise DataUnavailable(f"no data set {dataset!r} on this host ({self._folders.get(dataset, 'no folder')})")
-        place = self._place(dataset, path)
+        location = self._path(dataset, path)
         try:
-            status = os.stat(place)
-            return _listed(place) if stat.S_ISDIR(status.st_mode) else _file(status)
+            status = os.stat(location)
+            return _entries(location) if stat.S_ISDIR(status.st_mode) else _file(status)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise DataUnavailable(f"{path or '.'} of data set {dataset!r} cannot be read: {error}") from error
 
     def read(self, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
-        """From the file, unless it is another one by now."""
-        place, parts = self._place(dataset, path), []
+        """Bytes of the file, see `Source.read`."""
+        location, parts = self._path(dataset, path), []
         try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            descriptor = os.open(location, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 if _file(os.fstat(descriptor)) != file:
                     raise DataUnavailable(f"{path} of data set {dataset!r} changed while it was read: open it again")
@@ -103,22 +103,22 @@ class Folders:
             raise DataUnavailable(f"{path} of data set {dataset!r} ends before byte {offset + length}")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _place(self, dataset: str, path: str) -> str:
+    def _path(self, dataset: str, path: str) -> str:
         if ".." in path.split("/") or "\0" in path:
             raise DataUnavailable(f"{path!r} is outside the data set {dataset!r}")
         return f"{self._folders[dataset]}/{path}"
 
 
 def _file(status: os.stat_result) -> File | None:
-    """None: a pipe, or another thing that has no size."""
+    """Size and version of a regular file; None for a pipe or device."""
     return File(status.st_size, f"{status.st_mtime_ns:x}") if stat.S_ISREG(status.st_mode) else None
 
 
-def _listed(place: str) -> dict[str, File | None]:
-    """Without links that lead back up: whoever walks the folders would go round for ever."""
+def _entries(folder: str) -> dict[str, File | None]:
+    """Entries of a folder, without links to its own parents: a walk would never end."""
     found: dict[str, File | None] = {}
-    real = os.path.realpath(place)
-    for entry in os.scandir(place):
+    real = os.path.realpath(folder)
+    for entry in os.scandir(folder):
         try:
             if not entry.is_dir():
                 file = _file(entry.stat())

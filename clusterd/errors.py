@@ -1,37 +1,37 @@
-"""What can go wrong, by whose fault it is.
+"""Errors meant for a user, by cause.
 
 ::
 
     ClusterError                exit 1
-    ├── UsageError              exit 2    the user's input: what, where, what to do
-    │   └── ConfigError                   a file of the user's: names file and key
-    ├── DaemonAbsent            exit 69   nobody answers on the socket
-    ├── TryLater                exit 75   right, but not now
-    ├── HostError                         a machine's fault, or its network's
+    ├── UsageError              exit 2    invalid input of the user
+    │   └── ConfigError                   an invalid file: names file and key
+    ├── DaemonAbsent            exit 69   no daemon answers on the socket
+    ├── TryLater                exit 75   valid, but not possible now
+    ├── HostError                         a failure of a host or its network
     │   ├── HostKeyChanged
     │   ├── HostKeyUnknown
     │   └── AgentLost
-    └── InvalidTransition                 our bug; carries the story
+    └── InvalidTransition                 a bug in clusterd
 """
 
 from __future__ import annotations
 
 
 class ClusterError(Exception):
-    """Root of all errors meant for a person; the message is complete and needs no traceback."""
+    """Base class of all errors meant for a user; the message is complete without a traceback."""
 
     exit_code = 1
-    is_permanent = False  # the same would be said again
+    is_permanent = False  # a retry would fail alike
 
 
 class UsageError(ClusterError):
-    """What the user asked for cannot be asked for."""
+    """The user's request is invalid."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A file of the user's says something that cannot be; the message names file and key."""
+    """A file of the user has an invalid value; the message names file and key."""
 
 
 class DaemonAbsent(ClusterError):
@@ -41,13 +41,13 @@ class DaemonAbsent(ClusterError):
 
 
 class TryLater(ClusterError):
-    """The request is right, but cannot be served now."""
+    """The request is valid, but cannot be served now."""
 
     exit_code = 75
 
 
 class HostError(ClusterError):
-    """A host, or the way to it, failed."""
+    """A host or the connection to it failed."""
 
 
 class HostKeyUnknown(HostError):
@@ -55,20 +55,20 @@ class HostKeyUnknown(HostError):
 
 
 class HostKeyChanged(HostError):
-    """The host shows another key than the known one."""
+    """The host presents a key other than the known one."""
 
 
 class AgentLost(HostError):
-    """The connection to a host's agent ended before the answer came."""
+    """The connection to a host's agent ended before the reply arrived."""
 
 
-def said_by(host: str, error: Exception) -> str:
-    """The words of a host's refusal, for where the host is named already."""
+def without_host(host: str, error: Exception) -> str:
+    """Message of a host's error without the leading host name."""
     return str(error).removeprefix(f"{host}: ")
 
 
 class NotStarted(HostError):
-    """A host could not start the ranks that it was asked for."""
+    """A host could not start the requested ranks."""
 
     def __init__(self, host: str, why: str) -> None:
         super().__init__(why)
@@ -76,4 +76,4 @@ class NotStarted(HostError):
 
 
 class InvalidTransition(ClusterError):
-    """A state machine was asked for a step it does not have: a bug of ours, with its story."""
+    """A state machine has no such transition: a bug in clusterd; the message holds the history."""

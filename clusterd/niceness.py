@@ -1,15 +1,15 @@
-"""Work that has time gives way to training, in agents and in ranks."""
+"""Scheduling priority of background threads in agents and ranks: below that of training."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-PATIENT = 10
-"""Niceness: a rank that is held up for a moment holds up all others of its job."""
+BACKGROUND_NICENESS = 10
+"""Positive, since a delayed rank delays all other ranks of its job."""
 
 
-def be_patient() -> None:
-    """The calling thread gives way to whoever else wants its core, until it ends."""
-    me = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, me, max(PATIENT, os.getpriority(os.PRIO_PROCESS, me)))
+def lower_priority() -> None:
+    """Lower the priority of the calling thread for the rest of its life."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))

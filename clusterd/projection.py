@@ -1,6 +1,6 @@
-"""Jobs, hosts and changes as plain rows: what clients see of the state, and all they see.
+"""Jobs, hosts and changes as plain rows: the only view of the state that clients get.
 
-The daemon sends them as they come; a recording keeps them, one JSON object a line, to be played again.
+The daemon sends them as changes occur; a recording stores them, one JSON object a line, for playback.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from clusterd.units import duration
 Row = dict[str, Any]
 
 _PASSWORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
-"""Words in names of variables whose values belong into ``[secrets]``."""
+"""Parts of names of variables whose values belong into ``[secrets]``."""
 
 
 def job_row(job: Job, state: State) -> Row:
-    """One line of `clusterd ls`."""
+    """Row of a job, as `clusterd ls` lists it."""
     last = job.attempts[-1] if job.attempts else None
     running = job.attempt
     return {
@@ -76,34 +76,34 @@ def job_row(job: Job, state: State) -> Row:
 
 
 def left_s(job: Job) -> float | None:
-    """Until the job is done, as fast as it trains now; None: it does not say how many steps it makes, or makes none."""
+    """Seconds to the end at the current speed; None if the number of steps or the speed is unknown."""
     steps = steps_left(job)
     return steps * job.step_time_s if steps is not None and job.step_time_s is not None else None
 
 
 def _away(job: Job, state: State) -> list[Host]:
-    """Hosts of a job that runs, or is being stopped, which do not answer."""
+    """Hosts of a running or stopping job that do not answer."""
     if job.attempt is None:
         return []
     return [host for name in job.attempt.hosts if (host := state.hosts[name]).state is not HostState.UP]
 
 
 def reason(job: Job, state: State) -> str:
-    """Why the job is where it is; for one that runs where nobody can look, that comes first."""
+    """Reason of the job's state; hosts of a running job that do not answer come first."""
     attempt, away = job.attempt, _away(job, state)
     if attempt is None or not away:
         return job.reason
-    said = " and ".join(_silence(host) for host in away)
+    silence = " and ".join(_silence(host) for host in away)
     until = [at_s for host in away if (at_s := state.timers.get(Timer(TimerKind.HOST_LOST, host.id))) is not None]
     until_at = f"if that lasts until {_clock(min(until))}, " if until else ""
     if attempt.state is AttemptState.STOPPING:
         then = f"; {until_at}it is over without an answer" if until else ""
-        return f"{said}: whether its ranks there have ended is not known{then}; {job.reason}"
+        return f"{silence}: whether its ranks there have ended is not known{then}; {job.reason}"
     recovers = attempt.migration is not None and attempt.migration.lost
     if recovers or all(host.state is HostState.LOST for host in away):
-        return f"{said}: the job goes on without it; {job.reason}"
+        return f"{silence}: the job goes on without it; {job.reason}"
     then = f"; {until_at}the job goes on without them" if until else ""
-    return f"{said}: its ranks there are presumed to go on{then}"
+    return f"{silence}: its ranks there are presumed to go on{then}"
 
 
 def _silence(host: Host) -> str:
@@ -111,12 +111,12 @@ def _silence(host: Host) -> str:
 
 
 def _clock(at_s: float) -> str:
-    """Time of day; rows are kept and shown for longer than a span of time would be right."""
+    """Time of day; rows are stored, and a relative time would become wrong."""
     return time.strftime("%H:%M:%S", time.localtime(at_s))
 
 
 def predicted_step_time_s(job: Job, state: State) -> float | None:
-    """What the performance model says of the plan that the job runs under, where it runs; None: it says nothing."""
+    """Predicted step time of the job's plan on its devices; None without a prediction."""
     attempt, table = job.attempt, state.performance_tables.get(job.model)
     if attempt is None or attempt.plan is None or table is None:
         return None
@@ -125,7 +125,7 @@ def predicted_step_time_s(job: Job, state: State) -> float | None:
 
 
 def migration_row(migration: Migration) -> Row:
-    """One move of a job: from, to, why, and what it cost."""
+    """Row of a migration: plans, reason and cost."""
     return {
         "number": migration.number,
         "from": str(migration.old_plan),
@@ -135,7 +135,7 @@ def migration_row(migration: Migration) -> Row:
         "started_s": migration.started_s,
         "ended_s": migration.ended_s,
         "step": migration.step,
-        "phases": [{"phase": name, "seconds": seconds, "what": what} for name, seconds, what in migration.phases],
+        "phases": [{"phase": name, "seconds": seconds, "what": detail} for name, seconds, detail in migration.phases],
         "network_bytes": migration.network_bytes,
         "local_bytes": migration.local_bytes,
         "downtime_s": migration.downtime_s,
@@ -145,7 +145,7 @@ def migration_row(migration: Migration) -> Row:
 
 
 def attempt_row(attempt: Attempt) -> Row:
-    """One attempt of `clusterd show`."""
+    """Row of an attempt, as `clusterd show` prints it."""
     return {
         "number": attempt.number,
         "generation": attempt.generation,
@@ -168,7 +168,7 @@ def attempt_row(attempt: Attempt) -> Row:
 
 
 def host_row(state: State, host: Host, link: Row | None = None) -> Row:
-    """One line of `clusterd host ls`; `link` is what the connection says of itself."""
+    """Row of a host, as `clusterd host ls` lists it; `link` describes its connection."""
     running = [a for a in state.attempts_on(host.id) if a.state is not AttemptState.ENDED]
     return {
         "name": host.id,
@@ -200,7 +200,7 @@ def host_row(state: State, host: Host, link: Row | None = None) -> Row:
 
 
 def may_still_run(state: State, host: Host) -> list[str]:
-    """Attempts that a host had when it was lost; nobody has heard from there since."""
+    """Attempts that ran on a host when it was lost, and whose end is unconfirmed."""
     if host.state is HostState.UP:
         return []
     given_up = (a for job in state.jobs.values() for a in job.attempts if host.id in a.unconfirmed_hosts)
@@ -208,25 +208,25 @@ def may_still_run(state: State, host: Host) -> list[str]:
 
 
 def unusable(job: Job, state: State, now_s: float) -> list[str]:
-    """Why nothing of the job can be placed on some of the hosts and devices that it may have, a line each."""
+    """Hosts and devices that the job may use but that are unusable now, one line with the reason each."""
     hosts = [host for host in state.hosts.values() if job.admits(host.id)]
-    said = [host.unusable for host in hosts if host.unusable]
+    reasons = [host.unusable for host in hosts if host.unusable]
     for host in hosts:
         for device, fault in host.faults.items():
             if fault.is_left_out:
                 left_s = max(state.timers.get(Timer(TimerKind.FAULT, device), 0.0) - now_s, 0.0)
                 again = f"clusterd host undrain {host.id} offers it again now"
-                said.append(f"{device} is left out for {duration(left_s)}: {fault.why}; {again}")
-    return said
+                reasons.append(f"{device} is left out for {duration(left_s)}: {fault.why}; {again}")
+    return reasons
 
 
 def decision_row(decision: Decision) -> Row:
-    """A decision as the journal and the socket show it."""
+    """Row of a decision, in the form of the journal."""
     return {"kind": type(decision).__name__, **msgspec.to_builtins(decision)}
 
 
 def event_row(event: Event) -> Row:
-    """An event; descriptions of models, which are long, are left out."""
+    """Row of an event, without the long description of a model."""
     row = {"kind": type(event).__name__, **msgspec.to_builtins(event)}
     row.pop("shape", None)
     if isinstance(event, JobSubmitted):
@@ -235,16 +235,16 @@ def event_row(event: Event) -> Row:
 
 
 def spec_row(spec: JobSpec) -> Row:
-    """A job as it was submitted; what looks like a password in its environment is not shown to everybody."""
+    """Row of a job's specification; values of variables that look like passwords are masked."""
     row: Row = msgspec.to_builtins(spec)
     for name in row["env"]:
-        if any(word in name.upper() for word in _PASSWORDS):
+        if any(part in name.upper() for part in _PASSWORDS):
             row["env"][name] = "***"
     return row
 
 
 def no_link(host: HostId) -> Row:
-    """Of a host that is reached by nobody: in a simulation, in the past."""
+    """Empty connection row: for hosts of a simulation or of a replayed journal."""
     return {}
 
 
@@ -255,13 +255,13 @@ def change_row(
     decisions: Iterable[Decision],
     link: Callable[[HostId], Row] = no_link,
 ) -> Row:
-    """One handled batch, with every job and host that it touched as they are now."""
+    """Row of a handled batch, with the current rows of every job and host that it changed."""
     events, decisions = list(events), list(decisions)
     touched: list[Any] = [*events, *decisions]
     jobs = {JobId(str(job)): None for item in touched if (job := getattr(item, "job", None))}
     hosts = {HostId(str(host)): None for item in touched if (host := getattr(item, "host", None))}
     for event in events:
-        if isinstance(event, HostConnected | HostDisconnected):  # the reasons of its jobs change with it
+        if isinstance(event, HostConnected | HostDisconnected):  # changes the reasons of its jobs too
             jobs.update({attempt.job: None for attempt in state.attempts_on(event.host)})
     for job in jobs:
         known = state.jobs.get(job)

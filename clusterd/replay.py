@@ -1,8 +1,8 @@
-"""Recordings: what `watch` would have told, one item a line, or made again out of a daemon's journal.
+"""Recordings: items of `watch`, one a line, read from a file or rebuilt from a daemon's journal.
 
-A recording begins with ``{"snapshot": ..., "number": N, "at_s": T}``; every further line is a change as
-`clusterd.projection.change_row` makes it. The journal holds every event since the daemon first started, and the
-scheduler is deterministic, so handling them again gives every state the cluster was in.
+A recording begins with ``{"snapshot": ..., "number": N, "at_s": T}``; every further line is a row of
+`clusterd.projection.change_row`. The journal holds every event since the daemon first started, and the scheduler is
+deterministic, so a replay yields every past state of the cluster.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ _SQLITE = b"SQLite format 3\x00"
 
 
 def recording(path: Path, policy: str = "default") -> Iterator[Item]:
-    """The items of a recording, of a journal, or of the journal in a state directory; `policy` is what decided there.
+    """Items of a recording, a journal, or the journal in a state directory.
+
+    Args:
+        policy: name of the policy that decided when the journal was written.
 
     Raises:
-        ClusterError: nothing there, no recording, or a journal that this version cannot replay.
+        ClusterError: no such file, not a recording, or a journal that this version cannot replay.
     """
     file = journal_file(path)
     try:
@@ -45,7 +48,7 @@ def recording(path: Path, policy: str = "default") -> Iterator[Item]:
 
 
 def journal_file(path: Path) -> Path:
-    """The journal that a path means: itself, or that of a state directory."""
+    """Path of the journal: the given file, or the one in the given state directory."""
     return path / JOURNAL if path.is_dir() else path
 
 
@@ -83,7 +86,7 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
             first = False
         try:
             decisions = scheduler.replay(batch)
-        except Exception as error:  # whatever it is, it is this version's scheduler that does not fit this journal
+        except Exception as error:  # any error means that this version's scheduler does not fit this journal
             raise ClusterError(
                 f"{file}: this version cannot replay event {batch.events[0].id} ({type(error).__name__}: {error}): "
                 f"was another policy than {policy!r} at work, or another version?"
@@ -94,12 +97,12 @@ def _from_journal(file: Path, policy: str) -> Iterator[Item]:
 
 
 def journal_batches(file: Path) -> Iterator[Batch]:
-    """Events of a journal, as they were handled together, with what was proposed then.
+    """Batches of events of a journal, with the policy's proposals.
 
-    Beside a daemon that may be writing: the file is never locked or changed.
+    Opens the file read-only and takes no lock, so a daemon may write at the same time.
 
     Raises:
-        ClusterError: it is no journal, or one of another version.
+        ClusterError: not a journal, or one of another version.
     """
     try:
         db = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)

@@ -1,6 +1,6 @@
-"""Values that cross boundaries: jobs, hosts, devices, ranks, and how they end.
+"""Value types of jobs, hosts, devices and ranks that cross package boundaries.
 
-All are frozen; units end names. What the scheduler keeps about them, and changes, is in `clusterd.core.state`.
+All are frozen; names end with units. The scheduler's mutable state is in `clusterd.core.state`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ DeviceId = NewType("DeviceId", str)
 
 
 TEMPLATE_NAMES = ("job", "dp", "tp", "pp", "zero", "accumulation", "devices", "hosts")
-"""What stands in braces in a checkpointable job's command, and is filled in when it starts."""
+"""Placeholders in braces in a checkpointable job's command, filled in at its start."""
 
 
 class JobKind(StrEnum):
-    """What clusterd may do with a job (more from top to bottom)."""
+    """Kind of a job; each allows more than the one above it."""
 
-    COMMAND = "command"  # run it; a black box
-    CHECKPOINTABLE = "checkpointable"  # ask it to save, start it again at another size
-    ELASTIC = "elastic"  # written with clusterd.train: any plan, live migration
+    COMMAND = "command"  # only run: a black box
+    CHECKPOINTABLE = "checkpointable"  # restarted from its checkpoint at another size
+    ELASTIC = "elastic"  # uses clusterd.train: any plan, live migration
 
 
 class JobState(StrEnum):
-    """Where a job stands; `clusterd.core.transitions` holds the steps between."""
+    """State of a job; `clusterd.core.transitions` has the allowed transitions."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -43,12 +43,12 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """The job is history: it holds nothing and nothing will change."""
+        """True if the job has ended, holds no resources and will not change."""
         return self in (JobState.FINISHED, JobState.FAILED, JobState.CANCELLED)
 
 
 class AttemptState(StrEnum):
-    """Where one run of a job stands."""
+    """State of one attempt."""
 
     LAUNCHING = "launching"
     RUNNING = "running"
@@ -57,66 +57,66 @@ class AttemptState(StrEnum):
 
 
 class HostState(StrEnum):
-    """What the daemon knows of a host right now."""
+    """State of a host, as known to the daemon."""
 
-    CONNECTING = "connecting"  # not heard of since the daemon started, or since it was added
+    CONNECTING = "connecting"  # no connection yet since the daemon started or the host was added
     UP = "up"
-    UNREACHABLE = "unreachable"  # was up; its ranks are presumed to go on
-    LOST = "lost"  # unreachable for too long: its ranks are given up
+    UNREACHABLE = "unreachable"  # was up; its ranks are presumed to run
+    LOST = "lost"  # unreachable for too long: its ranks are presumed dead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What a job asks for."""
+    """Resources that a job requests."""
 
     devices: int = 0
     kind: str | None = None  # "cuda", "cpu", or None: any
-    cpus: int = 0  # cores in all, beside what CPU devices are made of; 0: one per device, at least one
-    memory_bytes: int = 0  # host memory in all; 0: not limited
+    cpus: int = 0  # total cores beside those of CPU devices; 0: one per device, at least one
+    memory_bytes: int = 0  # total host memory; 0: unlimited
     plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()  # that a checkpointable job can run under, the best first
-    hosts: tuple[HostId, ...] = ()  # only these; empty: any
+    plans: tuple[Plan, ...] = ()  # of a checkpointable job, best first
+    hosts: tuple[HostId, ...] = ()  # allowed hosts; empty: any
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """What those who share a cluster have agreed on for one of them."""
+    """Quota and share of one tenant."""
 
-    quota: int | None = None  # devices that its jobs may hold at a time; None: all there are
-    share: float = 1.0  # of contended devices, beside the shares of the others that want some
+    quota: int | None = None  # devices that its jobs may hold at a time; None: unlimited
+    share: float = 1.0  # weight of its share of contended devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job as its user described it, complete: nothing is read again after the submit."""
+    """Complete specification of a job; nothing is read again after the submission."""
 
     name: str
     kind: JobKind = JobKind.COMMAND
     command: tuple[str, ...]
-    workdir: str | None = None  # where it was submitted from; what runs is the snapshot of it
+    workdir: str | None = None  # directory it was submitted from; the job runs in the packed copy
     snapshot: str | None = None  # sha256 of the workdir's content; None: run in `workdir` itself
     python: str | None = None  # interpreter or virtual environment, on the hosts
     env: dict[str, str] = field(default_factory=dict)
     datasets: dict[str, str] = field(default_factory=dict)  # by name: "HOST:/folder", or "/folder" on every host
-    secrets: tuple[str, ...] = ()  # names alone; values are kept apart from the journal
+    secrets: tuple[str, ...] = ()  # names only; values are not in the journal
     resources: Resources = field(default_factory=Resources)
     priority: int = 0
     guaranteed: bool = False
     tenant: str = "default"
     user: str = ""
-    after: tuple[JobId, ...] = ()  # jobs that must have finished before it starts; in a request, their names too
+    after: tuple[JobId, ...] = ()  # jobs that must finish before it starts; a request may give names
     time_limit_s: float | None = None
-    stall_s: float | None = None  # without a step, after which an elastic job starts again; None: never
-    grace_s: float = 30.0  # between being asked to end and being killed
-    retries: int = 0  # after failures of its own; lost hosts do not count
-    snapshot_every: int | None = None  # steps between copies of the state on a second host; 0: none; None: we choose
-    checkpoint_directory: str | None = None  # shared by its hosts, for checkpoints at the end and by the clock
+    stall_s: float | None = None  # time without a step before an elastic job is restarted; None: never
+    grace_s: float = 30.0  # between the stop request and the kill
+    retries: int = 0  # after the job's own failures; lost hosts do not count
+    snapshot_every: int | None = None  # steps between state snapshots on a second host; 0: none; None: automatic
+    checkpoint_directory: str | None = None  # shared by its hosts; for final and periodic checkpoints
     checkpoint_every_s: float | None = None
-    target_loss: float | None = None  # at which the job is done
-    trials: bool = True  # it may take a few steps under other plans, to learn how fast they are
+    target_loss: float | None = None  # ends the job when reached
+    trials: bool = True  # it may run a few steps under other plans, to measure their speed
 
     def checkpoint_path(self, job: str, which: str) -> str:
-        """One of the job's own directories below the one for checkpoints."""
+        """Path of one of the job's checkpoints below its checkpoint directory."""
         return f"{self.checkpoint_directory}/{self.name}-{job}/{which}"
 
 
@@ -131,13 +131,13 @@ class Device:
     name: str
     memory_bytes: int
     cores: tuple[int, ...] = ()  # of a CPU device
-    foreign: str = ""  # who else uses it, in words; not offered while it says so
-    exclusive: bool = False  # its driver lets in one process at a time
+    foreign: str = ""  # description of foreign processes on it; not allocated while set
+    exclusive: bool = False  # compute mode allows one process at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """One rank and the device it runs on."""
+    """Placement of one rank: its host and device."""
 
     rank: int
     host: HostId
@@ -146,16 +146,16 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnd:
-    """How a rank's process ended."""
+    """Exit of a rank's process."""
 
     reason: Reason
     exit_code: int | None = None
     signal: int | None = None
-    message: str = ""  # the rank's own words, where our training loop ended it
+    message: str = ""  # from the rank, if the training loop ended it
 
     @property
     def is_success(self) -> bool:
-        """It exited by itself, with 0: what was asked to stop, and did so in good order, is not done."""
+        """True if it exited by itself with 0; a rank that stopped on request has not finished."""
         return self.exit_code == 0 and self.reason is not Reason.STOPPED
 
     def __str__(self) -> str:
@@ -185,15 +185,15 @@ _ENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What an agent says of one rank."""
+    """Agent's report on one rank."""
 
     rank: int
-    end: RankEnd | None  # None: it runs
+    end: RankEnd | None  # None: it is running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptReport:
-    """What an agent says of its part of an attempt."""
+    """Agent's report on the ranks of an attempt on its host."""
 
     job: JobId
     attempt: int
@@ -203,14 +203,14 @@ class AttemptReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What a host is, as far as scheduling cares; the agent's full facts are kept for showing."""
+    """Facts of a host that the scheduler uses."""
 
     boot_id: str
     cpu_cores: int
     memory_bytes: int
-    address: str  # where other hosts reach it
-    interface: str = ""  # that has the address
-    link_mbit: int = 0  # its speed, as its driver says; 0: it does not
+    address: str  # under which other hosts reach it
+    interface: str = ""  # network interface with the address
+    link_mbit: int = 0  # reported by its driver; 0: unknown
     devices: tuple[Device, ...] = ()
 
 

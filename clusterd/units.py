@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parsing and formatting of sizes and durations."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of ``16GiB``, ``512 MB``, ``1024``.
+    """Parse a size into bytes: ``16GiB``, ``512 MB``, ``1024``.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: not a size.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return text
@@ -35,14 +35,14 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_duration_s(text: str | float) -> float:
-    """Seconds of ``90``, ``12h``, ``1h30m``, ``2d``.
+    """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2d``.
 
     Raises:
-        ValueError: it is no duration.
+        ValueError: not a duration.
     """
     if isinstance(text, int | float) and not isinstance(text, bool):
         return float(text)
-    if not isinstance(text, str):  # TOML has times of day, and means another thing by them
+    if not isinstance(text, str):  # TOML has times of day, which are not durations
         raise ValueError(f"{text} is no duration; write it as in 90s, 12h or 1h30m")
     parts = re.findall(r"([0-9.]+)\s*([smhd])", text)
     try:
@@ -54,7 +54,7 @@ def parse_duration_s(text: str | float) -> float:
 
 
 def size(count: float) -> str:
-    """``1.5 GiB``: short, for people."""
+    """Format bytes as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
@@ -63,7 +63,7 @@ def size(count: float) -> str:
 
 
 def fine(seconds: float) -> str:
-    """``38.2 ms``: three digits, for step times."""
+    """Format a step time with three digits: ``38.2 ms``."""
     for unit, one in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= one:
             return f"{seconds / one:.3g} {unit}"
@@ -71,7 +71,7 @@ def fine(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``1h30m``: the two largest units, for people."""
+    """Format a duration by its two largest units: ``1h30m``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 60:

@@ -1,1 +1,1 @@
-"""What a job's step costs under every plan on every allocation: measurements, model, fit, trials, curves, progress."""
+"""Performance model of training steps: measurements, model, fit, trials, curves, progress."""

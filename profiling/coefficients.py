@@ -260,7 +260,7 @@ HARDWARE: tuple[int, ...] = tuple(i for i, c in enumerate(ALL) if c.of == "hardw
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What is believed before measuring: mean and width of each logarithm, in the order of `NAMES`."""
+    """Belief before any measurement: mean and width of each logarithm, in the order of `NAMES`."""
 
     mean: Array
     width: Array

@@ -1,4 +1,4 @@
-"""How fast a job would go with more or less of each resource: what allocation decides by.
+"""Throughput curves of a job over each resource, on which allocation decides.
 
 A point is the best plan on one allocation. Envelopes are monotone: whoever is given more may leave it unused.
 """
@@ -42,7 +42,7 @@ class Curve:
     points: tuple[Point, ...]
 
     def at(self, amount: float) -> Point | None:
-        """What so much of the resource gives; None: nothing can run."""
+        """Best point within an amount of the resource; None if no plan can run."""
         return max((p for p in self.points if p.amount <= amount), key=lambda p: p.amount, default=None)
 
     def gain(self, amount: float) -> float:

@@ -1,4 +1,4 @@
-"""Which runs to try: those that teach most about the plans that matter, per second of device time.
+"""Design of trials: the most informative ones about relevant plans per second of device time.
 
 Greedy V-optimal: the next trial is the one whose measurement, under the model as it stands, most reduces the mean
 variance of the predictions that will be asked for; less a price per device-second, and per further host.
@@ -17,7 +17,7 @@ from profiling.model import Rows
 
 @dataclass(frozen=True, slots=True)
 class DesignOptions:
-    """What a trial may be, and what it costs."""
+    """Limits and prices of trials."""
 
     budget: int = 7  # trials
     most_hosts: int = 2
@@ -90,5 +90,5 @@ def _covariance(fit: Fit, targets: Rows, candidates: Rows) -> Array:
         means.append(log_s)
         weights.append(p.weight)
         inner += p.weight * (jacobian @ p.covariance @ jacobian.T)
-    apart = np.array(means) - np.average(means, axis=0, weights=weights)
-    return np.asarray(inner + (apart.T * np.array(weights)) @ apart)
+    deviation = np.array(means) - np.average(means, axis=0, weights=weights)
+    return np.asarray(inner + (deviation.T * np.array(weights)) @ deviation)

@@ -1,4 +1,4 @@
-"""How good the model is: trial runs picked from a table of measured step times, the rest of the table predicted.
+"""Evaluation of the performance model: pick trials from a table of step times, predict the other rows.
 
 The picker sees which plans on which allocations there are, never their times before it has chosen them; the fit sees
 the chosen rows' step times and nothing else. Models share nothing.
@@ -264,7 +264,7 @@ def leave_one_model_out(
 
 
 def met(name: str, value: float | None) -> bool | None:
-    """Whether a figure is what it should be; None where there is no aim or no figure."""
+    """True if a figure meets its aim; None without an aim or a figure."""
     if value is None or name not in AIMS or not math.isfinite(value):
         return None
     least, most = AIMS[name]

@@ -62,7 +62,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What measurements say about the coefficients."""
+    """Posterior of the coefficients after measurements."""
 
     posteriors: tuple[Posterior, ...]
     options: FitOptions
@@ -225,7 +225,7 @@ _ROUGH = (INDEX["compute_rate"], INDEX["network_rate"])
 
 
 def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Array:
-    """Where to start: the least bad of a grid over what is least known.
+    """Starting point: the best of a grid over the least known coefficients.
 
     From far off, a term that is too small to matter has no slope, and the fit would make others pay for it.
     """

@@ -1,4 +1,4 @@
-"""What devices there are, and on which shapes of allocation a job might run."""
+"""Device types of a cluster, and the shapes of allocation that a job may get."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _partitions(count: int, most: int | None = None) -> list[tuple[int, ...]]:
 
 
 def beliefs(kind: str) -> FitOptions:
-    """How far measurements and structure are trusted on a kind of device.
+    """Noise and misfit assumed for a kind of device.
 
     Ranks on CPU devices share caches, memory and often cores, which the structure does not know: what it foretold there
     was off by 15 to 25% where seven plans had been measured.

@@ -1,4 +1,4 @@
-"""What is known of one model on one type of device, and what it says: plans ranked, trials worth running."""
+"""Knowledge of one model on one type of device: ranked plans and trials worth running."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ class Knowledge:
         return self._memory[plan]
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a rank's memory is there."""
+        """True if the plan's largest rank fits in device memory."""
         return plan not in self.refused and self.memory(plan).device_bytes <= self.devices.memory_bytes * USABLE_SHARE
 
     def is_needless(self, plan: Plan) -> bool:
-        """Whether it saves memory that is there: the same plan without that never takes longer."""
+        """True if the plan saves memory needlessly: without that it fits and is never slower."""
         if plan.checkpointing and self.fits(replace(plan, checkpointing=False)):
             return True
         if plan.offload == "none":
             return False
-        kept = replace(plan, offload="none", zero=plan.zero if plan.dp > 1 else 0)
-        return self.fits(kept)
+        plain = replace(plan, offload="none", zero=plan.zero if plan.dp > 1 else 0)
+        return self.fits(plain)
 
     def row(self, plan: Plan, shape: Iterable[int], cores: int | None = None) -> Row:
         """For the performance model; with so many cores beside each device, by default its share of the host's."""
@@ -105,13 +105,13 @@ class Knowledge:
             by_shape.setdefault(shape, []).append(index)
         found: list[Ranked] = []
         for shape, indices in by_shape.items():
-            kept = 0
+            count = 0
             for i in sorted(indices, key=lambda i: float(prediction.median_s[i])):
                 plan = pairs[i][0]
                 special = plan in wanted
-                if (kept >= keep and not special) or not self.fits(plan) or (not special and self.is_needless(plan)):
+                if (count >= keep and not special) or not self.fits(plan) or (not special and self.is_needless(plan)):
                     continue
-                kept += not special
+                count += not special
                 found.append(
                     Ranked(
                         plan, shape, float(prediction.median_s[i]), float(low[i]), float(high[i]),
@@ -172,8 +172,8 @@ class Knowledge:
             return None
         choices = self.ranked(shapes, keep=_LISTED // max(len(shapes), 1))
         if beside is not None:
-            room = self.devices.memory_bytes * USABLE_SHARE - self.memory(beside).device_bytes
-            choices = [choice for choice in choices if choice.memory.device_bytes <= room]
+            free_bytes = self.devices.memory_bytes * USABLE_SHARE - self.memory(beside).device_bytes
+            choices = [choice for choice in choices if choice.memory.device_bytes <= free_bytes]
         if not choices:
             return None
         measured = {(o.row.plan, o.row.allocation.counts) for o in self.online.observations}
@@ -232,5 +232,5 @@ def rivals(choices: Sequence[Ranked]) -> list[Rival]:
 
 
 def workload_of(model: ModelShape) -> Workload:
-    """What the performance model needs to know of it."""
+    """Workload of a model, for the performance model."""
     return replace(Workload.from_shape(model), name="model")

@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What is not a number to fit, but a fact of the cluster, or one of a few possibilities of which data tells."""
+    """Discrete facts of the cluster, known or inferred among a few possibilities."""
 
     devices_per_card: int = 2  # devices that share a network card on a host
 

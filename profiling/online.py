@@ -19,7 +19,7 @@ SLACK_NOISES = 0.75
 """Deviations up to this are not summed up: they are what noise looks like."""
 STEPS = 20
 """Steps whose median makes one measurement: one step's time is mostly noise."""
-_KEPT = 200
+_OBSERVATIONS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,15 @@ class OnlineFit:
         cls, prior: Prior, observations: Sequence[Observation] = (), options: FitOptions = DEFAULT_FIT
     ) -> OnlineFit:
         """From trials, or from none."""
-        kept = tuple(observations)
-        return cls(prior, _fit(kept, prior, options), kept, options)
+        retained = tuple(observations)
+        return cls(prior, _fit(retained, prior, options), retained, options)
 
     def observe(self, *observations: Observation) -> OnlineFit:
         """With further trials."""
         return replace(
-            self, observations=(kept := self.observations + observations), fit=_fit(kept, self.prior, self.options)
+            self,
+            observations=(retained := self.observations + observations),
+            fit=_fit(retained, self.prior, self.options),
         )
 
     def update(self, row: Row, step_times_s: Sequence[float]) -> OnlineFit:
@@ -92,25 +94,25 @@ class OnlineFit:
         slower = max(0.0, self.slower + deviation - SLACK_NOISES)
         faster = max(0.0, self.faster - deviation - SLACK_NOISES)
         if max(slower, faster) < DRIFT_NOISES:
-            kept = (*self.observations, Observation(row, step_time_s, trial=False))[-_KEPT:]
+            retained = (*self.observations, Observation(row, step_time_s, trial=False))[-_OBSERVATIONS_MAX:]
             # A steady run says the same again and again: the fit follows at the 1st, 2nd, 4th, 8th ... time.
             again = len(same) & (len(same) - 1) == 0
-            fitted = _fit(kept, self.prior, self.options) if again else self.fit
-            return replace(self, observations=kept, fit=fitted, slower=slower, faster=faster)
+            fitted = _fit(retained, self.prior, self.options) if again else self.fit
+            return replace(self, observations=retained, fit=fitted, slower=slower, faster=faster)
         factor = step_time_s / usual_s
         scaled = tuple(replace(o, step_time_s=o.step_time_s * factor) for o in self.observations if o.row != row)
-        kept = (*scaled, Observation(row, step_time_s, trial=False))
-        word = "slower" if factor > 1 else "faster"
+        retained = (*scaled, Observation(row, step_time_s, trial=False))
+        change = "slower" if factor > 1 else "faster"
         return replace(
             self,
-            observations=kept,
-            fit=_fit(kept, self.prior, self.options),
+            observations=retained,
+            fit=_fit(retained, self.prior, self.options),
             slower=0.0,
             faster=0.0,
             drifts=self.drifts + 1,
             reasons=(
                 *self.reasons,
-                f"{row.plan} became {abs(factor - 1):.0%} {word}: from {usual_s:.4g} s a step to {step_time_s:.4g} s",
+                f"{row.plan} became {abs(factor - 1):.0%} {change}: from {usual_s:.4g} s a step to {step_time_s:.4g} s",
             ),
         )
 

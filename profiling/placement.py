@@ -1,4 +1,4 @@
-"""Where the ranks of a plan stand, and what that means for the traffic between them."""
+"""Placement of a plan's ranks, and the network traffic that follows from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What an allocation has of one host."""
+    """Part of an allocation on one host."""
 
     devices: int
     cores: int = 0  # CPU cores for the job there; 0: not known, taken as enough
@@ -72,7 +72,7 @@ class Allocation:
 
 
 class Traffic(NamedTuple):
-    """What of a plan's traffic goes over the network, by the placement alone."""
+    """Traffic of a plan that crosses the network, by placement alone."""
 
     tp_crosses: bool  # a tensor-parallel group spans hosts
     tp_flows: int  # groups sending through the busiest host's network, if they do

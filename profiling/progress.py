@@ -1,4 +1,4 @@
-"""How much longer a job will train, and whether that can be said at all (after AITurbo).
+"""Forecast of a job's remaining training, and its predictability (after AITurbo).
 
 The loss of stochastic gradient descent falls as ``loss(k) = 1 / (b0 k + b1) + b2`` (Optimus, section 3.1). A job is
 predictable when its owner has done this before (features at submission), or when the curve fitted on the older steps
@@ -110,7 +110,7 @@ def held_out_error(steps: Sequence[float], losses: Sequence[float]) -> float | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What is known of a job when it is submitted. Nothing that is only known afterwards."""
+    """Features of a job that are known when it is submitted."""
 
     submitted_before: bool = False  # by the same owner, with the same command
     steps: int = 0  # that it asks for; 0: not said
@@ -152,7 +152,7 @@ def probability_predictable(job: Submission) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Predictability:
-    """Whether a job's end can be foretold, and why it is thought so."""
+    """Predictability of a job's end, with the reason."""
 
     predictable: bool
     reason: str

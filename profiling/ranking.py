@@ -1,4 +1,4 @@
-"""What people are shown of a model's speed: its plans as rows, and its curves over each resource."""
+"""Display of a model's speed: its plans as rows, and its curves over each resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, what was learned from it, and what it foretells: in the terminal, and as one file to pass on."""
+"""Report of measurements, fitted coefficients and predictions, in the terminal and as one HTML file."""
 
 from __future__ import annotations
 

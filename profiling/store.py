@@ -56,7 +56,7 @@ class Measurement:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
         if self.kind == "measured" and not LEAST_S <= self.step_time_s <= MOST_S:
             raise ValueError(f"step_time_s is {self.step_time_s}; it must be {LEAST_S:g} to {MOST_S:g} seconds")
-        for what, value in (
+        for name, value in (
             ("steps", self.steps),
             ("device_peak_bytes", self.device_peak_bytes),
             ("host_peak_bytes", self.host_peak_bytes),
@@ -64,7 +64,7 @@ class Measurement:
             *self.phases,
         ):
             if not 0 <= value < _ENDLESS:
-                raise ValueError(f"{what} is {value}; it must be 0 or more, and have an end")
+                raise ValueError(f"{name} is {value}; it must be 0 or more, and have an end")
 
 
 class Store:
@@ -108,7 +108,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """What was added is on disk."""
+        """Close the store; all added measurements are on disk."""
         self._database.close()
 
     def add(self, *measurements: Measurement) -> None:
@@ -130,7 +130,7 @@ class Store:
             return [_unpack(values) for values in rows]
 
     def known(self) -> list[Key]:
-        """Of which there are measurements."""
+        """Keys that have measurements."""
         query = "SELECT DISTINCT signature, device_type, environment, link FROM measurements ORDER BY 1, 2, 3, 4"
         with closing(self._database.execute(query)) as rows:
             return [Key(*values) for values in rows]
@@ -144,7 +144,7 @@ class Store:
         return text.getvalue(), len(found)
 
     def add_csv(self, text: str, name: str) -> int:
-        """What `to_csv` gave, here or elsewhere; all of it or nothing. What is here already is not added again.
+        """Import the output of `to_csv`, all or nothing; known measurements are skipped.
 
         Args:
             name: of the file that it is from.

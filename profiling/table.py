@@ -30,7 +30,7 @@ class Measured:
 
     @property
     def hosts(self) -> int:
-        """That it ran on."""
+        """Number of hosts of the allocation."""
         return len(self.row.allocation.hosts)
 
 
@@ -93,20 +93,20 @@ def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
     def wrong(column: str, why: str) -> TableError:
         return TableError(f"{path}, line {line}, column {column}: {why}")
 
-    def number(column: str, least: float, most: float, what: str) -> float:
+    def number(column: str, least: float, most: float, hint: str) -> float:
         text = (values.get(column) or "").strip()
         try:
             value = float(text)
         except ValueError:
-            raise wrong(column, f"{text!r} is no number; {what}") from None
+            raise wrong(column, f"{text!r} is no number; {hint}") from None
         if not math.isfinite(value) or not least <= value <= most:
-            raise wrong(column, f"{text} is outside {least:g} to {most:g}; {what}")
+            raise wrong(column, f"{text} is outside {least:g} to {most:g}; {hint}")
         return value
 
-    def whole(column: str, least: int, most: int, what: str) -> int:
-        value = number(column, least, most, what)
+    def whole(column: str, least: int, most: int, hint: str) -> int:
+        value = number(column, least, most, hint)
         if value != int(value):
-            raise wrong(column, f"{value:g} is not whole; {what}")
+            raise wrong(column, f"{value:g} is not whole; {hint}")
         return int(value)
 
     if None in values:

@@ -1,4 +1,4 @@
-"""What of a job the performance model needs to know: sizes, and the work that one sample makes."""
+"""Workload of a job, for the performance model: sizes, and the work of one sample."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.notifications import Notifier
 from clusterd.daemon.process import notify_systemd, only_instance, set_up_log
-from clusterd.daemon.profiling.performance_models import Learned
+from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.daemon.profiling.profiler import Profiler
 from clusterd.daemon.settings import refuse_unknown
 from clusterd.daemon.storage.archive import Archive
@@ -132,7 +132,7 @@ class Daemon:
             )
             executor = Executor(engine, hosts, archive, timers, tasks, launches, describer, keeper)
 
-            learned = Learned(engine, config.state_dir / "measurements.db")
+            learned = PerformanceModels(engine, config.state_dir / "measurements.db")
             profiler = Profiler(engine, learned, trials=config.trials)
             hosts.reports.subscribe(Progress, profiler.on_progress)
             hosts.reports.subscribe(FromRank, profiler.on_rank_message)

@@ -1,4 +1,4 @@
-"""What no policy could beat, had it known everything from the start and moved jobs for nothing.
+"""Lower bounds that no policy can beat, even with full knowledge and free migrations.
 
 Time is cut into intervals. In each, a job spends shares of the time under its ways to run, and all jobs together use
 at most the devices there are: a linear programme, for which nothing has to be whole, on one host or in one piece. Of

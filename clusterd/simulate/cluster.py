@@ -54,7 +54,7 @@ class Cluster:
         return found
 
     def facts(self) -> dict[HostId, HostFacts]:
-        """What each host would report of itself."""
+        """Facts that each host would report."""
         found: dict[HostId, HostFacts] = {}
         for group in self.groups:
             for _ in range(group.hosts):

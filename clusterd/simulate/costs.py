@@ -1,4 +1,4 @@
-"""What starting, moving and stopping cost in the simulated cluster."""
+"""Costs of starts, migrations and restarts in the simulated cluster."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Costs:
 
     @property
     def prepare_s(self) -> float:
-        """In which the old ranks still train."""
+        """Time in which the target ranks start while the source ranks train."""
         return LIVE_PREPARE_S if self.move_s is None else 0.0
 
     def downtime_s(self, parameters: int, old: Side, new: Side) -> float:
-        """In which nobody trains.
+        """Time in which no rank trains.
 
         Replicas share the sending, so each old rank copies out its part of the state once; each new one copies in what
         it holds. A host fetches what it needs and has not: of the parts that it holds, as many are of use as of any.

@@ -1,4 +1,4 @@
-"""What can be wrong with what a simulation is given."""
+"""Errors in the input of a simulation."""
 
 from __future__ import annotations
 

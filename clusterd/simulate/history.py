@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 @dataclass(slots=True)
 class _Seen:
-    """What a replay collects on its way."""
+    """Data collected during a replay."""
 
     hosts: dict[HostId, HostFacts] = field(default_factory=dict)
     step_times_s: dict[str, dict[Key, list[float]]] = field(default_factory=dict)  # by model
@@ -87,8 +87,8 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
         if job.id not in ran:
             why = "without devices" if _has_run(job) else job.state.value
             left[why] = left.get(why, 0) + 1
-    kept = [job for job in ran.values() if job.state is JobState.FINISHED and job.ended_s is not None]
-    completion = tuple(job.ended_s - job.submitted_s for job in kept if job.ended_s is not None)
+    finished = [job for job in ran.values() if job.state is JobState.FINISHED and job.ended_s is not None]
+    completion = tuple(job.ended_s - job.submitted_s for job in finished if job.ended_s is not None)
     return History(_cluster(seen), Truth(models, "the journal"), Workload(tuple(arrivals), left), completion)
 
 
@@ -143,7 +143,7 @@ def _own_model(job: Job) -> str:
 
 
 def _held(job: Job, seen: _Seen) -> list[Device]:
-    """What its last attempt ran on, on hosts that may be gone by now."""
+    """Devices of its last attempt, on hosts that may be gone by now."""
     places = [rank.place for rank in job.attempts[-1].ranks.values()]
     known = {d.id: d for place in places if place.host in seen.hosts for d in seen.hosts[place.host].devices}
     return [known[place.device] for place in places if place.device in known]

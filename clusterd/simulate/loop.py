@@ -53,10 +53,10 @@ class Simulation(World):
             self._advance(at_s)
             events: list[e.Event] = []
             while self._heap and self._heap[0][0] <= at_s:
-                _, _, kind, what = heapq.heappop(self._heap)
-                events += getattr(self, f"_when_{kind}")(what)
+                _, _, kind, payload = heapq.heappop(self._heap)
+                events += getattr(self, f"_when_{kind}")(payload)
             if events:
-                self._tell([*self._progress(), *events])
+                self._handle([*self._progress(), *events])
                 if self._going or any(kind != "timer" for _, _, kind, _ in self._heap):
                     end_s, idle = at_s, 0
                 else:
@@ -87,7 +87,7 @@ class Simulation(World):
             e.SpeedLearned(**self._stamp(), model=model, table=table, why="trial runs")
             for model, table in self.performance_tables.items()
         ]
-        self._tell(first)
+        self._handle(first)
 
     def _advance(self, at_s: float) -> None:
         """Nothing happens until then: what holds devices keeps them, what waits goes on waiting."""
@@ -119,7 +119,7 @@ class Simulation(World):
                 )
         return events
 
-    def _tell(self, events: list[e.Event]) -> None:
+    def _handle(self, events: list[e.Event]) -> None:
         decided = self.scheduler.handle(*events)
         for decision in decided:
             if not isinstance(decision, NOT_SIMULATED):

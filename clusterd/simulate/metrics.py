@@ -30,7 +30,7 @@ def figures(result: Result) -> dict[str, Any]:
     )
     speeds = [alone / _completion_s(r, end_s) for r, alone in zip(runs, asked, strict=True)]
     promised = [(r, alone) for r, alone in zip(runs, asked, strict=True) if r.arrival.guaranteed]
-    kept = [r for r, alone in promised if _met(r, alone)]
+    met = [r for r, alone in promised if _met(r, alone)]
     makespan_s = end_s - result.started_s
     return {
         "jobs": len(runs),
@@ -47,7 +47,7 @@ def figures(result: Result) -> dict[str, Any]:
         "gpu_hours": result.device_s / 3600.0,
         "moves_per_job": statistics.fmean(r.moves + r.restarts for r in runs),
         "guaranteed": len(promised),
-        "guaranteed_met": len(kept) / len(promised) if promised else None,
+        "guaranteed_met": len(met) / len(promised) if promised else None,
         "rho_max": rho[-1],
         "rho_p95": _quantile(rho, 0.95),
         "rho_over_1_1": sum(x > 1.1 for x in rho) / len(rho),

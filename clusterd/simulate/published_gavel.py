@@ -42,9 +42,9 @@ class GavelFifo:
         self._now_s = float("-inf")
 
     def propose(self, view: View) -> Proposal:
-        """What this round decided, however often it is asked for within it."""
+        """Decision of this round; repeated calls within a round return the same."""
         jobs = {j.id: j for j in sorted([*view.queued, *view.running], key=lambda j: (j.submitted_s, len(j.id), j.id))}
-        candidates_cache = {name: self._menu(job, view) for name, job in jobs.items()}
+        candidates_cache = {name: self._candidates_of(job, view) for name, job in jobs.items()}
         if view.now_s != self._now_s:
             self._now_s = view.now_s
             self._credit(jobs, candidates_cache)
@@ -58,9 +58,13 @@ class GavelFifo:
         ]
         return apply_targets(view, wants, among=jobs.values(), others=f"{self.name}: others have had less of this type")
 
-    def _menu(self, job: Job, view: View) -> dict[str, Sequence[Estimate]]:
-        menu = self._candidates.of(job, view.performance_tables, PlanFreedom.ASKED)
-        return {kind: next(iter(sizes.values())) for kind, sizes in menu.sizes.items()} if menu is not None else {}
+    def _candidates_of(self, job: Job, view: View) -> dict[str, Sequence[Estimate]]:
+        candidates = self._candidates.of(job, view.performance_tables, PlanFreedom.ASKED)
+        return (
+            {kind: next(iter(sizes.values())) for kind, sizes in candidates.sizes.items()}
+            if candidates is not None
+            else {}
+        )
 
     def _credit(
         self, jobs: Mapping[JobId, Job], candidates_cache: Mapping[JobId, Mapping[str, Sequence[Estimate]]]
@@ -106,12 +110,12 @@ class GavelFifo:
         kinds = sorted(kind for kind, count in left.items() if count > 0)
         while waiting and kinds:
             name = waiting.pop(0)
-            room = [
+            fitting = [
                 kind for kind in kinds if left[kind] >= width(name) and (self.faults or kind in candidates_cache[name])
             ]
-            if not room:
+            if not fitting:
                 break
-            drawn = room[self._random.randrange(len(room))]
+            drawn = fitting[self._random.randrange(len(fitting))]
             kind = kinds[-1] if self.faults else drawn
             if kind in candidates_cache[name]:
                 self._types[name] = kind

@@ -21,7 +21,7 @@ from clusterd.types import Device, JobId
 
 
 class _MostFreeFirst:
-    """What a baseline wants, placed so."""
+    """Placement of a baseline's targets on the hosts with most free devices."""
 
     def __init__(self, baseline: Baseline, narrow_first: bool) -> None:
         self.baseline, self.narrow_first = baseline, narrow_first
@@ -30,7 +30,7 @@ class _MostFreeFirst:
         self._places: dict[JobId, tuple[Estimate, list[Device]]] = {}
 
     def propose(self, view: View) -> Proposal:
-        """What this round decided: first the devices are freed, then, at the same instant, taken."""
+        """Decision of this round: first the devices are freed, then, at the same instant, taken."""
         if view.now_s != self._now_s:
             self._now_s = view.now_s
             jobs = sorted(self.baseline.managed(view), key=lambda j: (j.submitted_s, len(j.id), j.id))

@@ -52,7 +52,7 @@ class Setting:
 
 
 def migrates(policy: str) -> bool:
-    """Whether the system of this name moves live state; the published ones stop and start again."""
+    """True if this policy migrates live; the published ones restart from a checkpoint."""
     return policy.partition("+")[0] == "default"
 
 
@@ -90,7 +90,7 @@ def simulate(setting: Setting, policy: str, on_batch: OnBatch | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is kept of a run."""
+    """Figures of a run."""
 
     policy: str
     figures: dict[str, Any]
@@ -130,13 +130,15 @@ def side_by_side(
 def believe(
     truth: Truth, is_oracle: bool, seed: int, models: Sequence[str], counts_only: bool = False
 ) -> dict[str, PerformanceTable]:
-    """What policies are told of each model.
+    """Performance tables that policies see, by model.
 
     Args:
         counts_only: of the truth no more than the step time by number of devices, on as few hosts as possible.
     """
-    told = {name: by_count(truth.models[name]) if counts_only else truth.models[name] for name in dict.fromkeys(models)}
-    return {name: oracle(one) if is_oracle else learned(one, seed) for name, one in told.items()}
+    known = {
+        name: by_count(truth.models[name]) if counts_only else truth.models[name] for name in dict.fromkeys(models)
+    }
+    return {name: oracle(one) if is_oracle else learned(one, seed) for name, one in known.items()}
 
 
 def faults(cluster: Cluster, per_host_day: float, repair_s: float, span_s: float, seed: int) -> list[Disturbance]:

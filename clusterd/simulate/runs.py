@@ -49,7 +49,7 @@ class Run:
 
 @dataclass(slots=True)
 class Result:
-    """What came of it."""
+    """Result of one simulated run."""
 
     policy: str
     runs: list[Run]

@@ -1,4 +1,4 @@
-"""How fast jobs truly run: step times by model, plan, device type and shape of allocation.
+"""True speed of jobs: step times by model, plan, device type and shape of allocation.
 
 Progress follows the truth. What it does not hold cannot be run, and is offered to no policy.
 """
@@ -63,7 +63,7 @@ class Truth:
 
     def on(self, sizes: Mapping[str, Sequence[int]]) -> Truth:
         """Only what can be placed on hosts with so many devices, by device type."""
-        kept: dict[str, ModelTruth] = {}
+        runnable: dict[str, ModelTruth] = {}
         hosts = {kind: sorted(counts, reverse=True) for kind, counts in sizes.items()}
         together = sorted((count for counts in sizes.values() for count in counts), reverse=True)
 
@@ -79,8 +79,8 @@ class Truth:
                     for k, t in model.step_times_s.items()
                     if k not in times and k[1] in hosts and holds(together, k[2])
                 }
-                kept[name] = replace(model, step_times_s=times, families=families, beyond=beyond)
-        return Truth(kept, self.source)
+                runnable[name] = replace(model, step_times_s=times, families=families, beyond=beyond)
+        return Truth(runnable, self.source)
 
 
 def by_count(model: ModelTruth) -> ModelTruth:
@@ -161,7 +161,7 @@ def _certain(times: Mapping[Key, float]) -> tuple[Estimate, ...]:
 
 
 def learned(model: ModelTruth, seed: int, trials: int = TRIALS) -> PerformanceTable:
-    """What the performance model predicts of every row after at most `trials` of them were run.
+    """Predictions of the performance model for every row after at most `trials` of them were run.
 
     A table that says more than single step times (`known`), or has no rows to pick trials from, is taken as it is.
     """

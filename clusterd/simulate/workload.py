@@ -1,4 +1,4 @@
-"""What is submitted when: the jobs of a simulation, and ways to press or stretch their arrivals."""
+"""Workload of a simulation: its jobs and their arrivals, and transformations of them."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def fit_to(
     Raises:
         InputError: it can run none of them.
     """
-    kept: list[Arrival] = []
+    retained: list[Arrival] = []
     left_out: dict[str, int] = {}
     replaced = 0
-    for one, wish in zip(arrivals, families, strict=True):
+    for one, requested in zip(arrivals, families, strict=True):
         model = truth.models.get(one.model)
         if model is None:
             left_out[one.model] = left_out.get(one.model, 0) + 1
@@ -162,8 +162,8 @@ def fit_to(
         if not sizes:
             sizes, device_type = sorted({sum(shape) for _, _, shape in model.step_times_s}), None
         devices = next((n for n in sizes if n >= one.devices), sizes[-1])
-        plan = _held(model, devices, device_type, wish)
-        if plan is None and wish is not None:
+        plan = _held(model, devices, device_type, requested)
+        if plan is None and requested is not None:
             best = model.best(devices, device_type)
             assert best is not None, "sizes come from the same table"
             plan = best[0][0]
@@ -171,14 +171,14 @@ def fit_to(
         elif devices != one.devices:
             replaced += 1
         cpus = -(-one.cpus * devices // one.devices)  # as many beside each
-        kept.append(replace(one, devices=devices, cpus=cpus, plan=plan, device_type=device_type))
-    if not kept:
+        retained.append(replace(one, devices=devices, cpus=cpus, plan=plan, device_type=device_type))
+    if not retained:
         raise InputError(
             f"{source}: none of its models ({', '.join(sorted(left_out)) or 'no jobs'}) is in {truth.source}: "
             "give the truth that belongs to it"
         )
-    kept.sort(key=lambda a: a.at_s)
-    return Workload(tuple(kept), left_out, replaced)
+    retained.sort(key=lambda a: a.at_s)
+    return Workload(tuple(retained), left_out, replaced)
 
 
 def until(workload: Workload, horizon_s: float) -> Workload:
@@ -187,21 +187,21 @@ def until(workload: Workload, horizon_s: float) -> Workload:
     Raises:
         InputError: none arrives before.
     """
-    kept = tuple(a for a in workload.arrivals if a.at_s <= horizon_s)
-    if not kept:
+    retained = tuple(a for a in workload.arrivals if a.at_s <= horizon_s)
+    if not retained:
         raise InputError(
             f"the first job arrives at {workload.arrivals[0].at_s:g} s, after the horizon: give a later one"
         )
-    return replace(workload, arrivals=kept)
+    return replace(workload, arrivals=retained)
 
 
-def _held(model: ModelTruth, devices: int, device_type: str | None, wish: str | Plan | None) -> Plan | None:
+def _held(model: ModelTruth, devices: int, device_type: str | None, requested: str | Plan | None) -> Plan | None:
     keys = [k for k in model.step_times_s if sum(k[2]) == devices and device_type in (None, k[1])]
-    if isinstance(wish, str):
-        family = set(model.families.get(wish, ()))
+    if isinstance(requested, str):
+        family = set(model.families.get(requested, ()))
         keys = [k for k in keys if k in family]
-    elif wish is not None:
-        keys = [k for k in keys if (k[0].dp, k[0].tp, k[0].pp) == (wish.dp, wish.tp, wish.pp)]
+    elif requested is not None:
+        keys = [k for k in keys if (k[0].dp, k[0].tp, k[0].pp) == (requested.dp, requested.tp, requested.pp)]
     else:
         return None
     # The shape on fewest hosts speaks for the plan; of several measurements of a family the first.

@@ -1,4 +1,4 @@
-"""What happens under the virtual clock, as the scheduler hears of it: arrivals, ends, moves that are over, faults.
+"""Events under the virtual clock: arrivals, ends, finished migrations, faults.
 
 What the daemon learns from agents, the scheduler learns here from arithmetic.
 
@@ -97,14 +97,14 @@ class World:
         self._ticks = False  # the end of this round is awaited
         self._deferred: dict[HostId, list[d.StopAttempt]] = {}
 
-    def _at(self, at_s: float, kind: str, what: Any) -> None:
+    def _at(self, at_s: float, kind: str, payload: Any) -> None:
         at_s = max(at_s, self.now_s)
         if at_s > self.now_s and kind != "done":
-            at_s = self._heard_s(at_s)
-        heapq.heappush(self._heap, (at_s, next(self._number), kind, what))
+            at_s = self._observed_s(at_s)
+        heapq.heappush(self._heap, (at_s, next(self._number), kind, payload))
 
-    def _heard_s(self, at_s: float) -> float:
-        """When the scheduler hears of what happens then: at the next round, where there are rounds."""
+    def _observed_s(self, at_s: float) -> float:
+        """Time at which the scheduler observes an event: the next round, if rounds are set."""
         return math.ceil(at_s / self.round_s - 1e-9) * self.round_s if self.round_s else at_s
 
     def _stamp(self) -> dict[str, Any]:
@@ -112,8 +112,8 @@ class World:
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def _when_arrival(self, what: tuple[JobId, Arrival]) -> list[e.Event]:
-        job, arrival = what
+    def _when_arrival(self, payload: tuple[JobId, Arrival]) -> list[e.Event]:
+        job, arrival = payload
         model = self.truth.models[arrival.model]
         self._named[arrival.name] = job
         self.runs[job] = Run(arrival, job, model, waited_s=self.now_s - arrival.at_s)
@@ -147,21 +147,23 @@ class World:
             }
         return self._shapes[model.name]
 
-    def _when_launched(self, what: d.LaunchAttempt) -> list[e.Event]:
-        if any(host in self.down for host in what.hosts):
+    def _when_launched(self, payload: d.LaunchAttempt) -> list[e.Event]:
+        if any(host in self.down for host in payload.hosts):
             return []
-        return [e.AttemptLaunched(**self._stamp(), job=what.job, attempt=what.attempt, generation=what.generation)]
+        return [
+            e.AttemptLaunched(**self._stamp(), job=payload.job, attempt=payload.attempt, generation=payload.generation)
+        ]
 
-    def _when_done(self, what: tuple[JobId, int]) -> list[e.Event]:
-        job, version = what
+    def _when_done(self, payload: tuple[JobId, int]) -> list[e.Event]:
+        job, version = payload
         run = self.runs[job]
         if run.version != version or self.scheduler.state.jobs[job].attempt is None:
             return []
         run.go_to(self.now_s)
         run.done, run.end_s, run.rate = float(run.arrival.steps), self.now_s, 0.0
         run.version += 1
-        if self._heard_s(self.now_s) > self.now_s:
-            self._at(self._heard_s(self.now_s), "ended", job)
+        if self._observed_s(self.now_s) > self.now_s:
+            self._at(self._observed_s(self.now_s), "ended", job)
             return []
         return self._when_ended(job)
 
@@ -178,67 +180,67 @@ class World:
             events += [e.AttemptStopped(**self._stamp(), **about, host=host, ranks=()) for host in attempt.hosts]
         return events
 
-    def _when_cut_off(self, what: d.AbortCollectives) -> list[e.Event]:
+    def _when_cut_off(self, payload: d.AbortCollectives) -> list[e.Event]:
         """Nobody's replicas stand in for what was lost with a host: after a fault all policies go on from snapshots."""
-        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
+        attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         if attempt is None:
             return []
-        which: dict[str, Any] = {"job": what.job, "attempt": what.attempt, "generation": what.generation}
+        which: dict[str, Any] = {"job": payload.job, "attempt": payload.attempt, "generation": payload.generation}
         return [
             e.RankExited(**self._stamp(), **which, host=rank.place.host, rank=number, end=RankEnd(reason=Reason.LOST))
             for number, rank in attempt.ranks.items()
-            if rank.place.host in what.hosts
+            if rank.place.host in payload.hosts
         ]
 
-    def _when_stopped(self, what: d.StopAttempt) -> list[e.Event]:
-        run = self.runs[what.job]
+    def _when_stopped(self, payload: d.StopAttempt) -> list[e.Event]:
+        run = self.runs[payload.job]
         events: list[e.Event] = []
-        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
+        attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         ends: tuple[RankReport, ...] = ()
         if attempt is not None and run.end_s is None:
-            here = [n for n, rank in attempt.ranks.items() if rank.place.host == what.host and rank.end is None]
+            here = [n for n, rank in attempt.ranks.items() if rank.place.host == payload.host and rank.end is None]
             ends = tuple(RankReport(rank=n, end=_STOPPED) for n in here)
             if attempt.outcome is not None and attempt.outcome.value == "preempted" and run.done > run.saved:
                 run.saved = run.done
                 events.append(
                     e.CheckpointTaken(
-                        **self._stamp(), job=what.job, attempt=what.attempt, step=int(run.done), path="simulated"
+                        **self._stamp(), job=payload.job, attempt=payload.attempt, step=int(run.done), path="simulated"
                     )
                 )
         events.append(
             e.AttemptStopped(
                 **self._stamp(),
-                job=what.job,
-                attempt=what.attempt,
-                generation=what.generation,
-                host=what.host,
+                job=payload.job,
+                attempt=payload.attempt,
+                generation=payload.generation,
+                host=payload.host,
                 ranks=ends,
             )
         )
         return events
 
-    def _when_verified(self, what: d.StartMigration) -> list[e.Event]:
-        attempt = self.scheduler.state.attempt(what.job, what.attempt, what.generation)
+    def _when_verified(self, payload: d.StartMigration) -> list[e.Event]:
+        attempt = self.scheduler.state.attempt(payload.job, payload.attempt, payload.generation)
         moving = attempt.migration if attempt is not None else None
-        if moving is None or moving.generation != what.new_generation:
+        if moving is None or moving.generation != payload.new_generation:
             return []
-        run = self.runs[what.job]
+        run = self.runs[payload.job]
         run.go_to(self.now_s)
         run.rate, run.version = 0.0, run.version + 1
         return [
             e.MigrationVerified(
                 **self._stamp(),
-                job=what.job,
-                attempt=what.attempt,
-                generation=what.new_generation,
+                job=payload.job,
+                attempt=payload.attempt,
+                generation=payload.new_generation,
                 step=int(run.done),
                 network_bytes=0,
                 local_bytes=0,
             )
         ]
 
-    def _when_moved(self, what: tuple[d.ResumeAttempt, float]) -> list[e.Event]:
-        start, downtime_s = what
+    def _when_moved(self, payload: tuple[d.ResumeAttempt, float]) -> list[e.Event]:
+        start, downtime_s = payload
         attempt = self.scheduler.state.attempt(start.job, start.attempt, start.generation)
         if attempt is None or self.scheduler.state.jobs[start.job].resuming is None:
             return []
@@ -252,7 +254,7 @@ class World:
             )
         ]
 
-    def _when_round(self, what: None) -> list[e.Event]:
+    def _when_round(self, payload: None) -> list[e.Event]:
         """A round is over: steps begun in it and not ended are not made."""
         for job in self._going:
             run = self.runs[job]
@@ -270,19 +272,19 @@ class World:
             self._ticks = True
             self._at(self.now_s + self.round_s, "round", None)
 
-    def _when_timer(self, what: tuple[e.Timer, float]) -> list[e.Event]:
-        timer, at_s = what
+    def _when_timer(self, payload: tuple[e.Timer, float]) -> list[e.Event]:
+        timer, at_s = payload
         if self.scheduler.state.timers.get(timer) != at_s:
             return []
         return [e.TimerFired(**self._stamp(), timer=timer)]
 
-    def _when_disturbance(self, what: Disturbance) -> list[e.Event]:
-        host = list(self.facts)[what.host]
-        if what.kind == "drain":
+    def _when_disturbance(self, payload: Disturbance) -> list[e.Event]:
+        host = list(self.facts)[payload.host]
+        if payload.kind == "drain":
             return [e.HostDrained(**self._stamp(), host=host, by="simulation")]
-        if what.kind == "undrain":
+        if payload.kind == "undrain":
             return [e.HostUndrained(**self._stamp(), host=host)]
-        if what.kind == "down":
+        if payload.kind == "down":
             self.down.add(host)
             for attempt in self.scheduler.state.attempts_on(host):
                 self._fall_back(self.runs[attempt.job])
@@ -320,7 +322,7 @@ class World:
         self._tick()
 
     def _foresee(self, run: Run) -> None:
-        """When it ends, if it goes on as it does."""
+        """Schedule the end of a run at its current rate."""
         run.version += 1
         left_s = (run.arrival.steps - run.done) / run.rate
         self._at(max(run.since_s, self.now_s) + left_s, "done", (run.job, run.version))

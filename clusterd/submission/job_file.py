@@ -1,4 +1,4 @@
-"""Job files and command lines into `JobSpec`: every mistake in one line that names file and key."""
+"""Parser of job files and command lines into `JobSpec`; an error is one line that names file and key."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _TYPES = {str: "text", int: "a whole number", bool: "true or false", list: "a li
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A job to submit: what goes into the journal, and the secrets that do not."""
+    """Job to submit: its specification, and its secrets, which never enter the journal."""
 
     spec: JobSpec
     secrets: dict[str, str]
 
 
 def read_job_file(file: Path) -> Request:
-    """The job a TOML file describes; its workdir is relative to the file.
+    """Read the job that a TOML file describes; its workdir is relative to the file.
 
     Raises:
-        ConfigError: naming file and key.
+        ConfigError: names file and key.
     """
     values = read_toml(file)
     where = str(file)
@@ -100,7 +100,7 @@ def _workdir(file: Path, given: str, where: str) -> str:
     try:
         return str((file.parent / os.path.expanduser(given)).resolve())
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a null byte
-        raise ConfigError(f"{where}: workdir is {given!r}, which is no path to a directory: {error}") from None
+        raise ConfigError(f"{where}: workdir is {given!r}, which is not a path to a directory: {error}") from None
 
 
 def command_line_job(
@@ -116,10 +116,10 @@ def command_line_job(
     hosts: Sequence[str] = (),
     after: Sequence[str] = (),
 ) -> Request:
-    """The job of ``clusterd run -- ARGV``.
+    """Build the job of ``clusterd run -- ARGV``.
 
     Raises:
-        UsageError: naming the option.
+        UsageError: names the option.
     """
     if not argv:
         raise UsageError("nothing to run: give the command after --, as in clusterd run --gpus 1 -- python train.py")
@@ -144,10 +144,10 @@ def command_line_job(
 
 
 def variables(given: Iterable[str]) -> dict[str, str]:
-    """Of ``NAME=VALUE``, and of ``NAME`` alone as it is here.
+    """Parse ``NAME=VALUE``, and ``NAME`` alone with its value in this environment.
 
     Raises:
-        UsageError: naming what is neither.
+        UsageError: names the invalid item.
     """
     pairs: dict[str, str] = {}
     for item in given:
@@ -166,12 +166,12 @@ def _here() -> str:
 
 
 def _default_name(argv: Sequence[str]) -> str:
-    """``train`` of ``python -u train.py --steps 5``: what a person would call it."""
-    words = [Path(word).stem for word in argv if not word.startswith("-")]
+    """Default name of a job: ``train`` for ``python -u train.py --steps 5``."""
+    stems = [Path(part).stem for part in argv if not part.startswith("-")]
     scripts = [
-        w for w, given in zip(words, (a for a in argv if not a.startswith("-")), strict=True) if given.endswith(".py")
+        w for w, given in zip(stems, (a for a in argv if not a.startswith("-")), strict=True) if given.endswith(".py")
     ]
-    chosen = (scripts or words or ["job"])[0]
+    chosen = (scripts or stems or ["job"])[0]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen).strip("-._")[:40] or "job"
     return f"job-{name}" if name.isdigit() else name
 
@@ -182,8 +182,8 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
     gpus, devices = get("gpus", int, None), get("devices", int, None)
     if gpus is not None and devices is not None:
         raise ConfigError(f"{where}: gpus and devices are both given; devices means any kind: give one of them")
-    wish = get("plan", object, None)
-    plan = _plan(wish, f"{where}: plan") if wish is not None else None
+    requested = get("plan", object, None)
+    plan = _plan(requested, f"{where}: plan") if requested is not None else None
     plans = tuple(_plan(given, f"{where}: plans") for given in get("plans", list, []))
     asked = gpus if gpus is not None else devices
     memory = get("memory", object, 0)
@@ -224,10 +224,10 @@ def _number(table: Mapping[str, Any], key: str, where: str) -> float | None:
 
 
 def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    """``NAME = "HOST:/folder"``, or ``"/folder"`` where every host has it; several places with commas.
+    """Validate data sets: ``NAME = "HOST:/folder"``, or ``"/folder"`` on every host; commas separate several.
 
     Raises:
-        ConfigError: naming the key.
+        ConfigError: names the key.
     """
     found = _text_table(table, where)
     for name, places in found.items():
@@ -240,7 +240,7 @@ def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
 
 
 def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Values of ``NAME = "env:VARIABLE"`` and ``NAME = "file:PATH"``; a bare value would be for all to read."""
+    """Read ``NAME = "env:VARIABLE"`` and ``NAME = "file:PATH"``; a bare value is refused: the file may be public."""
     found: dict[str, str] = {}
     for name, source in _text_table(table, where).items():
         kind, _, at = source.partition(":")
@@ -253,7 +253,7 @@ def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:
                 found[name] = Path(at).expanduser().read_text(encoding="utf-8").rstrip("\n")
             except OSError as error:
                 raise ConfigError(f"{where}: {name}: {at}: {error.strerror}") from None
-            except (ValueError, RuntimeError) as error:  # no text, a path with a null byte, or no such user's home
+            except (ValueError, RuntimeError) as error:  # not text, a null byte in the path, or an unknown user's home
                 raise ConfigError(f"{where}: {name}: {at!r} cannot be read as text: {error}") from None
         else:
             raise ConfigError(
@@ -289,10 +289,10 @@ class _Getter:
 
 
 def checked_name(name: str, where: str) -> str:
-    """The name, if a job may have it.
+    """Return a valid name of a job.
 
     Raises:
-        ConfigError: it may not; says `where` it was given.
+        ConfigError: an invalid name; names `where` it was given.
     """
     if re.fullmatch(r"[0-9]+", name):
         raise ConfigError(f"{where}: the name {name!r} would be taken for the id of a job: add a letter")

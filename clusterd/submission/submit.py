@@ -1,4 +1,4 @@
-"""Handing a job over: its description, and the content of its working directory as it is now."""
+"""Submission of a job to the daemon: its specification and its packed working directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 20
 def send(
     cluster: Client, request: Request, snapshot: bool = True, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Submit; a working directory that the daemon does not have yet is sent first, and `say` told of it.
+    """Submit a job; send its working directory first if the daemon lacks it, and report that to `say`.
 
     Raises:
         ClusterError: the daemon refused the job, or the directory cannot be packed.
@@ -29,7 +29,7 @@ def send(
 
 
 def hand_over(cluster: Client, request: Request) -> dict[str, Any]:
-    """Submit a job whose working directory, if it has one of its own, is with the daemon.
+    """Submit a job whose working directory, if any, the daemon already has.
 
     Raises:
         ClusterError: the daemon refused it.
@@ -39,7 +39,7 @@ def hand_over(cluster: Client, request: Request) -> dict[str, Any]:
 
 
 def plain(spec: JobSpec) -> dict[str, Any]:
-    """The job as it goes over the socket."""
+    """Encode a job for the socket."""
     import msgspec
 
     described: dict[str, Any] = msgspec.to_builtins(spec)
@@ -47,7 +47,7 @@ def plain(spec: JobSpec) -> dict[str, Any]:
 
 
 def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = lambda _: None) -> JobSpec:
-    """The job with the content of its working directory as it is now, which is sent to the daemon.
+    """Send the job's working directory to the daemon if needed; returns the job with its digest.
 
     Raises:
         ClusterError: the directory cannot be packed, or is too large.
@@ -70,13 +70,13 @@ def with_workdir(cluster: Client, spec: JobSpec, say: Callable[[str], None] = la
 
 
 def pack_workdir(cluster: Client, spec: JobSpec) -> Snapshot:
-    """The job's working directory as it would be sent to this daemon.
+    """Pack the job's working directory within the daemon's limit.
 
     Raises:
         ClusterError: it cannot be packed, or is too large.
     """
     limit = cluster.call("snapshot_has", digest="0" * 64)["bytes_max"]
-    # In a home directory it is below: each workdir sent would hold those before it.
+    # The state directory may lie in the workdir: each packed workdir would contain the earlier ones.
     state = Path(cluster.call("status")["state_dir"])
     assert spec.workdir is not None
     imports_ours = spec.kind is not JobKind.COMMAND

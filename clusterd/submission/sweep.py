@@ -1,4 +1,4 @@
-"""One job description for many: a job for every combination of some variables' values."""
+"""Parameter sweeps: one job for each combination of the values of some variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from clusterd.submission.job_file import NAME_LENGTH_MAX
 from clusterd.types import TEMPLATE_NAMES, JobSpec
 
 JOBS_MAX = 1000
-"""A slip of the keyboard is not to fill the queue."""
+"""Limit of one sweep, so that a typing error does not fill the queue."""
 
 
 def parse_sweep(given: Iterable[str]) -> dict[str, list[str]]:
-    """Values by variable, of ``LR=1e-3,3e-4`` and the like.
+    """Parse values by variable: ``LR=1e-3,3e-4``.
 
     Raises:
-        UsageError: naming what is no variable with values, is given twice, or makes too many jobs.
+        UsageError: invalid syntax, a duplicate, or too many jobs.
     """
     found: dict[str, list[str]] = {}
     for text in given:
@@ -41,7 +41,7 @@ def parse_sweep(given: Iterable[str]) -> dict[str, list[str]]:
 
 
 def swept(spec: JobSpec, values: Mapping[str, Sequence[str]]) -> list[JobSpec]:
-    """The job under every combination: in its environment, for ``{NAME}`` in its command, and in its name."""
+    """Jobs of all combinations, with the values in environment, name and ``{NAME}`` of the command."""
     if not values:
         return [spec]
     chosen = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
@@ -53,12 +53,12 @@ def swept(spec: JobSpec, values: Mapping[str, Sequence[str]]) -> list[JobSpec]:
         replace(
             spec,
             name=name,
-            command=tuple(_filled(word, each) for word in spec.command),
+            command=tuple(_filled(part, each) for part in spec.command),
             env={**spec.env, **each},
         )
         for name, each in zip(names, chosen, strict=True)
     ]
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), word)
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), text)

@@ -1,4 +1,4 @@
-"""A job's working directory as one immutable file: what was there at the submit is what runs, whenever it runs."""
+"""Packing of a job's working directory into one immutable archive, so that the job runs the submitted code."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ _ALWAYS_IGNORED = (
 GIT_TIMEOUT_S = 60.0
 
 OUR_PACKAGES = ("clusterd", "plans")
-"""Importable on every rank: a module of the same name in the workdir would hide ours."""
+"""Packages that ranks import; a module of the same name in the workdir would hide them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A packed workdir."""
+    """Packed workdir."""
 
-    digest: str  # sha256 of the archive; the same content always gives the same
+    digest: str  # sha256 of the archive; depends on the content only
     size_bytes: int
     files: int
     archive: IO[bytes]
 
 
 def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imports_ours: bool = True) -> Snapshot:
-    """Pack what git would track, or what `.clusterdignore` does not exclude; nothing of `leave_out` below it.
+    """Pack the files that git lists, or all files, except those that `.clusterdignore` or `leave_out` excludes.
 
     Args:
-        imports_ours: what runs there uses our modules, which a module of the same name would hide.
+        imports_ours: the job imports clusterd, which a module of the same name would hide.
     Raises:
-        UsageError: not a directory, too large (naming the largest files), or it would hide our own modules.
+        UsageError: not a directory, too large (names the largest files), or it would hide clusterd's modules.
     """
     refuse_missing(directory)
     for name in OUR_PACKAGES if imports_ours else ():
@@ -87,19 +87,19 @@ def pack(directory: Path, bytes_max: int, leave_out: Iterable[Path] = (), *, imp
 
 
 def refuse_missing(directory: Path) -> None:
-    """Refuse what is no directory, or no name that one can have.
+    """Refuse a path that is not an existing directory.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: no such directory.
     """
-    if not os.path.isdir(directory):  # Path.is_dir raises where the name is too long
+    if not os.path.isdir(directory):  # Path.is_dir raises if the name is too long
         raise UsageError(f"workdir {directory} is no directory: set workdir to where the job's code is")
 
 
 def _add(archive: tarfile.TarFile, directory: Path, file: str) -> bool:
-    """One file, with nothing in its header that is not content: times and owners would change the digest.
+    """Add a file without times and owners in its header: they would change the digest.
 
-    Returns: whether it is still there.
+    Returns: False if the file is gone.
     """
     path = directory / file
     info = tarfile.TarInfo(file)
@@ -126,10 +126,10 @@ def _size(path: Path) -> int:
 
 
 def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | None:
-    """Tracked and untracked but not ignored files, if the directory is in a git tree with git at hand.
+    """Files that git does not ignore; None if the directory is not in a git tree or git is not installed.
 
     Raises:
-        UsageError: git does not list them: without its .gitignore, data and secrets would go to the hosts.
+        UsageError: git fails: without its .gitignore, data and secrets would go to the hosts.
     """
     command = [
         "git",
@@ -146,23 +146,23 @@ def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | No
         done = subprocess.run(
             command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, check=False, timeout=GIT_TIMEOUT_S
         )
-    except (FileNotFoundError, PermissionError):  # no git: the latter where a folder of PATH is closed to us
+    except (FileNotFoundError, PermissionError):  # no git; the latter if a folder of PATH is not readable
         return None
     except subprocess.TimeoutExpired:
         raise UsageError(f"workdir {directory}: git has not listed it after {GIT_TIMEOUT_S:.0f} s: try again") from None
     if done.returncode:
-        said = " ".join(os.fsdecode(done.stderr).split())
-        if "not a git repository (or any" in said:  # with a path instead, .git is there and leads nowhere
+        message = " ".join(os.fsdecode(done.stderr).split())
+        if "not a git repository (or any" in message:  # with a path instead, .git exists and is broken
             return None
-        raise UsageError(f"workdir {directory}: git does not list its files: {said.removeprefix('fatal: ')}")
+        raise UsageError(f"workdir {directory}: git does not list its files: {message.removeprefix('fatal: ')}")
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     ignored = (*_patterns(directory), *left_out)
     found: list[str] = []
     for name in (n.rstrip("/") for n in names):
         path = directory / name
-        if name == "." or _is_ignored(name, ignored):  # "./" is all that git lists within a submodule without .git
+        if name == "." or _is_ignored(name, ignored):  # git lists only "./" within a submodule without .git
             continue
-        # A file deleted but not yet committed is listed and not there.
+        # git lists deleted files until the deletion is committed.
         if _is_packed(path):
             found.append(name)
         elif os.path.isdir(path):
@@ -171,7 +171,7 @@ def _from_git(directory: Path, left_out: tuple[str, ...] = ()) -> list[str] | No
 
 
 def _from_repository_within(directory: Path, name: str) -> list[str]:
-    """Files of a submodule, or of a clone that is no submodule: git lists either as a mere directory."""
+    """Files of a submodule or nested clone; git lists either only as a directory."""
     path = directory / name
     if os.path.lexists(path / ".git"):
         files = _from_git(path) or []
@@ -187,7 +187,7 @@ def _walk(directory: Path, left_out: tuple[str, ...] = ()) -> Iterator[str]:
     for parent, directories, files in os.walk(directory, onerror=_refuse_unreadable):
         relative = Path(parent).relative_to(directory)
         directories[:] = [d for d in directories if not _is_ignored((relative / d).as_posix(), ignored)]
-        # A link to a directory is listed as one, and not walked into: it goes as the link it is, as under git.
+        # os.walk lists a link to a directory but does not follow it: packed as a link, as under git.
         linked = [d for d in directories if os.path.islink(os.path.join(parent, d))]
         for file in (*linked, *files):
             name = (relative / file).as_posix()
@@ -196,7 +196,7 @@ def _walk(directory: Path, left_out: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _is_packed(path: Path) -> bool:
-    """A file, or a link, wherever that leads: its target may be somewhere that is closed to us."""
+    """True for a regular file or a link; the target of a link is not read."""
     try:
         mode = path.lstat().st_mode
     except OSError as error:
@@ -208,7 +208,7 @@ def _is_packed(path: Path) -> bool:
 def _refuse_unreadable(error: OSError) -> None:
     if isinstance(error, FileNotFoundError):
         return  # removed since its parent was listed
-    # Left out without a word, it would be missed only on the host.
+    # Left out silently, it would be missing only on the host.
     raise UsageError(
         f"workdir: {error.filename} cannot be read: {error.strerror}: make it readable, or exclude it in {IGNORE_FILE}"
     )
@@ -219,17 +219,17 @@ def _patterns(directory: Path) -> tuple[str, ...]:
     if not os.path.lexists(file):
         return ()
     try:
-        if not file.is_file():  # a FIFO would be waited for, for ever
+        if not file.is_file():  # reading a FIFO would block forever
             raise OSError(0, "it is no file")
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, RuntimeError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise UsageError(f"{file} cannot be read: {said}: make it a text file of patterns, or remove it") from None
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise UsageError(f"{file} cannot be read: {why}: make it a text file of patterns, or remove it") from None
     return tuple(line.rstrip("/") for line in lines if line and not line.startswith("#"))
 
 
 def _patterns_of(directory: Path, paths: Iterable[Path]) -> tuple[str, ...]:
-    """What excludes those paths that lie below the directory: one that is it, or holds it, is its user's choice."""
+    """Patterns that exclude the given paths below the directory; the directory itself and its parents are ignored."""
     here = directory.resolve()
     below = [path.relative_to(here).as_posix() for path in (p.resolve() for p in paths) if here in path.parents]
     # The slash in front keeps a pattern of one word from matching folders of that name further down.

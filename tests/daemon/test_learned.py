@@ -12,7 +12,7 @@ import pytest
 
 from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.profiling.performance_models import Learned, _enough_cores
+from clusterd.daemon.profiling.performance_models import PerformanceModels, _enough_cores
 from plans.memory import MemoryEstimate
 from plans.plan import Plan
 from profiling.coefficients import INDEX
@@ -34,8 +34,8 @@ def test_what_is_imported_while_the_store_is_read_is_not_missed(
     engine = SimpleNamespace(
         journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
     )
-    learned = Learned(cast(Engine, engine), store)
-    read = learned._remembered
+    learned = PerformanceModels(cast(Engine, engine), store)
+    read = learned._load
 
     def slowly(*wanted: Any) -> Any:
         found = read(*wanted)
@@ -46,7 +46,7 @@ def test_what_is_imported_while_the_store_is_read_is_not_missed(
             learned.forget()
         return found
 
-    monkeypatch.setattr(learned, "_remembered", slowly)
+    monkeypatch.setattr(learned, "_load", slowly)
 
     async def ask() -> int:
         return len((await learned._on("net", gpt(), DEVICES)).online.observations)
@@ -83,7 +83,7 @@ def test_what_one_model_shows_of_the_links_is_believed_of_the_next(tmp_path: Pat
         for plan, counts, seconds in ((Plan(dp=4), (4,), 1.0), (Plan(dp=8), (4, 4), 2.0), (Plan(dp=2), (1, 1), 4.0)):
             row = Row(large, plan, Allocation.of(counts, device_type="x"))
             kept.add(Measurement(Key("first", "x", "", ""), row, seconds))
-    learned = Learned(cast(Engine, engine), store)
+    learned = PerformanceModels(cast(Engine, engine), store)
 
     async def ask() -> tuple[Knowledge, Knowledge]:
         return await learned._on("first", gpt(), devices), await learned._on("second", gpt(), devices)

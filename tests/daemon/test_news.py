@@ -77,7 +77,7 @@ def test_a_command_that_does_not_work_harms_nothing(
 ) -> None:
     monkeypatch.setattr(notifications, "PATIENCE_S", 0.1)
     host = Host(HostId("gpu01"), HostState.LOST, why="x" * 1_000_000)  # more than a pipe takes
-    notifier = Notifier(config.Notify(command, config.NEWS), State(hosts={host.id: host}))
+    notifier = Notifier(config.Notify(command, config.NOTIFICATIONS), State(hosts={host.id: host}))
     notifier.handled([])
     anyio.run(notifier.deliver)
     assert ("it was to tell that gpu01 is lost" in caplog.text) == (command != ("true",))
@@ -86,7 +86,7 @@ def test_a_command_that_does_not_work_harms_nothing(
 def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
     heard = tmp_path / "heard"
     host = Host(HostId("gpu01"), HostState.UP)
-    notifier = Notifier(config.Notify(("tee", "-a", str(heard)), config.NEWS), State(hosts={host.id: host}))
+    notifier = Notifier(config.Notify(("tee", "-a", str(heard)), config.NOTIFICATIONS), State(hosts={host.id: host}))
     for state in (HostState.UNREACHABLE, HostState.LOST, HostState.CONNECTING, HostState.UP):
         host.go(state, 0.0, "no answer" if state is HostState.LOST else "")
         notifier.handled([])

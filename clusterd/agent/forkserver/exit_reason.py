@@ -8,7 +8,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from clusterd.protocol.exit_reasons import EXIT_CODES, Reason
+from clusterd.exit_reasons import EXIT_CODES, Reason
 
 EXIT_NO_TORCH = next(code for code, reason in EXIT_CODES.items() if reason is Reason.NO_TORCH)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.tensors.segments import Segment, Store
-from clusterd.niceness import be_patient
+from clusterd.niceness import lower_priority
 
 CHUNK_BYTES = 4 << 20
 PUBLISH_TIMEOUT_S = 600.0
@@ -105,7 +105,7 @@ class SliceServer:
             connection.sendall(protocol.encode({"error": f"segment {segment.name} has no such range"}))
             return
         if request.get("patient"):
-            be_patient()
+            lower_priority()
         connection.sendall(protocol.encode({"meta": segment.meta, "bytes": sum(n for _, n in ranges)}))
         _send_ranges(connection, segment, ranges)
 

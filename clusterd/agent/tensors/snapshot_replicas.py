@@ -15,7 +15,7 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
 from clusterd.agent.threads import in_thread
-from clusterd.niceness import be_patient
+from clusterd.niceness import lower_priority
 
 Message = dict[str, Any]
 
@@ -92,7 +92,7 @@ class SnapshotReplicas:
         request = ((str(host), int(port)), str(message["token"]), group, name, [(0, segment.size)], segment, 0)
 
         def bring() -> Message:
-            be_patient()
+            lower_priority()
             return fetch(*request, lambda: segment.dropped, patient=True)
 
         try:

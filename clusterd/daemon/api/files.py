@@ -11,7 +11,7 @@ from clusterd.daemon.api.retention import hosts_of
 from clusterd.daemon.api.server import Peer, Streaming, Verb
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
-from clusterd.errors import AgentLost, ClusterError, TryLater, said_by
+from clusterd.errors import AgentLost, ClusterError, TryLater, without_host
 from clusterd.ssh.host import AgentRefused
 from clusterd.types import HostId, HostState
 
@@ -53,7 +53,7 @@ class FileVerbs:
                     )
                 except ClusterError as error:
                     if not (isinstance(error, AgentRefused) and error.kind == "unknown"):  # it was never launched there
-                        left[host] = said_by(host, error)
+                        left[host] = without_host(host, error)
                     continue
                 more += int(answer["more"])
                 for file in answer["files"]:

@@ -37,7 +37,7 @@ BLINK_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a job's logs were read: all of what came before this generation, and so many bytes of each log of it."""
+    """Read position in a job's logs: all earlier generations, and an offset in each log of this one."""
 
     attempt: int
     generation: int
@@ -46,7 +46,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What of each attempt's logs."""
+    """Selection of an attempt's logs to read."""
 
     rank: int | None
     follow: bool
@@ -107,12 +107,12 @@ class JobLogs:
                 yield piece
             if wanted.is_last:
                 return
-            told = False
+            is_reported = False
             while known.attempts[-1].number == current.number:  # over, and the next one not begun
                 if _is_over(known):
                     return
-                if known.state is JobState.QUEUED and not told:
-                    told = True
+                if known.state is JobState.QUEUED and not is_reported:
+                    is_reported = True
                     yield {
                         "offset": 0,
                         **last,
@@ -157,7 +157,7 @@ class JobLogs:
         silent: dict[HostId, float] = {}  # since when; infinity: that is told
         while True:
             # Looked up before reading: nothing comes after it.
-            is_over = attempt.state is AttemptState.ENDED or self._is_kept(job, attempt, generation, at)
+            is_over = attempt.state is AttemptState.ENDED or self._is_archived(job, attempt, generation, at)
             grew, unknown = False, 0
             for number in at:
                 try:
@@ -180,8 +180,8 @@ class JobLogs:
             if not grew:
                 nothing = unknown == len(at) and generation == attempt.generation
                 if nothing and wanted.is_last and attempt.state is AttemptState.ENDED:
-                    said = "it never started, or was forgotten"
-                    raise ClusterError(f"attempt {attempt.number} of job {job.id} ({job.spec.name}) has no log: {said}")
+                    why = "it never started, or was forgotten"
+                    raise ClusterError(f"attempt {attempt.number} of job {job.id} ({job.spec.name}) has no log: {why}")
                 if is_over or not wanted.follow:
                     return
                 await anyio.sleep(POLL_S)
@@ -190,10 +190,10 @@ class JobLogs:
         """The offset of a log's last so many bytes; 0 where nobody knows its size now."""
         if last_bytes is None:
             return 0
-        kept = self._archive.log_file(job.id, attempt.number, generation, rank)
+        archived = self._archive.log_file(job.id, attempt.number, generation, rank)
         which: dict[str, Any] = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
-        if kept.exists():
-            whole = self._archive.log_begins_at(job.id, attempt.number, generation, rank) + kept.stat().st_size
+        if archived.exists():
+            whole = self._archive.log_begins_at(job.id, attempt.number, generation, rank) + archived.stat().st_size
         else:
             host = _hosts_of(attempt, generation)[rank]
             try:
@@ -204,38 +204,38 @@ class JobLogs:
         return max(whole - last_bytes, 0)
 
     def _is_away(self, host: HostId, silent: dict[HostId, float]) -> bool:
-        """Whether it is to be told now that the host does not answer: once, and not of a blink."""
+        """True once per outage of a host, after it has not answered for `BLINK_S`."""
         known, now_s = self._engine.scheduler.state.hosts.get(host), time.monotonic()
         if known is None or known.state is HostState.UP or now_s - silent.setdefault(host, now_s) < BLINK_S:
             return False
         silent[host] = math.inf
         return True
 
-    def _is_kept(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
+    def _is_archived(self, job: Job, attempt: Attempt, generation: int, ranks: Iterable[int]) -> bool:
         return all(self._archive.log_file(job.id, attempt.number, generation, rank).exists() for rank in ranks)
 
     async def _read(self, job: Job, attempt: Attempt, generation: int, rank: int, offset: int) -> dict[str, Any]:
-        kept = self._archive.log_file(job.id, attempt.number, generation, rank)
+        archived = self._archive.log_file(job.id, attempt.number, generation, rank)
         which = {"job": job.id, "attempt": attempt.number, "generation": generation, "rank": rank}
         host = _hosts_of(attempt, generation)[rank]
-        if not kept.exists():
+        if not archived.exists():
             try:
                 return await self._pull(host, "logs", offset, which)
             except AgentLost:
                 tail = self._archive.tail(job.id, attempt.number, generation, rank)
                 if tail is None:
                     raise
-                return _last_words(host, tail, offset)
+                return _log_tail(host, tail, offset)
         begin = self._archive.log_begins_at(job.id, attempt.number, generation, rank)
         if offset >= begin:
-            return await _read_file(kept, offset, begin)
+            return await _read_file(archived, offset, begin)
         try:
             answer = await self._pull(host, "logs", offset, which)
         except ClusterError:
             answer = {"data": b""}
         if answer["data"]:
             return answer
-        rest = await _read_file(kept, begin, begin)
+        rest = await _read_file(archived, begin, begin)
         return {**rest, "data": _missing(host, begin - offset) + rest["data"]}
 
     async def _pull(self, host: HostId, verb: str, offset: int, which: dict[str, Any]) -> dict[str, Any]:
@@ -251,32 +251,32 @@ class JobLogs:
         return {"data": answer["data"], "offset": answer["offset"]}
 
     async def _description(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        kept = self._archive.log_file(job.id, 0, 1, 0)
-        if kept.exists():
-            yield {"attempt": 0, "generation": 1, "rank": 0, **await _read_file(kept, 0)}
+        archived = self._archive.log_file(job.id, 0, 1, 0)
+        if archived.exists():
+            yield {"attempt": 0, "generation": 1, "rank": 0, **await _read_file(archived, 0)}
 
     async def steps(self, job: Job, attempt: int | None) -> bytes:
         """All training steps of an attempt, one JSON object a line."""
         if not job.attempts:
             return b""
         current = self._attempt(job, attempt)
-        pieces = [
+        parts = [
             await self._steps_of(job, current, g) for g in (*sorted(current.hosts_by_generation), current.generation)
         ]
-        return b"".join(pieces)
+        return b"".join(parts)
 
     async def _steps_of(self, job: Job, attempt: Attempt, generation: int) -> bytes:
-        kept = self._archive.steps_file(job.id, attempt.number, generation)
-        if kept.exists():
-            return await anyio.Path(kept).read_bytes()
+        archived = self._archive.steps_file(job.id, attempt.number, generation)
+        if archived.exists():
+            return await anyio.Path(archived).read_bytes()
         which = {"job": job.id, "attempt": attempt.number, "generation": generation}
-        pieces: list[bytes] = []
+        parts: list[bytes] = []
         offset = 0
         while True:
             answer = await self._pull(_hosts_of(attempt, generation)[0], "steps", offset, which)
             if not answer["data"]:
-                return b"".join(pieces)
-            pieces.append(answer["data"])
+                return b"".join(parts)
+            parts.append(answer["data"])
             offset = answer["offset"]
 
     def _attempt(self, job: Job, number: int | None) -> Attempt:
@@ -298,8 +298,8 @@ def _hosts_of(attempt: Attempt, generation: int) -> dict[int, HostId]:
     return {number: rank.place.host for number, rank in attempt.ranks.items()}
 
 
-def _last_words(host: HostId, tail: Tail, offset: int) -> dict[str, Any]:
-    """What was brought here before the host fell silent; nothing, where `offset` is beyond it."""
+def _log_tail(host: HostId, tail: Tail, offset: int) -> dict[str, Any]:
+    """Log tail fetched before the host stopped answering; empty if `offset` is beyond it."""
     if offset >= tail.end:
         return {"data": b"", "offset": offset, "is_away": True}
     before = _missing(host, tail.begin - offset) if offset < tail.begin else b""

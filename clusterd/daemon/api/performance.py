@@ -17,7 +17,7 @@ from clusterd.core.state import Job, State
 from clusterd.daemon.api.hosts import need_operator
 from clusterd.daemon.api.server import Peer, Verb
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.profiling.performance_models import Learned
+from clusterd.daemon.profiling.performance_models import PerformanceModels
 from clusterd.errors import ClusterError, UsageError
 from clusterd.types import JobSpec
 from plans.model_shape import ModelShape
@@ -39,7 +39,7 @@ class PerformanceVerbs:
     def __init__(
         self,
         engine: Engine,
-        learned: Learned,
+        learned: PerformanceModels,
         imported: Callable[[], None],
         store: Path,
         admit: Callable[[Peer, dict[str, Any]], JobSpec],

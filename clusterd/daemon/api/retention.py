@@ -13,7 +13,7 @@ from clusterd.daemon.hosts.facts import DESCRIPTION
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
-from clusterd.errors import ClusterError, said_by
+from clusterd.errors import ClusterError, without_host
 from clusterd.types import HostId, HostState, JobKind
 
 
@@ -45,7 +45,7 @@ class RetentionVerbs:
             try:
                 answer = await self._hosts.request(host, "forget", timeout_s=None, job=known.id, attempt=number)
             except ClusterError as error:
-                left[host] = said_by(host, error)
+                left[host] = without_host(host, error)
             else:
                 freed += int(answer.get("bytes", 0))
         freed += await anyio.to_thread.run_sync(self._archive.remove_job, known.id)

@@ -22,7 +22,7 @@ from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.storage.archive import Archive
 from clusterd.daemon.storage.snapshot_replicas import SnapshotReplicas
 from clusterd.daemon.unexpected import in_a_line
-from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, said_by
+from clusterd.errors import AgentLost, ClusterError, NotStarted, TryLater, without_host
 from clusterd.types import AttemptState, HostId, JobKind
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,9 @@ class Executor:
             )
 
         def failed(host: HostId, error: ClusterError, is_infrastructure: bool = True) -> None:
-            failures.append(_launch_failed(decision, host, said_by(host, error), is_infrastructure, error.is_permanent))
+            failures.append(
+                _launch_failed(decision, host, without_host(host, error), is_infrastructure, error.is_permanent)
+            )
 
         async def on(host: HostId, request: dict[str, Any]) -> None:
             attempt = self._engine.scheduler.state.attempt(decision.job, decision.attempt, decision.generation)
@@ -250,7 +252,7 @@ class Executor:
             except AgentLost:
                 raise
             except ClusterError as error:
-                raise NotStarted(host, said_by(host, error)) from error
+                raise NotStarted(host, without_host(host, error)) from error
 
         async with anyio.create_task_group() as group:
             for host, request in requests.items():

@@ -1,4 +1,4 @@
-"""When jobs will be done: by their loss curves, and whether those can be believed (AITurbo's predictability)."""
+"""Forecast of a job's last step from its loss curve, with its predictability (after AITurbo)."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from profiling.progress import LossCurve, Predictability, Submission, fit_loss, 
 
 POINTS_MOST = 400
 JUDGED_EVERY = 1.5
-"""Times as many points as at the last judgement."""
+"""Growth of the number of points between two forecasts."""
 
 STEPS_MOST = 1e12
-"""Beyond, a curve that has become flat says never."""
+"""Forecasts beyond this count as never: the curve has become flat."""
 
-NEWS = 0.1
-"""Relative change of the foreseen end that is worth telling."""
+REPORTED_CHANGE = 0.1
+"""Relative change of the forecast that is worth reporting."""
 
 
 @dataclass(slots=True)
-class Ending:
-    """What one job's losses say."""
+class LossForecast:
+    """Losses of one job, and the forecast of its last step."""
 
     predictability: Predictability
     points: list[tuple[int, float]] = field(default_factory=list)
-    judged_at: int = 0  # points
+    judged_at: int = 0  # number of points
     seen: int = 0
-    told: tuple[bool, int | None] | None = None
+    reported: tuple[bool, int | None] | None = None
     why: str = ""
 
-    def saw(self, step: int, loss: float | None) -> None:
-        """One more loss; of a long run every other one is kept, then every fourth, and so on."""
+    def add(self, step: int, loss: float | None) -> None:
+        """Add a loss; a long run is thinned to every second one, then every fourth, and so on."""
         if loss is None or not math.isfinite(loss) or (self.points and step <= self.points[-1][0]):
             return
         self.seen += 1
@@ -41,11 +41,11 @@ class Ending:
 
     @property
     def is_due(self) -> bool:
-        """Enough is new since the last judgement."""
+        """True if there are enough new points since the last forecast."""
         return self.seen >= 12 and self.seen >= JUDGED_EVERY * self.judged_at
 
     def judge(self, target: float | None) -> tuple[bool, int | None] | None:
-        """Whether the job is predictable, and its steps in all until the target; None: nothing new."""
+        """Predictability and total steps to the target; None if both are as last reported."""
         self.judged_at = self.seen
         steps = [float(step) for step, _ in self.points]
         losses = [loss for _, loss in self.points]
@@ -56,14 +56,14 @@ class Ending:
         self.why = self.predictability.reason
         if found[1] is not None:
             self.why += f"; the loss curve reaches {target:g} at step {found[1]}"
-        if self.told is not None and self.told[0] == found[0] and _alike(self.told[1], found[1]):
+        if self.reported is not None and self.reported[0] == found[0] and _alike(self.reported[1], found[1]):
             return None
-        self.told = found
+        self.reported = found
         return found
 
 
 def at_submission(job: Job, before: bool, known_model: bool) -> Predictability:
-    """By what is known before the first step."""
+    """Predictability of a job before its first step."""
     return Predictability.at_submission(
         Submission(
             submitted_before=before,
@@ -78,4 +78,4 @@ def at_submission(job: Job, before: bool, known_model: bool) -> Predictability:
 def _alike(one: int | None, other: int | None) -> bool:
     if one is None or other is None:
         return one is other
-    return abs(one - other) <= NEWS * max(one, other)
+    return abs(one - other) <= REPORTED_CHANGE * max(one, other)

@@ -1,7 +1,6 @@
-"""What is known of the speed of models on this cluster's devices, and the tables of it that the core decides by.
+"""Performance models by model and device type, and the tables that the core reads.
 
-Out of what was measured here, ever, of the same model on the same type of device, and out of beliefs about the hardware
-where nothing was.
+Based on all stored measurements of the same model on the same type of device, and on hardware priors without any.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from profiling.store import Key, Measurement, Store
 
 log = logging.getLogger(__name__)
 
-KEPT_PER_SHAPE = 4
+PLANS_PER_SHAPE = 4
 SHAPES_MOST = 256
 
 ENOUGH_CORES = 1.01
-"""Times the step time with a fair share of the host's cores: what a guaranteed job's cores must keep to."""
+"""Limit of a guaranteed job's step time, relative to that with a fair share of the host's cores."""
 
 
-class Learned:
-    """Knowledge by model and type of device; fits are made in a thread."""
+class PerformanceModels:
+    """Knowledge by model and type of device; fits run in a thread."""
 
     def __init__(self, engine: Engine, store: Path) -> None:
         self._engine = engine
         self._path = store
         self._known: dict[tuple[str, str, str], Knowledge] = {}  # by model, type of device, and software
         self._software: dict[str, str] = {}  # of the newest job of each model
-        self._told_s: dict[str, float] = {}
-        self._forgot = 0  # how often: what was being read meanwhile is old
-        self._stale: set[str] = set()  # models of which the core was told before that
+        self._published_s: dict[str, float] = {}  # time of each model's last table
+        self._forgot = 0  # number of resets: data read before one is outdated
+        self._stale: set[str] = set()  # models with a table from before the last reset
         self._probes: dict[str, dict[str, float]] = json.loads(engine.journal.fact("probes", "{}"))
 
     @property
@@ -60,28 +59,28 @@ class Learned:
         return self._engine.scheduler.state
 
     def of(self, job: Job, attempt: Attempt) -> Knowledge | None:
-        """Of the job's model on what it holds; None: nothing yet, or it holds devices of several types."""
+        """Knowledge of the job's model on its devices; None if there is none yet or the device types differ."""
         names = {d.name for d in trials.held(attempt, self._state.hosts)}
         if len(names) != 1:
             return None
         return self._known.get((job.model, names.pop(), self._environment(job.model)))
 
     def has_steps_of(self, model: str) -> bool:
-        """Whether steps of this model were ever measured."""
+        """True if steps of this model were ever measured."""
         return any(name == model and known.online.observations for (name, _, _), known in self._known.items())
 
     def key(self, job: Job, device_type: str, counts: Sequence[int]) -> Key:
-        """Under which a measurement of this job on so many devices of each host is kept."""
+        """Key for measurements of this job with the given number of devices on each host."""
         link = self._link(device_type) if len(counts) > 1 else ""
         return Key(job.model, device_type, _environment(job), link)
 
     async def on_each(self, model: str, shape: ModelShape) -> list[Knowledge]:
-        """Of a model on each type of device, the best-measured first."""
+        """Knowledge of a model on each type of device, most measurements first."""
         found = [await self._on(model, shape, devices) for devices in types_of(self._state).values()]
         return sorted(found, key=lambda k: (-len(k.online.observations), k.devices.kind != "cuda", k.devices.name))
 
     async def keep(self, measurement: Measurement) -> None:
-        """For later jobs of the same model."""
+        """Store a measurement for later jobs of the same model."""
 
         def write() -> None:
             with Store(self._path) as store:
@@ -90,7 +89,7 @@ class Learned:
         await anyio.to_thread.run_sync(write)
 
     async def phases(self, model: str, device_type: str) -> dict[Row, tuple[tuple[str, float], ...]]:
-        """Where the time of a step went under each plan that was measured, the newest of each."""
+        """Newest measured phases of a step, by plan and allocation."""
         key = Key(model, device_type, self._environment(model), self._link(device_type))
         found = await anyio.to_thread.run_sync(self._stored, key)
         return {m.row: m.phases for m in found if m.phases}
@@ -98,12 +97,12 @@ class Learned:
     # --- probes -------------------------------------------------------------------------------------------------------
 
     def wants_probe(self, device_types: Iterable[str], hosts: int) -> bool:
-        """Whether one of these types, or the links between so many hosts, was never measured on this cluster."""
+        """True if a probe of one of these types, or of the links between the hosts, is missing."""
         link = "network_rate" if hosts > 1 else "compute_rate"
         return any(link not in self._probes.get(name, {}) for name in device_types)
 
     async def probed(self, device_type: str, figures: dict[str, Any]) -> None:
-        """New beliefs about a type of device; what was measured stays."""
+        """Update the prior of a type of device from a probe; measurements stay."""
         usable = {k: float(v) for k, v in figures.items() if k in INDEX and v > 0}
         self._probes[device_type] = {**self._probes.get(device_type, {}), **usable}
         await self._engine.journal.keep_fact("probes", json.dumps(self._probes))
@@ -111,35 +110,36 @@ class Learned:
         for (model, name, _), known in list(self._known.items()):
             if name == device_type:
                 prior, options = self._beliefs(model, known.devices)
-                kept = known.online.observations
-                known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, kept, options)
-                await self.tell(model, f"{name} was probed")
+                observations = known.online.observations
+                known.online = await anyio.to_thread.run_sync(OnlineFit.start, prior, observations, options)
+                await self.publish(model, f"{name} was probed")
 
     # --- tables for the core ------------------------------------------------------------------------------------------
 
     def age_s(self, model: str) -> float:
-        """Since the core was last told of a model; infinite: never."""
-        return time.monotonic() - self._told_s.get(model, float("-inf"))
+        """Seconds since the core last received a table of the model; infinite if never."""
+        return time.monotonic() - self._published_s.get(model, float("-inf"))
 
     async def devices_changed(self) -> None:
-        """Other shapes for every model that may still run, and new tables for those whose old ones were forgotten."""
+        """Publish new tables for the shapes of the changed cluster, and those that a reset made stale."""
         now = types_of(self._state)
         self._known = {key: known for key, known in self._known.items() if now.get(key[1]) == known.devices}
         models = {job.model for job in self._state.jobs.values() if job.model and not job.state.is_final}
         stale, self._stale = self._stale, set()
         for model in sorted(models | stale):
-            await self.tell(model, "what was measured changed" if model in stale else "the cluster's devices changed")
+            why = "what was measured changed" if model in stale else "the cluster's devices changed"
+            await self.publish(model, why)
 
     async def described(self, model: str) -> None:
-        """Of the thousandth job of a model nothing new has to be computed, unless it wishes for a plan of its own."""
+        """Publish a table for a new model, or if a job requests a plan that the table lacks."""
         self._software.pop(model, None)
         table = self._state.performance_tables.get(model)
-        wishes = {job.spec.resources.plan for job in self._alive(model)} - {None}
-        if table is None or model not in self._told_s or not wishes <= {x.plan for x in table.estimates}:
-            await self.tell(model, "its model is known")
+        requested = {job.spec.resources.plan for job in self._alive(model)} - {None}
+        if table is None or model not in self._published_s or not requested <= {x.plan for x in table.estimates}:
+            await self.publish(model, "its model is known")
 
-    async def tell(self, model: str, why: str) -> None:
-        """A new table of the model."""
+    async def publish(self, model: str, why: str) -> None:
+        """Post a new table of the model to the core."""
         jobs = [j for j in self._state.jobs.values() if j.model == model and j.shape is not None]
         if not jobs:
             return
@@ -155,28 +155,28 @@ class Learned:
             known = await self._on(model, shape, devices)
             measured += len({o.row.plan for o in known.online.observations})
             shapes = fleet.shapes(devices)[:SHAPES_MOST]
-            found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, KEPT_PER_SHAPE, always))
+            found = await anyio.to_thread.run_sync(partial(known.ranked, shapes, PLANS_PER_SHAPE, always))
             found = await anyio.to_thread.run_sync(known.with_cores, found)
             estimates += [_estimate(devices, one) for one in found]
             if more := shapes_together(devices, types.values()):
                 # On devices of unequal speed a batch need not be one that plain replicas can cut evenly.
                 plain = {replicas(count, shape.global_batch) for count in {sum(s) for s in more}}
                 uneven = {plan for plan in plain if plan.shares}
-                found = await anyio.to_thread.run_sync(partial(known.ranked, more, KEPT_PER_SHAPE, always | uneven))
-                told = {(x.plan, x.shape) for x in estimates if x.device_type == devices.name}
+                found = await anyio.to_thread.run_sync(partial(known.ranked, more, PLANS_PER_SHAPE, always | uneven))
+                listed = {(x.plan, x.shape) for x in estimates if x.device_type == devices.name}
                 beyond += [
-                    _estimate(devices, one) for one in found if one.plan.pp == 1 and (one.plan, one.shape) not in told
+                    _estimate(devices, one) for one in found if one.plan.pp == 1 and (one.plan, one.shape) not in listed
                 ]
         if forgot == self._forgot:
-            self._told_s[model] = time.monotonic()
+            self._published_s[model] = time.monotonic()
         table = PerformanceTable(tuple(estimates), shape.global_batch, measured, tuple(beyond))
         await self._engine.post(e.SpeedLearned(at_s=time.time(), model=model, table=table, why=why))
 
     def forget(self) -> None:
-        """What is in the store has changed: it is read, and told, again."""
-        self._stale |= self._told_s.keys()
+        """Drop all fits and tables after a change of the store; they are rebuilt from it."""
+        self._stale |= self._published_s.keys()
         self._known.clear()
-        self._told_s.clear()
+        self._published_s.clear()
         self._forgot += 1
 
     def _alive(self, model: str) -> Iterator[Job]:
@@ -187,18 +187,16 @@ class Learned:
         while key not in self._known:
             forgot = self._forgot
             wanted = Key(*key, self._link(devices.name))
-            known = await anyio.to_thread.run_sync(
-                self._remembered, wanted, shape, devices, *self._beliefs(model, devices)
-            )
+            known = await anyio.to_thread.run_sync(self._load, wanted, shape, devices, *self._beliefs(model, devices))
             if forgot == self._forgot:
                 self._known[key] = known
         return self._known[key]
 
     def _beliefs(self, model: str, devices: DeviceType) -> tuple[Prior, FitOptions]:
-        """What is believed of a model on such devices before it is measured: what probes and other models have shown.
+        """Prior of a model on such devices, from probes and from other models.
 
-        Of CPUs other models show nothing that holds: their ranks disturb each other, which one model shows as a slow
-        link and another as slow caches.
+        Other models are ignored on CPUs: their ranks disturb each other, which one fit attributes to a slow link and
+        another to slow caches.
         """
         prior = fleet.prior(devices.kind, self._probes.get(devices.name))
         options = fleet.beliefs(devices.kind)
@@ -212,22 +210,20 @@ class Learned:
         return share_hardware(prior, others), share_cards(options, others)
 
     def _environment(self, model: str) -> str:
-        """Software of the newest job of a model: the next will likely run under that too."""
-        if model not in self._software:  # it is asked for with every step that is heard of
+        """Software of the newest job of a model; the next job likely uses it too."""
+        if model not in self._software:  # cached: needed for every reported step
             newest = (j for j in reversed(self._state.jobs.values()) if j.model == model and j.shape is not None)
             self._software[model] = next((_environment(job) for job in newest), "")
         return self._software[model]
 
     def _link(self, device_type: str) -> str:
-        """Between hosts with such devices, by the slowest; empty: not known of all."""
+        """Slowest link between hosts with such devices; empty if one is unknown."""
         hosts = [h for h in self._state.hosts.values() if any(d.name == device_type for d in h.devices)]
         slowest = min((h.facts.link_mbit for h in hosts if h.facts is not None), default=0)
         return f"{slowest} Mbit/s" if slowest else ""
 
-    def _remembered(
-        self, key: Key, shape: ModelShape, devices: DeviceType, prior: Prior, options: FitOptions
-    ) -> Knowledge:
-        """With what was measured of the model before, whichever job it was."""
+    def _load(self, key: Key, shape: ModelShape, devices: DeviceType, prior: Prior, options: FitOptions) -> Knowledge:
+        """Knowledge from stored measurements of the model, of any job."""
         found = self._stored(key)
         observations = [Observation(m.row, m.step_time_s) for m in found if m.kind == "measured"]
         online = OnlineFit.start(prior, observations, options)
@@ -235,7 +231,7 @@ class Learned:
         return Knowledge(shape, workload_of(shape), devices, online, refused)
 
     def _stored(self, key: Key) -> list[Measurement]:
-        """What was measured under other software or over another link stands in until there is something under this."""
+        """Measurements under this key, else under any software and link."""
         with Store(self._path) as store:
             return store.find(key) or store.find(key, any_environment=True)
 
@@ -245,7 +241,7 @@ def _environment(job: Job) -> str:
 
 
 def types_of(state: State) -> dict[str, DeviceType]:
-    """The cluster's devices by name."""
+    """Device types of the cluster by name."""
     hosts: dict[str, list[Host]] = {}
     for host in state.hosts.values():
         for name in {d.name for d in host.devices}:
@@ -267,7 +263,7 @@ def types_of(state: State) -> dict[str, DeviceType]:
 
 
 def shapes_together(devices: DeviceType, all_types: Iterable[DeviceType]) -> list[tuple[int, ...]]:
-    """Shapes over several hosts that a type makes up with the others of its kind; none where it has no such others."""
+    """Shapes over several hosts that combine a type with other types of its kind; empty without others."""
     alike = [one for one in all_types if one.kind == devices.kind]
     if len(alike) < 2:
         return []
@@ -291,7 +287,7 @@ def _estimate(devices: DeviceType, one: Ranked) -> Estimate:
 
 
 def _enough_cores(devices: DeviceType, one: Ranked) -> int:
-    """The fewest beside each device with which it is as fast as with a fair share; 0: any number."""
+    """Fewest cores per device that are as fast as a fair share; 0 if any number is."""
     if not one.core_times:
         return 0
     fair = devices.cores_per_device

@@ -1,4 +1,4 @@
-"""Which plans are tried on which job: what would teach most, as long as the job has more from it than it costs."""
+"""Selection of trials: the most informative plan for a job, while a trial gains the job more than it costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clusterd.types import JobKind
 from profiling.knowledge import Knowledge
 
 WARM_UP_STEPS = 3
-"""Of each generation of ranks: caches, connections and allocators settle."""
+"""Steps of each generation that are not measured: caches, connections and allocators settle."""
 
 TRIAL_STEPS = 10
 TRIAL_STEPS_MOST = 100
@@ -29,17 +29,17 @@ SLOW_TRIAL_STEPS = 4
 SLOW_STEP_S = 2.0
 
 MOVE_S = 0.2
-"""What the moves of a trial cost a job beside slower steps, until it was moved once."""
+"""Assumed downtime of a trial's migrations until the job has migrated once."""
 
 SHARE = 0.05
-"""Of a job's remaining time that may go into learning from it."""
+"""Part of a job's remaining time that trials may cost."""
 
 
-class Trying:
-    """Asks for trials, one job of a model at a time, until nothing more is worth one."""
+class TrialSelection:
+    """Proposes trials, for one job of a model at a time, until no further one is worth its cost."""
 
     def __init__(self, engine: Engine, known_of: Callable[[Job, Attempt], Knowledge | None], *, trials: bool) -> None:
-        """`trials`: whether jobs may be asked to run under other plans at all."""
+        """`trials`: allow jobs to run under other plans."""
         self._engine = engine
         self._known_of = known_of
         self._trials = trials
@@ -51,17 +51,17 @@ class Trying:
         return self._engine.scheduler.state
 
     def forget(self, job: str) -> None:
-        """It is over."""
+        """Drop the records of a job that is over."""
         self._spent_s.pop(job, None)
         self._nothing_to_try.pop(job, None)
 
     async def look(self) -> None:
-        """Every running job: is there something to try?"""
+        """Check every running job for a next trial."""
         for job_id in list(self._state.active):
             await self.look_at(self._state.jobs[job_id])
 
     async def look_at(self, job: Job) -> None:
-        """One job: ask for its next trial, or say that there is none."""
+        """Propose the next trial of one job, or report that there is none."""
         attempt = trials.ready(job)
         if attempt is None or job.trials.current is not None or not job.model or job.spec.kind is not JobKind.ELASTIC:
             return
@@ -75,25 +75,25 @@ class Trying:
         held = trials.held(attempt, self._state.hosts)
         known_so_far = (len(known.online.observations), len(known.refused), len(held))
         if not job.trials.is_running and self._nothing_to_try.get(job.id) == known_so_far:
-            return  # asked before, and nothing was learned since
+            return  # checked before, and nothing has changed since
         tried = len({o.row.plan for o in known.online.observations}) + len(known.refused)
         if self._is_worth_it(job, self._move_s(job)):
             shapes = [shape_of(trials.pack(held, n)) for n in range(1, len(held) + 1)]
             ask = partial(known.next_trial, shapes, tried, beside=attempt.plan)
             answer = await anyio.to_thread.run_sync(ask)
         if answer is None and self._restarts(job, attempt) and self._is_worth_it(job, self._restart_s(job)):
-            # Nothing fits beside what trains there: a plan of all its devices can be tried through host memory.
+            # No plan fits in memory beside the training ranks: restart through host memory with a plan of all devices.
             restarts = True
             answer = await anyio.to_thread.run_sync(partial(known.next_trial, [shape_of(held)], tried))
         if answer is None:
             self._nothing_to_try[job.id] = known_so_far
             if job.trials.is_running:
-                said = "nothing more is worth a trial"
-                await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=said))
+                why = "nothing more is worth a trial"
+                await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=None, why=why))
             return
         choice, why = answer
         steps = SLOW_TRIAL_STEPS if choice.step_time_s > SLOW_STEP_S else TRIAL_STEPS
-        # Short steps are tried for a while: what disturbs a host for a moment must not be taken for the plan's speed.
+        # Short steps are measured for longer, so that a brief disturbance of a host is not taken for the plan's speed.
         steps = max(steps, min(round(TRIAL_S / choice.step_time_s), TRIAL_STEPS_MOST))
         extra_s = (steps + WARM_UP_STEPS) * max(choice.step_time_s - job.step_time_s, 0.0)
         extra_s += self._restart_s(job) if restarts else self._move_s(job)
@@ -101,7 +101,7 @@ class Trying:
         await self._engine.post(e.TrialProposed(at_s=time.time(), job=job.id, plan=choice.plan, steps=steps, why=why))
 
     def _may_begin(self, job: Job) -> bool:
-        """One job of a model is tried at a time: others learn from it."""
+        """True if trials may begin: no other job of the model has any, since all share the results."""
         if job.pinned is not None or not self._trials or not job.spec.trials:
             return False
         others = [self._state.jobs[other] for other in self._state.active]
@@ -115,7 +115,7 @@ class Trying:
         return bool(spent_s + expected_s <= SHARE * (left_s + spent_s))
 
     def _restarts(self, job: Job, attempt: Attempt) -> bool:
-        """Whether the job's devices have no room for new ranks like its own beside those that train."""
+        """True if a second set of the job's ranks does not fit in memory beside the training ones."""
         assert attempt.plan is not None
         return memory_conflict(self._state.hosts, job, attempt, attempt.plan, attempt.devices) is not None
 
@@ -127,6 +127,6 @@ class Trying:
         return median(took) if took else MOVE_S
 
     def _note_refused(self, job: Job, known: Knowledge) -> None:
-        """Plans that cannot run are not tried again; those that something came in between of may be."""
+        """Exclude plans that cannot run; trials that were only interrupted may be repeated."""
         known.refused.update(trial.plan for trial in job.trials.finished if trial.is_refused)
         known.refused.update(plan for plan, _ in job.rejected_plans)

@@ -1,4 +1,4 @@
-"""What the head node keeps for jobs beside the journal: code snapshots, secrets, and what came back (logs, steps)."""
+"""Archive of the head node beside the journal: packed workdirs, secrets, logs and training steps of jobs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from clusterd.types import HostId
 
 log = logging.getLogger(__name__)
 
-LOG_BYTES_KEPT = 16 << 20
-"""Of each rank's log, the end; the whole of it stays on its host."""
+LOG_BYTES_MAX = 16 << 20
+"""Size of the fetched end of each rank's log; the whole log stays on its host."""
 
 CHUNK_BYTES = 1 << 20
 
 
 class Tail(NamedTuple):
-    """The last words of a rank that runs, as its host had them some time ago."""
+    """End of the log of a running rank, fetched some time ago."""
 
     begin: int  # bytes of the log before them
     end: int
@@ -129,7 +129,7 @@ class Archive:
     # --- logs and steps -----------------------------------------------------------------------------------------------
 
     def log_file(self, job: str, attempt: int, generation: int, rank: int) -> Path:
-        """Where a rank's log is kept once it is over; it need not exist."""
+        """Path of the fetched log of a rank that has ended; it need not exist."""
         return self._attempt(job, attempt) / f"rank-{rank}.{generation}.log"
 
     def log_begins_at(self, job: str, attempt: int, generation: int, rank: int) -> int:
@@ -140,7 +140,7 @@ class Archive:
             return 0
 
     def steps_file(self, job: str, attempt: int, generation: int) -> Path:
-        """Where the training steps of one generation are kept; it need not exist."""
+        """Path of the training steps of one generation; it need not exist."""
         return self._attempt(job, attempt) / f"steps.{generation}.jsonl"
 
     def _attempt(self, job: str, attempt: int) -> Path:
@@ -156,7 +156,7 @@ class Archive:
         await anyio.to_thread.run_sync(_write_at_once, file, msgpack.packb(tail))
 
     def tail(self, job: str, attempt: int, generation: int, rank: int) -> Tail | None:
-        """What is known of a log that has not come yet."""
+        """Tail of a log that was not fetched yet; None if there is none."""
         try:
             return Tail(*msgpack.unpackb(_tail(self.log_file(job, attempt, generation, rank)).read_bytes()))
         except FileNotFoundError:
@@ -189,7 +189,7 @@ class Archive:
 
     async def _fetch(self, hosts: HostRegistry, host: HostId, verb: str, target: Path, **which: Any) -> None:
         answer = await hosts.request(host, verb, offset=0, limit=0, **which)
-        offset = max(int(answer["size"]) - LOG_BYTES_KEPT, 0)
+        offset = max(int(answer["size"]) - LOG_BYTES_MAX, 0)
         partial = target.with_suffix(".partial")
         await anyio.to_thread.run_sync(_write, partial, b"")
         if offset:
@@ -221,7 +221,7 @@ class Archive:
         return freed
 
     def remove_snapshot(self, digest: str) -> int:
-        """What no job will be started from any more; how many bytes that were."""
+        """Remove a packed workdir that no job needs any more; returns the bytes freed."""
         file = self._snapshot(digest)
         freed = file.stat().st_size if file.exists() else 0
         file.unlink(missing_ok=True)

@@ -23,13 +23,13 @@ def read(path: Path, truth: Truth) -> Workload:
         InputError: the file cannot be read, or a line of it, or nothing of it can be run.
     """
     arrivals: list[Arrival] = []
-    wishes: list[str | Plan | None] = []
+    plans: list[str | Plan | None] = []
     for line, row in rows(path, COLUMNS):
         try:
-            wish = row["exec_plan"].strip()
+            requested = row["exec_plan"].strip()
             plan = None
-            if wish.isdigit() and len(wish) == 3:
-                plan = Plan(pp=int(wish[0]), tp=int(wish[1]), dp=int(wish[2]))
+            if requested.isdigit() and len(requested) == 3:
+                plan = Plan(pp=int(requested[0]), tp=int(requested[1]), dp=int(requested[2]))
             arrival = Arrival(
                 name=row["name"].strip(),
                 at_s=float(row["submission_time"]),
@@ -44,5 +44,5 @@ def read(path: Path, truth: Truth) -> Workload:
         except (ValueError, OverflowError) as error:
             raise InputError(f"{path}, line {line}: {error}; correct the line or take it out") from None
         arrivals.append(arrival)
-        wishes.append(plan or wish or None)
-    return fit_to(arrivals, truth, wishes, str(path))
+        plans.append(plan or requested or None)
+    return fit_to(arrivals, truth, plans, str(path))

@@ -12,7 +12,7 @@ from clusterd.simulate.errors import InputError
 
 
 def text_of(path: Path) -> str:
-    """What stands in the file.
+    """Read a text file.
 
     Raises:
         InputError: it cannot be read.
@@ -49,18 +49,18 @@ def rows(
     return found
 
 
-def table_of(path: Path, what: str) -> dict[str, Any]:
+def table_of(path: Path, expected: str) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Args:
-        what: it should hold, for the message.
+        expected: description of the content, for the message.
     Raises:
         InputError: it cannot be read, is no JSON, or holds something else.
     """
     try:
         found = json.loads(text_of(path))
     except ValueError as error:
-        raise InputError(f"{path}: no JSON ({error}); give {what}") from None
+        raise InputError(f"{path}: no JSON ({error}); give {expected}") from None
     if not isinstance(found, dict) or not found:
-        raise InputError(f"{path}: holds no object; give {what}")
+        raise InputError(f"{path}: holds no object; give {expected}")
     return found

@@ -47,7 +47,7 @@ Times = tuple[float, float]
 
 @dataclass(frozen=True)
 class Progress:
-    """What one epoch took with one batch size: progress up to its end, and the gradient's statistics in it."""
+    """Progress and gradient statistics by epoch, with one batch size."""
 
     progress: np.ndarray[Any, np.dtype[np.float64]]
     sqr: np.ndarray[Any, np.dtype[np.float64]]
@@ -79,16 +79,16 @@ class Application:
         self.local_min = int(min(key[2] for key in points))
         self.local_max = LOCAL_MAX.get(self.name, int(max(key[2] for key in points)))
         where = [[float(x) for x in key] for key in points]
-        what = [[float(np.mean([t[i] for t in some])) for i in (0, 1)] for some in points.values()]
+        times_s = [[float(np.mean([t[i] for t in some])) for i in (0, 1)] for some in points.values()]
         scaling = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
         for line, row in rows(folder / "scalability.csv", scaling):
             local, times = _measured(folder / "scalability.csv", line, row)
             if not (row["num_nodes"].strip().isdigit() and row["num_replicas"].strip().isdigit()):
                 raise InputError(f"{folder / 'scalability.csv'}, line {line}: nodes and replicas are no whole numbers")
             where.append([float(row["num_nodes"]), float(row["num_replicas"]), local])
-            what.append(list(times))
+            times_s.append(list(times))
         try:
-            self._elsewhere = LinearNDInterpolator(np.array(where), np.array(what))
+            self._elsewhere = LinearNDInterpolator(np.array(where), np.array(times_s))
         except QhullError:
             raise InputError(
                 f"{folder}: too few measurements to read between them; give several numbers of nodes, replicas and "

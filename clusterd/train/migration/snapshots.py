@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from clusterd.niceness import be_patient
+from clusterd.niceness import lower_priority
 from clusterd.train.migration.spec import sums_to_bytes
 from clusterd.train.process.control import AgentAbsent, AgentRefused, Control
 from clusterd.train.state import scalars
@@ -75,7 +75,7 @@ class StateSnapshots:
 
         def take() -> None:
             try:
-                be_patient()
+                lower_priority()
                 meta["sums"] = sums_to_bytes(copies_to_segment(self._segments[slot], parts).run(after=done))
             finally:
                 self._copied.set()
