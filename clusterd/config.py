@@ -5,16 +5,15 @@ Precedence of a value: flag, environment (``CLUSTERD_*``), the given or found fi
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from clusterd.errors import ConfigError
+from clusterd.toml import check_keys, data_folders, read_toml
 from clusterd.types import Tenant
 from clusterd.units import parse_duration_s, parse_size
 
@@ -133,8 +132,6 @@ def load(file: Path | None = None, *, system: bool = False) -> Config:
     known = {SPELLED.get(f.name, f.name) for f in fields(Config)} - set(TABLES)
     check_keys(daemon, known, f"{where}: [daemon]")
     check_keys(values, {"daemon", *TABLES}, where)
-    from clusterd.submission.job_file import data_folders  # imports this module
-
     datasets = data_folders(_table(values, "datasets", where), f"{where}: [datasets]")
     hosts: dict[str, HostOptions] = {}
     for name, table in _table(values, "hosts", where).items():
@@ -253,38 +250,6 @@ def _yes_or_no(value: Any, name: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; it must be true or false")
     return value
-
-
-def read_toml(file: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read or is not TOML; names line and column.
-    """
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: is no text: give the path of a TOML file") from None
-    except ValueError as error:  # not TOML, or a number with more digits than Python parses
-        raise ConfigError(f"{file}: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{file}: a value is nested too deeply") from None
-
-
-def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Refuse unknown keys and suggest the nearest known one.
-
-    Raises:
-        ConfigError: names the key and `where`.
-    """
-    names = sorted(known)
-    for key in table:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
-            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def _table(values: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clusterd.core.performance_table import Estimate, PerformanceTable, Shape
 from clusterd.simulate.errors import InputError
-from plans.plan import Plan
+from plans.plan import Plan, replicas
 from profiling.coefficients import Prior
 from profiling.evaluate import Method, profile
 from profiling.fit import DEFAULT_FIT, Prediction
@@ -202,3 +202,42 @@ def _predicted(prediction: Prediction, rows: Sequence[Measured], kind: str) -> d
 
 def _key(one: Measured, kind: str) -> Key:
     return one.row.plan, kind, tuple(sorted(one.row.allocation.counts, reverse=True))
+
+
+def mixed_step_time_s(model: ModelTruth, plan: Plan, hosts: Sequence[Sequence[str]]) -> float | None:
+    """Seconds per step of a plan with these device types on each host; None: it is not known to run there.
+
+    On mixed types every replica lies on one type and takes a share of the batch; the slowest sets the pace. A replica's
+    speed is that of the same plan on the same shape, were all of its type: so the traffic between replicas counts
+    once, at the pace of the slower type.
+    """
+    kinds = sorted({kind for some in hosts for kind in some})
+    shape = [len(some) for some in hosts]
+    if len(kinds) == 1:
+        as_it_is = model.step_time_s(plan, kinds[0], shape)
+        return as_it_is if as_it_is is not None else model.step_time_s(replace(plan, shares=()), kinds[0], shape)
+    shares = plan.batch_shares(model.global_batch)
+    per_replica = plan.ranks // plan.dp
+    ranks = [kind for some in hosts for kind in some]
+    worst = 0.0
+    for replica, share in enumerate(shares):
+        mine = {ranks[plan.rank_of(stage, replica, shard)] for stage in range(plan.pp) for shard in range(plan.tp)}
+        if len(mine) != 1 or per_replica * plan.dp != len(ranks):
+            return None
+        alone = _alone(model, plan, mine.pop(), shape)
+        if alone is None:
+            return None
+        worst = max(worst, alone[0] * share / alone[1])
+    return worst
+
+
+def _alone(model: ModelTruth, plan: Plan, kind: str, shape: Sequence[int]) -> tuple[float, int] | None:
+    """Step time of the plan all on one type, its batch split as evenly as possible, and the largest share there."""
+    even = replicas(plan.dp, model.global_batch).shares
+    cuts = [replace(plan, shares=shares) for shares in dict.fromkeys(((), even))]
+    key = tuple(sorted(shape, reverse=True))
+    for table in (model.step_times_s, model.beyond):
+        for cut in cuts:
+            if (cut, kind, key) in table:
+                return table[cut, kind, key], -(-model.global_batch // plan.dp)
+    return None

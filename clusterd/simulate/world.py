@@ -23,9 +23,8 @@ from clusterd.core.state import State
 from clusterd.core.view import Policy, Proposal, View
 from clusterd.simulate.cluster import Cluster
 from clusterd.simulate.costs import Costs
-from clusterd.simulate.mixture import truth_of
 from clusterd.simulate.runs import Disturbance, Run
-from clusterd.simulate.truth import ModelTruth, Truth
+from clusterd.simulate.truth import ModelTruth, Truth, mixed_step_time_s
 from clusterd.simulate.workload import Arrival, Workload
 from clusterd.types import HostFacts, HostId, JobId, JobKind, JobSpec, RankEnd, RankPlace, RankReport, Reason, Resources
 from plans.plan import Plan
@@ -313,7 +312,7 @@ class World:
         for place in places:
             assert place.device is not None
             by_host.setdefault(place.host, []).append(self.types[place.device])
-        step_time_s = truth_of(run.model, plan, list(by_host.values()))
+        step_time_s = mixed_step_time_s(run.model, plan, list(by_host.values()))
         if step_time_s is None:
             shape = [len(kinds) for kinds in by_host.values()]
             raise AssertionError(f"{run.arrival.name}: {plan} on {shape} was not on offer, and was chosen")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterd.config import check_keys, read_toml
 from clusterd.errors import ConfigError, UsageError
+from clusterd.toml import check_keys, data_folders, read_toml, text_table
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
 from clusterd.units import parse_duration_s, parse_size
 from plans.plan import Plan, PlanError
@@ -75,7 +75,7 @@ def read_job_file(file: Path) -> Request:
         command=tuple(_texts(command, f"{where}: command")),
         workdir=_workdir(file, get("workdir", str, "."), where),
         python=get("python", str, None),
-        env=dict(_text_table(get.table("env"), f"{where}: [env]")),
+        env=dict(text_table(get.table("env"), f"{where}: [env]")),
         datasets=datasets,
         secrets=tuple(sorted(secrets)),
         resources=resources,
@@ -223,26 +223,10 @@ def _number(table: Mapping[str, Any], key: str, where: str) -> float | None:
         raise ConfigError(f"{where}: {key} is a number of {len(str(value))} digits; write a smaller one") from None
 
 
-def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Validate data sets: ``NAME = "HOST:/folder"``, or ``"/folder"`` on every host; commas separate several.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    found = _text_table(table, where)
-    for name, places in found.items():
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-            raise ConfigError(f"{where}: {name!r} is no name for a data set: letters, digits, '.', '_' and '-'")
-        for place in places.split(","):
-            if not re.fullmatch(r"([^:/\s]+:)?/[^\0\n]*", place.strip()):
-                raise ConfigError(f'{where}: {name} is {place!r}; write "HOST:/folder", or "/folder" on every host')
-    return found
-
-
 def _secrets(table: Mapping[str, Any], where: str) -> dict[str, str]:
     """Read ``NAME = "env:VARIABLE"`` and ``NAME = "file:PATH"``; a bare value is refused: the file may be public."""
     found: dict[str, str] = {}
-    for name, source in _text_table(table, where).items():
+    for name, source in text_table(table, where).items():
         kind, _, at = source.partition(":")
         if kind == "env":
             if at not in os.environ:
@@ -308,10 +292,3 @@ def _texts(values: list[Any], where: str) -> list[str]:
         if not isinstance(value, str):
             raise ConfigError(f"{where}: {value!r} is no text; put it in quotes")
     return values
-
-
-def _text_table(table: Mapping[str, Any], where: str) -> dict[str, str]:
-    for key, value in table.items():
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}: {key} is {value!r}; put the value in quotes")
-    return dict(table)

@@ -279,7 +279,7 @@ class Executor:
 
 
 def _launch_failed(
-    decision: d.LaunchAttempt, host: HostId, why: str, is_infrastructure: bool = True, lasts: bool = False
+    decision: d.LaunchAttempt, host: HostId, why: str, is_infrastructure: bool = True, is_permanent: bool = False
 ) -> e.LaunchFailed:
     return e.LaunchFailed(
         at_s=time.time(),
@@ -289,5 +289,5 @@ def _launch_failed(
         host=host,
         why=why,
         is_infrastructure=is_infrastructure,
-        is_permanent=lasts,
+        is_permanent=is_permanent,
     )

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from clusterd.core.policies import POLICIES
 from clusterd.core.view import Policy
-from clusterd.simulate.published_gavel import GavelFifo
-from clusterd.simulate.published_pollux import PolluxOptimus, PolluxTiresias
+from clusterd.simulate.published.gavel import GavelFifo
+from clusterd.simulate.published.pollux import PolluxOptimus, PolluxTiresias
 
 PUBLISHED: dict[str, Callable[[], Policy]] = {
     "gavel-fifo": GavelFifo,

@@ -1,0 +1,72 @@
+"""TOML files of the daemon's settings and of jobs: reading, unknown keys, tables of text."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clusterd.errors import ConfigError
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """Parse a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML; names line and column.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: is no text: give the path of a TOML file") from None
+    except ValueError as error:  # not TOML, or a number with more digits than Python parses
+        raise ConfigError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: a value is nested too deeply") from None
+
+
+def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Refuse unknown keys and suggest the nearest known one.
+
+    Raises:
+        ConfigError: names the key and `where`.
+    """
+    names = sorted(known)
+    for key in table:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+
+
+def text_table(table: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Check that all values are text.
+
+    Raises:
+        ConfigError: naming the key and `where`.
+    """
+    for key, value in table.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {key} is {value!r}; put the value in quotes")
+    return dict(table)
+
+
+def data_folders(table: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Validate data sets: ``NAME = "HOST:/folder"``, or ``"/folder"`` on every host; commas separate several.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    found = text_table(table, where)
+    for name, places in found.items():
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise ConfigError(f"{where}: {name!r} is no name for a data set: letters, digits, '.', '_' and '-'")
+        for place in places.split(","):
+            if not re.fullmatch(r"([^:/\s]+:)?/[^\0\n]*", place.strip()):
+                raise ConfigError(f'{where}: {name} is {place!r}; write "HOST:/folder", or "/folder" on every host')
+    return found
