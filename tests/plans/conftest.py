@@ -1,4 +1,4 @@
-"""Real ranks for the tests that train; they live with the tests of `clusterd.train`."""
+"""Real ranks for the tests that train; shared with the tests of `clusterd.train`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Starts real training processes."""
+    """Pool that starts real training processes."""
     pool = RankPool()
     yield pool
     pool.close()

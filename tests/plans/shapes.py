@@ -1,4 +1,4 @@
-"""Models that plan tests choose plans for."""
+"""Model shapes for plan tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of plans is the whole list, and nothing but legal plans."""
+"""The enumeration contains all legal plans and nothing else."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_without_a_batch_there_is_nothing_to_cut() -> None:
 
 
 def everything(devices: int, batch: int) -> list[Plan]:
-    """Every plan of so many ranks that differs in something that happens, by brute force."""
+    """Every plan of this many ranks, without equivalent ones, by brute force."""
     numbers = range(1, devices + 1)
     degrees = [(d, t, p) for d, t, p in itertools.product(numbers, repeat=3) if d * t * p == devices and batch % d == 0]
     return [

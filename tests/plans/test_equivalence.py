@@ -1,4 +1,4 @@
-"""Every plan trains the same model: the same samples, the same losses, the same parameters.
+"""Every plan trains the same model: the same samples, losses and parameters.
 
 Real processes over gloo on loopback. AdamW alone would hide errors of gradient scale, so plain SGD runs too.
 """
@@ -64,7 +64,7 @@ SLOW = [
 
 @pytest.fixture(scope="module")
 def one_process(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """What a lone process does."""
+    """Result of a single process."""
     runs = ranks.run_each(
         tmp_path_factory.mktemp("one"), "dp=1", [{"optimizer": o, "depth": DEPTH} for o in OPTIMIZERS]
     )
@@ -79,7 +79,7 @@ def test_equivalence(plan: str, one_process: dict[str, Run], ranks: RankPool, tm
         assert len(run.checked().losses) == STEPS
         assert run.losses == pytest.approx(expected.losses, rel=RELATIVE), optimizer
         assert_same_samples(run, expected, Plan.parse(plan))
-    # Adam divides small gradients by small numbers, so only plain SGD says whether parameters are the same.
+    # Adam divides small gradients by small numbers, so only plain SGD shows that parameters are equal.
     assert_same_parameters(runs[0], one_process["sgd"])
 
 
@@ -92,9 +92,9 @@ def test_equivalence(plan: str, one_process: dict[str, Run], ranks: RankPool, tm
     ],
 )
 def test_equivalence_with_clipping_groups_and_a_schedule(plan: str, ranks: RankPool, tmp_path: Path) -> None:
-    """A warm-up, two parameter groups with their own weight decay, and a limit that every gradient exceeds."""
+    """A warm-up, two parameter groups with different weight decay, and a limit that every gradient exceeds."""
     options: dict[str, Any] = {"warmup": True, "clip_norm": 0.05, "depth": DEPTH}
-    # AdamW hardly sees the scale of gradients, so a wrong norm would show under SGD only.
+    # AdamW is nearly invariant to gradient scale, so a wrong norm would show under SGD only.
     variations = [{"optimizer": "two groups", **options}, {"optimizer": "momentum", **options}]
     unclipped = {**variations[1], "clip_norm": None}
     *one, free = [run.checked() for run in ranks.run_each(tmp_path / "one", "dp=1", [*variations, unclipped])]
@@ -106,7 +106,7 @@ def test_equivalence_with_clipping_groups_and_a_schedule(plan: str, ranks: RankP
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1,accumulation=2", "dp=2,tp=2"])
 def test_equivalence_where_the_model_leaves_parameters_out(plan: str, ranks: RankPool, tmp_path: Path) -> None:
-    """What never gets a gradient is no reason to fail, under replicas either, and is not decayed."""
+    """A parameter without gradient is no failure, under replicas either, and is not decayed."""
     options: dict[str, Any] = {"model": "frozen", "depth": DEPTH, "optimizer": "nesterov"}
     one = ranks.run(tmp_path / "one", "dp=1", **options).checked()
     run = ranks.run(tmp_path / "many", plan, **options).checked()
@@ -115,7 +115,7 @@ def test_equivalence_where_the_model_leaves_parameters_out(plan: str, ranks: Ran
 
 
 def test_equivalence_over_epochs_of_odd_length(ranks: RankPool, tmp_path: Path) -> None:
-    """53 samples make three batches of 16 per epoch; the last five rest, other five in each epoch."""
+    """53 samples make three batches of 16 per epoch; five are left, different ones in each epoch."""
     one = ranks.run(tmp_path / "one", "dp=1", samples=53, depth=DEPTH).checked()
     run = ranks.run(tmp_path / "two", "dp=2", samples=53, depth=DEPTH).checked()
     assert run.losses == pytest.approx(one.losses, rel=RELATIVE)
@@ -127,10 +127,10 @@ def test_equivalence_over_epochs_of_odd_length(ranks: RankPool, tmp_path: Path) 
 
 
 class TorchCannot(Exception):
-    """What torch itself raises on CPU ranks."""
+    """Error that torch itself raises on CPU ranks."""
 
 
-# Not dropped from the matrix: each goes another way in `clusterd.train.parallel.apply_plan`, until torch learns it.
+# Kept in the matrix: `clusterd.train.parallel.apply_plan` implements each differently, until torch supports it.
 TORCH_CANNOT = {
     "fsdp1": "FSDP needs a non-CPU accelerator device, but no accelerator device is detected",
     "pinned offload": "Cannot access accelerator device when none is available|Found no NVIDIA driver",  # CUDA builds
@@ -155,7 +155,7 @@ def test_equivalence_by_ways_closed_on_cpu(way: str, ranks: RankPool, tmp_path: 
 
 
 def assert_same_samples(run: Run, expected: Run, plan: Plan) -> None:
-    """Each replica asked for its share of each global batch, in order; middle stages asked for nothing."""
+    """Each replica read its share of each global batch, in order; middle stages read nothing."""
     order = expected.ranks[0].result["asked"]
     shares = plan.batch_shares(BATCH)
     for number, rank in enumerate(run.ranks):

@@ -1,4 +1,4 @@
-"""Plans that cannot run are refused before anything starts, each with its reason in a sentence."""
+"""Illegal plans are refused before anything starts, each with a one-sentence reason."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_devices_of_two_kinds_do_not_share_a_job() -> None:
 
 
 def test_without_a_description_only_what_depends_on_the_plan_is_checked() -> None:
-    """A job that never ran: its ranks will check the rest, and refuse with exit code 96."""
+    """A job that never ran: its ranks check the rest, and refuse with exit code 96."""
     assert check(Plan(tp=8, pp=3, accumulation=3)) == []
     assert check(Plan(pp=3)) != []
 

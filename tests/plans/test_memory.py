@@ -1,4 +1,4 @@
-"""The memory estimate moves the way memory moves."""
+"""The memory estimate follows real memory use."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_spreading_weights_frees_memory_that_replicas_do_not(better: str) -> Non
 def test_recomputing_never_costs_memory(plan: Plan) -> None:
     kept = estimate(replace(plan, checkpointing=False), SHAPE).activations_bytes
     recomputed = estimate(replace(plan, checkpointing=True), SHAPE).activations_bytes
-    # One block's activations come back while it is recomputed; with a single block in flight nothing is won.
+    # A block's activations exist while it is recomputed; with a single block in flight nothing is saved.
     block = max(layer.activation_bytes + layer.activation_tp_bytes for layer in SHAPE.layers)
     assert recomputed <= kept + 16 * block // plan.accumulation
 
 
 @given(st.sampled_from(PLANS))
 def test_a_larger_batch_never_needs_less(plan: Plan) -> None:
-    for stage in range(plan.pp):  # which stage needs most may change
+    for stage in range(plan.pp):  # the stage with the highest need may change
         small = estimate(plan, SHAPE, stage=stage)
         large = estimate(plan, SHAPE, stage=stage, global_batch=2 * SHAPE.global_batch)
         assert large.device_bytes >= small.device_bytes
@@ -90,7 +90,7 @@ def test_copies_of_weights_in_another_precision_do_not_grow_with_the_batch() -> 
 
 @pytest.mark.parametrize("plan", ["dp=1,accumulation=16", "dp=1,checkpointing,accumulation=16", "dp=4,zero=3"])
 def test_what_an_update_makes_must_fit_beside_parameters_gradients_and_state(plan: str) -> None:
-    """On CUDA; activations are gone by then, and with offload the update is made in host memory."""
+    """On CUDA; activations are freed by then, and with offload the update runs in host memory."""
     hungry, chosen = replace(SHAPE, optimizer_temporaries_ratio=1.0), Plan.parse(plan)
     without, need = estimate(chosen, SHAPE), estimate(chosen, hungry)
     shard = SHAPE.parameter_bytes // chosen.dp

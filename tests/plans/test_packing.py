@@ -1,4 +1,4 @@
-"""Segments: what ranks read out of them is what was put in, over any hosts."""
+"""Segments: ranks read exactly the packed bytes, over any hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.plans.test_reshard import PLANS, gpt, hosts
 def test_every_new_rank_reads_its_boxes_out_of_the_segments(
     old: Plan, new: Plan, old_per_host: int, new_per_host: int, shift: int
 ) -> None:
-    """A move played with arrays: pack, fetch, read, compare with the global tensors."""
+    """A migration simulated with arrays: pack, fetch, read, compare with the global tensors."""
     shape = gpt()
     moves = plan_transfers(
         layout(shape, old), layout(shape, new), hosts(old.ranks, old_per_host), hosts(new.ranks, new_per_host, shift)

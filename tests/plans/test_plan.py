@@ -1,4 +1,4 @@
-"""A plan says what it is, and comes back from every form it is written in."""
+"""A plan survives a round trip through each of its text and wire forms."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_rank_has_its_own_place(plan: Plan) -> None:
 
 
 def test_tensor_shards_are_neighbours() -> None:
-    """They talk most, so placement puts neighbouring ranks on one host."""
+    """They communicate most, so placement puts neighbouring ranks on one host."""
     plan = Plan(dp=2, tp=2, pp=2)
     assert [plan.coordinates(rank).shard for rank in range(4)] == [0, 1, 0, 1]
     assert [plan.coordinates(rank).stage for rank in range(8)] == [0] * 4 + [1] * 4

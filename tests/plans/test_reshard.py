@@ -1,4 +1,4 @@
-"""Any layout to any layout: every byte exactly once, from a valid holder, with as little network as can be."""
+"""Any layout to any layout: every byte once, from a valid holder, with minimal network traffic."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hosts(ranks: int, per_host: int, first: int = 0) -> list[str]:
 
 
 def elements(moves: Transfers | Layout, rank: int, tensor: int, of: Layout, column: np.ndarray) -> np.ndarray:
-    """How often each element of a tensor is in the rank's boxes."""
+    """Number of occurrences of each element of a tensor in the rank's boxes."""
     shape = of.tensors[tensor].shape
     counted = np.zeros(shape, dtype=np.int64)
     for row in np.flatnonzero((column == rank) & (moves.tensor == tensor)):
@@ -69,7 +69,7 @@ def elements(moves: Transfers | Layout, rank: int, tensor: int, of: Layout, colu
 
 
 def check(moves: Transfers) -> None:
-    """Slow and obvious: every element of every new box is moved once, out of a box that its source holds."""
+    """Brute-force check: every element of every new box moves once, from a box that its source holds."""
     for rank in range(moves.new.ranks):
         for tensor in range(len(moves.new.tensors)):
             wanted = elements(moves.new, rank, tensor, moves.new, moves.new.rank)
@@ -85,7 +85,7 @@ def check(moves: Transfers) -> None:
 
 
 def bound(moves: Transfers) -> int:
-    """The least that must cross: per host, elements that its new ranks need and none of its old ranks holds."""
+    """Lower bound of network traffic: per host, elements that its new ranks need and none of its old ranks holds."""
     total = 0
     for host in dict.fromkeys(moves.new_hosts):
         for tensor, of in enumerate(moves.new.tensors):
@@ -123,7 +123,7 @@ def test_every_byte_once_from_a_holder_at_the_lower_bound(
 @settings(deadline=None, max_examples=60)
 @given(old=st.sampled_from(PLANS), new=st.sampled_from(PLANS), data=st.data())
 def test_lost_ranks_are_replaced_by_replicas_or_named(old: Plan, new: Plan, data: st.DataObject) -> None:
-    """What survivors hold together is enough, or the first tensor that is not is named."""
+    """Survivors together hold everything, or the error names the first incomplete tensor."""
     shape = gpt()
     before = layout(shape, old)
     lost = data.draw(st.sets(st.integers(0, old.ranks - 1), max_size=max(old.ranks - 1, 0)))
@@ -168,7 +168,7 @@ def test_replicas_share_the_sending() -> None:
 
 
 def test_digests_agree_between_those_who_compute_and_differ_between_moves() -> None:
-    """Two sides exchange only this."""
+    """The two sides exchange only the digest."""
     shape = gpt()
 
     def digest(new: Plan) -> str:
@@ -179,13 +179,13 @@ def test_digests_agree_between_those_who_compute_and_differ_between_moves() -> N
 
 
 def test_layouts_of_different_models_are_refused() -> None:
-    """By the name of the tensor."""
+    """The error names the tensor."""
     with pytest.raises(LayoutMismatch, match=r"embed.weight .* was \(11, 8\)"):
         plan_transfers(layout(gpt(), Plan()), layout(gpt(vocabulary=13), Plan()), ["a"], ["a"])
 
 
 def test_zero1_deals_out_the_largest_first() -> None:
-    """Each replica's share of the optimizer's state is about as large as the others'."""
+    """Replicas have about equal shares of the optimizer state."""
     shape = gpt(layers=8)
     owners = zero1_owners(shape, Plan(dp=3, zero=1))
     held = [0, 0, 0]
@@ -195,7 +195,7 @@ def test_zero1_deals_out_the_largest_first() -> None:
 
 
 def test_planning_grows_linearly() -> None:
-    """Four times the layers cost about four times the rows, in rows: the count that sets the time."""
+    """Four times the layers give about four times the rows, which determine the time."""
     small = plan_transfers(layout(gpt(8), Plan(dp=4, zero=3)), layout(gpt(8), Plan(tp=4)), hosts(4, 2), hosts(4, 2))
     large = plan_transfers(layout(gpt(32), Plan(dp=4, zero=3)), layout(gpt(32), Plan(tp=4)), hosts(4, 2), hosts(4, 2))
     assert 3.0 < len(large) / len(small) < 4.5

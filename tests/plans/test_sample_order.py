@@ -1,4 +1,4 @@
-"""The order of samples is a permutation that anyone can compute anywhere in it."""
+"""The sample order is a permutation that can be evaluated at any position."""
 
 from __future__ import annotations
 

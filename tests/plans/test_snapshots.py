@@ -1,4 +1,4 @@
-"""Snapshots: the state once, shared out over those who hold it, and readable by any plan."""
+"""State snapshots: the state once, distributed over its holders, and readable by any plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_byte_is_shared_out_once_and_evenly(plan: Plan) -> None:
 
 
 def test_buffers_count_as_the_first_replica_has_them() -> None:
-    """Running statistics differ between replicas; snapshots and moves take them from one place, wherever it is."""
+    """Running statistics differ between replicas; state snapshots and migrations take them from one replica."""
     shape = gpt()
     changes = {
         "buffers": (BufferShape("head.mean", (4,), 4, 4), BufferShape("head.count", (), 8, 4)),
@@ -42,7 +42,7 @@ def test_buffers_count_as_the_first_replica_has_them() -> None:
     assert {t.kind for t in old.tensors} == {"parameter", "optimizer", "optimizer.rows", "buffer"}
     moves = plan_transfers(old, new, ["a", "b", "c", "d"], ["d"] * 4)
     rows = np.isin(moves.tensor, buffers)
-    assert set(moves.source[rows]) == {2}  # the first rank of the last stage, though another is on the same host
+    assert set(moves.source[rows]) == {2}  # the first rank of the last stage, although another is on the same host
     shared = old.deduplicated()
     assert set(shared.rank[np.isin(shared.tensor, buffers)]) == {2}
 

@@ -1,4 +1,4 @@
-"""A pipeline is cut where its heaviest stage is lightest."""
+"""A pipeline is cut so that its heaviest stage is lightest."""
 
 from __future__ import annotations
 

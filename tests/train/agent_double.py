@@ -1,4 +1,4 @@
-"""Agents of several hosts, as far as ranks can tell: the verbs of a move, with files in place of shared memory."""
+"""Test double of several hosts' agents: the verbs of a migration, with files in place of shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = dict[str, Any]
 
 
 class Network:
-    """What agents know of each other: published segments, by name."""
+    """Published segments of all agents, by name."""
 
     def __init__(self) -> None:
         self.news = threading.Condition()
@@ -31,7 +31,7 @@ class Network:
 
 
 class HostAgent:
-    """The agent of one host."""
+    """Agent of one host."""
 
     def __init__(self, host: str, directory: Path, network: Network) -> None:
         self.host, self.network = host, network
@@ -50,7 +50,7 @@ class HostAgent:
         self._start(self._accept)
 
     def send(self, generation: int, message: Message) -> None:
-        """To the ranks of a generation on this host."""
+        """Send a message to the ranks of a generation on this host."""
         with self.network.news:
             to = [c for (g, _), c in self._connections.items() if g == generation]
         for connection in to:
@@ -60,7 +60,7 @@ class HostAgent:
                 continue  # that rank has ended
 
     def said(self, generation: int, what: str, move: str = "") -> dict[int, Message]:
-        """By rank, the newest of that kind."""
+        """Newest report of that kind, by rank."""
         return {
             rank: message["said"]
             for g, rank, message in self.heard
@@ -72,36 +72,36 @@ class HostAgent:
         }
 
     def ready(self, generation: int) -> int:
-        """Ranks of a generation that train."""
+        """Number of ranks of a generation that train."""
         return len({rank for g, rank, m in self.heard if g == generation and m.get("event") == "ready"})
 
     def pid(self, generation: int, rank: int) -> int:
-        """Of a rank's process."""
+        """Process id of a rank."""
         return next(int(m["pid"]) for g, r, m in self.heard if (g, r) == (generation, rank) and "pid" in m)
 
     def hang_up(self, generation: int) -> None:
-        """Closes the lines of a generation, as an agent's death does."""
+        """Close the connections of a generation, as an agent's death does."""
         with self.network.news:
             lines = [c for (g, _), c in self._connections.items() if g == generation]
         for connection in lines:
             connection.shutdown(socket.SHUT_RDWR)
 
     def forget(self, move: str) -> None:
-        """Removes a move's segments."""
+        """Remove a migration's segments."""
         with self.network.news:
             self._complete = [s for s in self._complete if s["move"] != move]
         for path in self._segments.glob(f"{move}.*"):
             path.unlink()
 
     def segments(self) -> list[str]:
-        """Names of the segments that exist."""
+        """Names of the existing segments."""
         return sorted(path.name for path in self._segments.iterdir())
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in self._accepted:
-            with contextlib.suppress(OSError):  # a reader in this very process may hold its end for ever
+            with contextlib.suppress(OSError):  # a reader in this very process may hold its end forever
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(DEADLINE_S)

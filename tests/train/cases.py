@@ -1,4 +1,4 @@
-"""Cases of a test that are much like its others: `make test` leaves them to `make test-slow`."""
+"""Slow test cases that are much like others: `make test` leaves them to `make test-slow`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """One of these values in a list for `parametrize`."""
+    """Mark one set of values for `parametrize` as slow."""
     return pytest.param(*values, marks=pytest.mark.slow)

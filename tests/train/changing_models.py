@@ -1,4 +1,4 @@
-"""Models of which something becomes another thing as they train, and such as torch makes in ways of its own."""
+"""Models that change as they train, and models that torch builds in special ways."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Thawing(GPT):
-    """A block that trains from the third step on."""
+    """A block becomes trainable in the third step."""
 
     TRAINS = False
 
@@ -27,13 +27,13 @@ class Thawing(GPT):
 
 
 class Freezing(Thawing):
-    """A block that trains until then."""
+    """A block is frozen in the third step."""
 
     TRAINS = True
 
 
 class Remembering(GPT):
-    """Adds to each text what it made of the one before it, which there is from the first pass on."""
+    """Adds the embedding of the previous pass, a buffer that exists from the first pass on."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -47,7 +47,7 @@ class Remembering(GPT):
 
 
 class Growing(Remembering):
-    """It begins with a row of zeros."""
+    """The buffer begins as a row of zeros."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -55,7 +55,7 @@ class Growing(Remembering):
 
 
 class Lazy(GPT):
-    """A layer finds out its size by itself."""
+    """A layer infers its size."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -63,7 +63,7 @@ class Lazy(GPT):
 
 
 class Named(GPT):
-    """Gives a map."""
+    """Returns a dict."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -71,7 +71,7 @@ class Named(GPT):
 
 
 class Derived(GPT):
-    """Adds to what it computes a gradient of it."""
+    """Adds a gradient of its output to the output."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = start = self.embed(tokens)
@@ -83,12 +83,12 @@ class Derived(GPT):
 
 
 def scripted(**_: int) -> Any:
-    """TorchScript."""
+    """TorchScript module."""
     return torch.jit.script(nn.Embedding(64, 64))
 
 
 def compiled_whole(**sizes: int) -> Any:
-    """Not block by block."""
+    """Compiled as a whole, not block by block."""
     return torch.compile(GPT(**sizes), backend="eager")
 
 

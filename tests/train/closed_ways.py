@@ -1,4 +1,4 @@
-"""Ways that torch offers and that do not work between CPU ranks: tried plainly, without clusterd in between."""
+"""torch features that fail between CPU ranks, tried in plain torch without clusterd."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clusterd.train.parallel.build import Stage
 
 
 def attempt(way: str, rank: int, port: int) -> None:
-    """Two ranks take two training steps by this way."""
+    """Take two training steps with this feature on two ranks."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = GPT(width=32, depth=2, heads=4, context=16, vocabulary=64)

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT / "examples/gpt"), str(ROOT / "examples/hf")]  # the mo
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Starts real training processes."""
+    """Pool that starts real training processes."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -50,7 +50,7 @@ def moving(pools: tuple[RankPool, RankPool], tmp_path: Path) -> Iterator[Callabl
 def undisturbed(
     pools: tuple[RankPool, RankPool], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[float]]:
-    """Losses of one process that nobody moves."""
+    """Losses of one process that never migrates."""
     known: dict[str, list[float]] = {}
 
     def losses(**options: Any) -> list[float]:

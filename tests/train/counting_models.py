@@ -1,4 +1,4 @@
-"""Models that count, or draw numbers, in other ways than buffers and torch's generator."""
+"""Models that count, or draw random numbers, outside of buffers and torch's generator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model import GPT
 
 
 class Settling(GPT):
-    """Each block makes less of what it is given, the more often it was computed."""
+    """Each block damps its input more, the more often it was computed."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -36,7 +36,7 @@ class Drawing(GPT):
 
 
 class Counting(GPT):
-    """Counts in NumPy's numbers, in a list, in a map, and what its class has begun."""
+    """Counts in NumPy scalars, in a list, in a dict, and in a class attribute."""
 
     passes = 0
 

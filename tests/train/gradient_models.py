@@ -1,4 +1,4 @@
-"""Models whose backward passes do more than to follow the loss."""
+"""Models with backward passes that are not proportional to the loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Added(torch.autograd.Function):
 
 
 class Balanced(GPT):
-    """An auxiliary loss whose gradient is put in on the way back, as models of experts do it."""
+    """An auxiliary loss that injects its gradient in the backward pass, as mixture-of-experts models do."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -39,7 +39,7 @@ class Bent(GPT):
 
 
 class Frequent(GPT):
-    """The gradient of each row of the embedding is divided by how often it was looked up."""
+    """The gradient of each row of the embedding is divided by its frequency in the batch."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint with torch and nothing of ours, as somebody else would, and tells what is in it.
+"""Load a checkpoint with plain torch, without clusterd, and print its content.
 
 ``python load_plainly.py DIRECTORY WIDTH DEPTH`` with the model's folder on PYTHONPATH; prints JSON.
 """

@@ -1,4 +1,4 @@
-"""Leads migrations of real ranks in tests, as the daemon does, over the agents of `agent_double`."""
+"""Driver of migrations of real ranks, in the role of the daemon, over the agents of `agent_double`."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ class Generation:
 
 @dataclass
 class Moved:
-    """What a migration took."""
+    """Measurements of a migration."""
 
     downtime_s: float
     bytes_network: int
-    step: int  # the last one of the old ranks
+    step: int  # last step of the source ranks
 
 
 @dataclass
 class Mover:
-    """One job, and the pools that its generations take turns in."""
+    """One job, and the pools that its generations use in turn."""
 
     pools: tuple[RankPool, RankPool]
     directory: Path
     options: dict[str, Any]
     hosts: tuple[str, ...] = ("a",)
-    rank_file: Message = field(default_factory=dict)  # more of it, for every rank
+    rank_file: Message = field(default_factory=dict)  # additional entries, for every rank
     generations: list[Generation] = field(default_factory=list)
     moves: list[MigrationSpec] = field(default_factory=list)
 
@@ -90,7 +90,7 @@ class Mover:
         return self.generations[-1]
 
     def start(self, plan: str, hosts: str = "") -> Generation:
-        """The first generation."""
+        """Start the first generation."""
         generation = self._made(plan, hosts)
         self._launch(generation, None)
         self.generations.append(generation)
@@ -107,13 +107,13 @@ class Mover:
         step: int | None = None,
         makes_room: bool = False,
     ) -> Moved | None:
-        """To another plan.
+        """Migrate to another plan.
 
         Args:
-            hosts: one letter per new rank; default: all on the first host.
-            abort_after: undo once all ranks concerned have said this.
-            lost: old ranks that are gone; step: the one that the others are to end.
-            makes_room: the others hand over, and let go of what they hold, before the new ranks are made.
+            hosts: one letter per target rank; default: all on the first host.
+            abort_after: abort once all ranks concerned have sent this report.
+            lost: source ranks that are gone; step: the step that the others must complete.
+            makes_room: source ranks publish and free their memory before the target ranks start.
         """
         old = self.now
         old.lost = tuple(lost)
@@ -178,7 +178,7 @@ class Mover:
         )
 
     def recover(self, plan: str, hosts: str = "") -> int:
-        """Kills all present ranks, and goes on from the newest snapshot that is whole; its step."""
+        """Kill all ranks and resume from the newest complete state snapshot; return its step."""
         old = self.now
         for rank in range(old.plan.ranks):
             os.kill(self.agents[old.hosts[rank]].pid(old.number, rank), signal.SIGKILL)
@@ -202,7 +202,7 @@ class Mover:
         return step
 
     def newest_snapshot(self) -> tuple[list[str], int]:
-        """Names by rank, and the step; none yet: -1."""
+        """Names by rank, and the step; -1 if there is none yet."""
         whole = []
         for which in "01":
             names = [f"test.1.g{self.now.number}.snap{rank}.{which}" for rank in range(self.now.plan.ranks)]
@@ -213,27 +213,27 @@ class Mover:
         return names, step
 
     def checkpoint(self, directory: Path, host: str = "") -> Message:
-        """Asks for one, of one host's ranks if that is said, and waits until it is complete; what rank 0 says of it."""
+        """Request a checkpoint, of one host's ranks if given, wait for it and return rank 0's report."""
         before = self.checkpoints()
         self.ask_for_checkpoint(directory, host)
         self.wait(lambda: self.checkpoints() == before + self.now.plan.ranks, "checkpointed")
         return self._said(self.now, "checkpointed", "")[0]
 
     def ask_for_checkpoint(self, directory: Path, host: str = "") -> None:
-        """Does not wait."""
+        """Request a checkpoint without waiting."""
         self._tell(self.now, {"event": "checkpoint", "path": str(directory)}, host)
 
     def use_cores(self, each: int) -> None:
-        """Does not wait."""
+        """Set the CPU threads without waiting."""
         self._tell(self.now, {"event": "cores", "each": each})
 
     def checkpoints(self) -> int:
-        """How often ranks said that one is complete."""
+        """Number of reports of a complete checkpoint."""
         heard = [m.get("said", {}) for agent in self.agents.values() for _, _, m in agent.heard]
         return sum(said.get("what") == "checkpointed" for said in heard)
 
     def checkpoint_fails(self, path: Path) -> list[str]:
-        """Asks for one where none can be; why not, as every rank says."""
+        """Request a checkpoint that must fail, and return the reason in every rank's report."""
         self.ask_for_checkpoint(path)
 
         def why() -> list[str]:
@@ -244,18 +244,18 @@ class Mover:
         return why()
 
     def train(self, steps: int) -> None:
-        """Waits until the present ranks have logged so many steps more."""
+        """Wait until the current ranks have logged this many more steps."""
         last = self._last_step()
         self.wait(lambda: self._last_step() >= last + steps)
 
     def stop(self, *, done: bool = False) -> list[Message]:
-        """Ends the job, `done` or not; all the steps of all generations, in order."""
+        """End the job, `done` or not; return the steps of all generations, in order."""
         self._tell(self.now, {"event": "stop", "reason": "enough", "done": done})
         self.now.run.result(DEADLINE_S)[0].checked()
         return [step for generation in self.generations for step in generation.steps()]
 
     def all_say(self, generation: Generation, what: str, move: str) -> dict[int, Message]:
-        """Waits until every rank has said so; fails at once when one says that it failed."""
+        """Wait for this report of every rank; fail at once if one reports a failure."""
 
         def done() -> bool:
             assert not (failed := self._said(generation, "failed", move)), failed
@@ -267,17 +267,17 @@ class Mover:
         return self._said(generation, what, move)
 
     def wait(self, what: Callable[[], bool], name: str = "") -> None:
-        """Polls; what is waited for happens in other processes."""
+        """Poll for a condition in other processes."""
         deadline = time.monotonic() + DEADLINE_S
         while not what():
             assert time.monotonic() < deadline, (name, [a.heard[-5:] for a in self.agents.values()])
             self.network.wait_for(lambda: False, 0.02)
 
     def kill(self, *ranks: int, told: bool = False) -> set[int]:
-        """Kills present ranks, and waits until all others have noticed.
+        """Kill current ranks, and wait until all others have noticed.
 
         Args:
-            told: whether the others hear of it from the agent too, as they do after some seconds.
+            told: the agent also notifies the others, as it does after some seconds.
         Returns:
             The steps that these have done.
         """
@@ -299,7 +299,7 @@ class Mover:
 
     @property
     def last_step(self) -> int:
-        """Of all that are logged."""
+        """Last logged step of all generations."""
         return self._last_step()
 
     def _last_step(self) -> int:
@@ -307,7 +307,7 @@ class Mover:
         return int(steps[-1]["step"]) if steps else 0
 
     def _made(self, text: str, hosts: str) -> Generation:
-        """The next one, before it is launched."""
+        """Create the next generation without launching it."""
         plan = Plan.parse(text)
         placed = list(hosts or self.hosts[0] * plan.ranks)
         number = len(self._launched) + 1

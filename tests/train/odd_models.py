@@ -1,4 +1,4 @@
-"""Models, optimizers and schedulers that do what plans must not get wrong."""
+"""Unusual models, optimizers and schedulers that plans must train correctly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clusterd.train.process.job import adapt_optimizer_factory
 
 
 class Normed(GPT):
-    """Running statistics after every block; what they hold depends on every forward pass that was made."""
+    """Running statistics after every block; they depend on every forward pass."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -29,11 +29,11 @@ class Normed(GPT):
 
     @staticmethod
     def _count(block: Any, inputs: Any, output: torch.Tensor) -> None:
-        block.seen(output.detach().flatten(0, 1))  # its output is not used: batches differ between plans
+        block.seen(output.detach().flatten(0, 1))  # its output is unused, as batches differ between plans
 
 
 class Masked(GPT):
-    """One table in all blocks, changed in place."""
+    """One buffer shared by all blocks, changed in place."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -44,7 +44,7 @@ class Masked(GPT):
 
 
 class Routed(GPT):
-    """Each sample is one expert's: small shares of a batch leave some experts without work."""
+    """Each sample goes to one expert: small shares of a batch leave some experts unused."""
 
     EXPERTS = 8
 
@@ -64,7 +64,7 @@ class Routed(GPT):
 
 
 class Sided(GPT):
-    """Every replica has something of its own."""
+    """Every replica uses a different parameter."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -78,7 +78,7 @@ class Sided(GPT):
 
 
 class Fading(GPT):
-    """Something is used in the first three steps, and never again."""
+    """A parameter is used in the first three steps, and never again."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -93,20 +93,20 @@ class Fading(GPT):
 
 
 class Turned(GPT):
-    """Wants time before samples."""
+    """Expects the time dimension before the sample dimension."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens.T)
 
 
 def turned(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch as that model wants it."""
+    """Collate a batch as that model expects it."""
     inputs, targets = default_collate(samples)
     return inputs.T, targets
 
 
 class Scaled(GPT):
-    """Does more than to apply its layers."""
+    """Does more than apply its layers."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) * 3.0
@@ -118,7 +118,7 @@ def _table(width: int) -> torch.Tensor:
 
 
 class Cached(GPT):
-    """A table that is made once, and kept where no module has it."""
+    """A table that is computed once and cached outside of any module."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -126,7 +126,7 @@ class Cached(GPT):
 
 
 class Held(GPT):
-    """A table in an object that is no module."""
+    """A table in an object that is not a module."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -135,7 +135,7 @@ class Held(GPT):
 
 
 class Marked(GPT):
-    """Parameters that say how fast they want to learn."""
+    """Parameters with attributes that set their learning rate."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -144,7 +144,7 @@ class Marked(GPT):
 
 
 class Evaluated(GPT):
-    """In evaluation mode, as `from_pretrained` gives models; what it computes depends on that."""
+    """In evaluation mode, as from `from_pretrained`; the output depends on the mode."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -153,7 +153,7 @@ class Evaluated(GPT):
 
 
 class Cooling(GPT):
-    """A temperature that falls with each pass, and a table that is as long as the longest text so far."""
+    """A temperature that falls with each pass, and a table as long as the longest text so far."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -174,7 +174,7 @@ class Cooling(GPT):
 
 
 class Hooked(GPT):
-    """A parameter whose gradient is made smaller on its way."""
+    """A parameter with a hook that scales its gradient."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -182,7 +182,7 @@ class Hooked(GPT):
 
 
 class Fainting(GPT):
-    """What a block adds depends on how often it was computed, and each of its passes makes that less."""
+    """The output of a block depends on the number of its passes."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -197,7 +197,7 @@ class Fainting(GPT):
 
 
 class Hollow(GPT):
-    """Has what has no elements: a cache that is filled elsewhere, and a bias of nothing."""
+    """Tensors without elements: a cache that is filled elsewhere, and an empty bias."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -206,7 +206,7 @@ class Hollow(GPT):
 
 
 class Reentrant(GPT):
-    """Computes its blocks again by itself, in the older way."""
+    """Recomputes its blocks by reentrant checkpoints."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -215,7 +215,7 @@ class Reentrant(GPT):
 
 
 class Sparse(GPT):
-    """The gradient of its embedding has the rows of those words alone that were there."""
+    """An embedding with sparse gradients."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -223,7 +223,7 @@ class Sparse(GPT):
 
 
 class Transposed(GPT):
-    """What goes from block to block, and back, lies column by column."""
+    """Activations and gradients between blocks are column-major."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -237,7 +237,7 @@ class Transposed(GPT):
 
 
 class Still(GPT):
-    """Nothing of it trains."""
+    """No parameter is trainable."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -245,7 +245,7 @@ class Still(GPT):
 
 
 class Compiled(GPT):
-    """Has each of its blocks compiled."""
+    """Each of its blocks is compiled."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -253,7 +253,7 @@ class Compiled(GPT):
 
 
 class Borrowing(GPT):
-    """Its embedding is moved by a matrix of the first block."""
+    """Its embedding uses a matrix of the first block."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -278,7 +278,7 @@ class NormedAttention(Attention):
 
 
 class HeadNormed(GPT):
-    """Has norms over each head, and a plan that says so."""
+    """Norms per head, and a tp_plan that names them."""
 
     TP_PLAN = GPT.TP_PLAN | {"blocks.*.attn.norm": "replicated_with_grad_allreduce"}
 
@@ -289,7 +289,7 @@ class HeadNormed(GPT):
 
 
 class CommonScale(torch.optim.SGD):
-    """What it makes of a tensor depends on the largest gradient of all."""
+    """The update of a tensor depends on the largest gradient of all tensors."""
 
     def step(self, closure: Any = None) -> Any:
         largest = max(p.grad.abs().max() for g in self.param_groups for p in g["params"] if p.grad is not None)
@@ -301,7 +301,7 @@ class CommonScale(torch.optim.SGD):
 
 
 class Clipping(torch.optim.SGD):
-    """Clips by itself, but only what is far too large."""
+    """Clips in the optimizer, but only huge gradients."""
 
     def step(self, closure: Any = None) -> Any:
         nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1000.0)
@@ -309,7 +309,7 @@ class Clipping(torch.optim.SGD):
 
 
 class LargeFactored(torch.optim.SGD):
-    """Divides by the means over rows, of matrices that are large along both dimensions."""
+    """Divides by row means, of matrices that are large along both dimensions."""
 
     def step(self, closure: Any = None) -> Any:
         for p in (p for g in self.param_groups for p in g["params"] if p.dim() == 2 and min(p.shape) >= 128):
@@ -318,7 +318,7 @@ class LargeFactored(torch.optim.SGD):
 
 
 class LateRatio(torch.optim.SGD):
-    """After five updates, scales every tensor's gradient to the tensor."""
+    """After five updates, scales every tensor's gradient to the tensor's norm."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -329,7 +329,7 @@ class LateRatio(torch.optim.SGD):
 
 
 class SomeRows(torch.optim.SGD):
-    """Looks at whole tensors of those of its groups that say so."""
+    """Looks at whole tensors of the groups that ask for it."""
 
     def step(self, closure: Any = None) -> Any:
         for p in (p for g in self.param_groups if g["rows"] for p in g["params"]):
@@ -338,7 +338,7 @@ class SomeRows(torch.optim.SGD):
 
 
 class InParts(torch.optim.Optimizer):
-    """Two optimizers, neither of which can be without parameters."""
+    """Two inner optimizers, neither of which accepts an empty parameter list."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -352,7 +352,7 @@ class InParts(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.SGD):
-    """Every fifth update goes half the way back; each element for itself."""
+    """Every fifth update goes half the way back, elementwise."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -378,7 +378,7 @@ class SlowWeights(torch.optim.SGD):
 
 
 class Anchored(torch.optim.SGD):
-    """Draws each parameter to what it was, which it keeps in a map."""
+    """Draws each parameter to its initial value, kept in a dict."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr=lr)
@@ -391,7 +391,7 @@ class Anchored(torch.optim.SGD):
 
 
 class LateAverage(torch.optim.SGD):
-    """After the third update it keeps an average of what each parameter is, and from the fifth on is drawn to it."""
+    """Keeps an average of each parameter from the third update on, and is drawn to it from the fifth on."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -403,7 +403,7 @@ class LateAverage(torch.optim.SGD):
 
 
 class LateFunction(torch.optim.SGD):
-    """After the third update it keeps what no file can hold without a pickle."""
+    """After the third update it keeps an object that needs pickle."""
 
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
@@ -414,7 +414,7 @@ class LateFunction(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number for no parameter; its steps grow shorter with it."""
+    """Keeps a counter for no parameter; its steps shrink with it."""
 
     def step(self, closure: Any = None) -> Any:
         self.state["count"] = count = self.state.get("count", 0) + 1
@@ -424,7 +424,7 @@ class Counting(torch.optim.SGD):
 
 
 class OwnCount(Counting):
-    """Keeps that number for itself."""
+    """Keeps that counter in an attribute of its own."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -438,7 +438,7 @@ class OwnCount(Counting):
 
 
 def cosine(optimizer: Any) -> Any:
-    """As it is written everywhere: NumPy's cosine gives NumPy's numbers."""
+    """As commonly written: NumPy's cosine returns NumPy scalars."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 40)))
 
 
@@ -453,8 +453,8 @@ class Drawn(torch.optim.lr_scheduler.LRScheduler):
         return [base * self.shape(self.last_epoch) for base in self.base_lrs]
 
 
-class MigrationVerbs:
-    """A scheduler that nobody can ask where it is."""
+class StatelessScheduler:
+    """A scheduler without state_dict."""
 
     def __init__(self, optimizer: Any) -> None:
         self._groups = optimizer.param_groups
@@ -465,38 +465,38 @@ class MigrationVerbs:
 
 
 def warmup(optimizer: Any) -> Any:
-    """Ten steps of it."""
+    """Warm-up over ten steps."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 
 
 def by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """A group for those that have a mark, and one for the others."""
+    """One group for parameters with the attribute, and one for the others."""
     marked = [p for p in parameters if hasattr(p, "rate")]
     others = [p for p in parameters if not hasattr(p, "rate")]
     return torch.optim.SGD([{"params": marked, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
 
 
 def by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The first block learns faster than what comes after it."""
+    """The first block has a higher learning rate than the rest."""
     first = [p for name, p in named_parameters if name.startswith("blocks.0.")]
     others = [p for name, p in named_parameters if not name.startswith("blocks.0.")]
     return torch.optim.SGD([{"params": first, "lr": 0.5}, {"params": others, "lr": 0.05}], momentum=0.5)
 
 
 def of_the_head(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Nothing else learns."""
+    """Only the head is trained."""
     return torch.optim.SGD([p for name, p in named_parameters if name.startswith("head.")], lr=0.1)
 
 
 def rows_by_names(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The blocks' matrices as a whole, all else element by element."""
+    """The blocks' matrices as a whole, all else elementwise."""
     rows = [p for name, p in named_parameters if name.startswith("blocks.") and p.dim() == 2]
     others = [p for name, p in named_parameters if not (name.startswith("blocks.") and p.dim() == 2)]
     return SomeRows([{"params": rows, "rows": True}, {"params": others, "rows": False}], lr=0.1)
 
 
 def rows_by_marks(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The same of what is marked."""
+    """The same for parameters with the attribute."""
     rows = [p for p in parameters if hasattr(p, "rate")]
     others = [p for p in parameters if not hasattr(p, "rate")]
     return SomeRows([{"params": rows, "rows": True}, {"params": others, "rows": False}], lr=0.1)
@@ -534,11 +534,11 @@ OPTIMIZERS = {
 
 
 def onecycle(optimizer: Any) -> Any:
-    """Momentum, or the first beta, goes down and up again too."""
+    """Momentum, or the first beta, is cycled too."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.03, total_steps=12)
 
 
 SCHEDULERS = {
     "cosine": cosine, "onecycle": onecycle, "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau,
-    "by hand": MigrationVerbs, "drawn": Drawn, "warmup": warmup,
+    "by hand": StatelessScheduler, "drawn": Drawn, "warmup": warmup,
 }  # fmt: skip

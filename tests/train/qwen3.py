@@ -1,4 +1,4 @@
-"""A Qwen3 of Hugging Face's transformers as it is: norms over each head, its output layer the embedding."""
+"""An unmodified Qwen3 of Hugging Face's transformers: norms per head, tied output layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 
 def config(*, width: int, depth: int, heads: int, context: int, vocabulary: int) -> Qwen3Config:
-    """Random weights, of any size."""
+    """Configuration with random weights, of any size."""
     return Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -23,7 +23,7 @@ def config(*, width: int, depth: int, heads: int, context: int, vocabulary: int)
 
 
 def tp_plan(**sizes: int) -> dict[str, str]:
-    """The model's own."""
+    """The model's own tp_plan."""
     with torch.device("meta"):
         return dict(Qwen3ForCausalLM(config(**sizes))._tp_plan)
 

@@ -1,7 +1,7 @@
-"""Real ranks for tests, forked from one process that has torch imported: what the fork server does on hosts.
+"""Real ranks for tests, forked from one process that has imported torch, like the fork server on hosts.
 
 `RankPool` is the tests' side. The other side is this file run as a program: it reads one request per line, forks the
-ranks, each with its own rank file, output file and result file, and answers when all have ended.
+ranks, each with its own rank file, output file and result file, and answers when all have exited.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from plans.plan import Plan
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[2]
 DEADLINE_S = 90.0
-_CHANCE = random.SystemRandom()  # tests side by side seed the other one alike
+_CHANCE = random.SystemRandom()  # parallel tests seed the global generator alike
 
 
 @dataclass(frozen=True)
 class Rank:
-    """How one rank ended, and what it left."""
+    """Exit code, output and result of one rank."""
 
     exit_code: int  # negative: the signal
     output: str
@@ -48,17 +48,17 @@ class Run:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """What rank 0 logged."""
+        """Steps in rank 0's log."""
         path = self.directory / "steps.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     @property
     def losses(self) -> list[float]:
-        """Of every step."""
+        """Loss of every step."""
         return [s["loss"] for s in self.steps]
 
     def checked(self) -> Run:
-        """Itself, if every rank ended well."""
+        """The run itself, if every rank exited with 0."""
         for number, rank in enumerate(self.ranks):
             assert rank.exit_code == 0, f"rank {number} ended with {rank.exit_code}:\n{rank.output}"
         return self
@@ -68,7 +68,7 @@ class RankPool:
     """Starts ranks; one run at a time.
 
     Args:
-        gpus: whether ranks may see those that there are.
+        gpus: ranks may see the host's GPUs.
     """
 
     def __init__(self, *, gpus: bool = False) -> None:
@@ -85,7 +85,7 @@ class RankPool:
         )
 
     def run(self, directory: Path, plan: str, **options: Any) -> Run:
-        """Trains the scenario of `options` (see `scenarios.job`) under `plan`, one process per rank."""
+        """Train the scenario of `options` (see `scenarios.job`) under `plan`, one process per rank."""
         return self.run_each(directory, plan, [options])[0]
 
     def run_each(
@@ -100,13 +100,13 @@ class RankPool:
         more: Callable[[int], dict[str, Any]] = lambda _: {},
         patience_s: float = 5.0,
     ) -> list[Run]:
-        """Trains several scenarios under `plan`, one after another in the same processes.
+        """Train several scenarios under `plan`, one after another in the same processes.
 
         Args:
-            world_size: processes to start; default: as many as the plan has.
+            world_size: processes to start; default: the number of ranks of the plan.
             port: of the rendezvous; default: a free one.
-            more: entries of the rank file of each rank.
-            patience_s: how long the others live on when one has failed.
+            more: additional rank-file entries of each rank.
+            patience_s: time for which the others may live on after one has failed.
         """
         world_size = world_size or Plan.parse(plan).ranks
         directories = [directory / str(i) for i in range(len(variations))]
@@ -129,7 +129,7 @@ class RankPool:
         ]
 
     def close(self) -> None:
-        """Ends the server."""
+        """Stop the server."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         self._server.stdin.close()
@@ -138,7 +138,7 @@ class RankPool:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, below those that the kernel gives to outgoing connections."""
+    """A currently free TCP port below the kernel's ephemeral range."""
     while True:
         port = _CHANCE.randrange(12000, 32000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -192,7 +192,7 @@ def _serve() -> None:
 
 
 def _run(request: dict[str, Any]) -> list[int]:
-    """Exit codes of the ranks; those that hang are killed."""
+    """Exit codes of the ranks; hanging ones are killed."""
     ranks = {}
     for rank in range(request["world_size"]):
         pid = os.fork()
@@ -213,7 +213,7 @@ def _run(request: dict[str, Any]) -> list[int]:
             os.close(descriptor)
             codes[ranks[pid]] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if codes[ranks[pid]]:
-                # The others wait for it in some collective; give them a moment to see that themselves.
+                # The others wait for it in a collective; give them time to notice.
                 deadline = min(deadline, time.monotonic() + request["patience_s"])
     return codes
 

@@ -1,4 +1,4 @@
-"""The whole state of ranks on both sides of a move, written down bit by bit, and put together again."""
+"""Complete state of the ranks on both sides of a migration, recorded and reassembled bit by bit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ State = dict[str, Any]
 
 
 def record(directory: Path) -> None:
-    """In this rank, from now on: as it leaves, and as it has arrived."""
+    """Record the state of this rank at every later hand-over and take-over."""
     depart, arrive = MigrationSource.hand_over, MigrationTarget.take_over
 
     def recorded_depart(self: Any, at_s: float) -> str:
-        if self._move is not None:
-            _write(directory, f"{self._move.id}-old", self._training, self._move.shape)
+        if self._migration is not None:
+            _write(directory, f"{self._migration.id}-old", self._training, self._migration.shape)
         return depart(self, at_s)
 
     def recorded_arrive(self: Any, make: Any) -> Any:
@@ -39,7 +39,10 @@ def record(directory: Path) -> None:
 
 
 def read(directory: Path, side: str) -> State:
-    """Of one side of a move (``test.1.2-old``), put together from all its ranks; replicas must agree, bit by bit."""
+    """State of one side of a migration (``test.1.2-old``), reassembled from all ranks.
+
+    Replicas must agree bit by bit.
+    """
     whole: State = {}
     for path in sorted(directory.glob(f"{side}-*.json")):
         told = json.loads(path.read_text())
@@ -63,7 +66,7 @@ def read(directory: Path, side: str) -> State:
 
 
 def assert_equal(one: State, other: State) -> None:
-    """Every bit, and every scalar."""
+    """Compare every bit and every scalar."""
     assert set(one) == set(other)
     for key, value in one.items():
         assert np.array_equal(value, other[key]), key

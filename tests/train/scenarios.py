@@ -1,4 +1,4 @@
-"""The job that test ranks train: a small GPT on random bytes, and the variations that tests ask for."""
+"""The job that test ranks train: a small GPT on random bytes, with variations."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ VOCABULARY, CONTEXT = 64, 16
 
 
 class Recorded(torch.utils.data.Dataset[Any]):
-    """Random bytes that remember which of them were asked for."""
+    """Random bytes that record the requested indices."""
 
     def __init__(self, samples: int, pace_s: float = 0.0) -> None:
-        self._pace_s = pace_s  # between the batches of a rank, for jobs that something is done to while they run
+        self._pace_s = pace_s  # between the batches of a rank, for jobs that a test acts on while they run
         self._tokens = torch.randint(VOCABULARY, (samples, CONTEXT + 1), generator=torch.Generator().manual_seed(7))
-        # Some structure, so that there is something to learn and losses move.
+        # Some structure to learn, so that losses change.
         self._tokens[:, 1::2] = (self._tokens[:, 0:-1:2] * 3 + 1) % VOCABULARY
         self.asked: list[int] = []
 
@@ -43,7 +43,7 @@ class Recorded(torch.utils.data.Dataset[Any]):
         return len(self._tokens)
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        # What a data loader calls; the description of the model looks at single samples.
+        # Called by a data loader; the description of the model reads single samples.
         time.sleep(self._pace_s)
         self.asked += indices
         return [self[i] for i in indices]
@@ -53,7 +53,7 @@ class Recorded(torch.utils.data.Dataset[Any]):
 
 
 class Filed(Recorded):
-    """The same samples, out of a file of a data set that is opened by name."""
+    """The same samples, from a file of a data set that is opened by name."""
 
     RECORD_BYTES = CONTEXT + 1
 
@@ -64,13 +64,13 @@ class Filed(Recorded):
         return tokens[:-1], tokens[1:]
 
     def write(self, folder: Path) -> None:
-        """Makes the data set."""
+        """Create the data set."""
         folder.mkdir()
         (folder / "all.bin").write_bytes(bytes(self._tokens.flatten().tolist()))
 
 
 class RowNormalised(torch.optim.SGD):
-    """An optimizer that does not treat every element alike: it looks at whole rows."""
+    """An optimizer that is not elementwise: it normalises whole rows."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -89,7 +89,7 @@ class Tied(GPT):
 
 
 class Stray(GPT):
-    """A parameter outside all layers."""
+    """A parameter outside of all layers."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -100,7 +100,7 @@ class Stray(GPT):
 
 
 class Tables(GPT):
-    """With a table that is computed, not trained or saved, and a count of what was seen, which no plan cuts."""
+    """A computed table, neither trained nor saved, and a counter of samples, which no plan cuts."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -116,7 +116,7 @@ class Tables(GPT):
 
 
 class Frozen(GPT):
-    """A block that does not train, and one that the forward pass leaves out."""
+    """A frozen block, and one that the forward pass skips."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -125,7 +125,7 @@ class Frozen(GPT):
 
 
 class Huge(GPT):
-    """Asks for more memory than any machine has, as an accelerator would refuse it."""
+    """Requests more memory than any machine has, as an accelerator would refuse it."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         torch.empty(1 << 60)
@@ -133,7 +133,7 @@ class Huge(GPT):
 
 
 class Broken(GPT):
-    """Does not get through a step."""
+    """Fails in the first step."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a mistake of the script's own")
@@ -160,12 +160,12 @@ OPTIMIZERS = {
 
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Over all bytes."""
+    """Cross entropy over all bytes."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten(), **options)
 
 
 class Counted(nn.Module):
-    """A loss that counts how often it was asked, and keeps a mean of what it was given."""
+    """A loss that counts its calls and keeps a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,13 +211,13 @@ def job(
     save: str | None = None,
     loss: str = "mean",
 ) -> Job:
-    """The job; every option is a variation some test asks for."""
+    """The job; every option is a variation that some test uses."""
 
     sizes = {"width": width, "depth": depth, "heads": 4, "context": CONTEXT, "vocabulary": VOCABULARY}
     make = MODELS.get(model)
     names, cuts = GPT.LAYERS, getattr(make, "TP_PLAN", GPT.TP_PLAN)
     if model == "llama":
-        import llama  # of Hugging Face's transformers, which may not be there
+        import llama  # needs Hugging Face's transformers, which may not be installed
 
         names, cuts = llama.plans(llama.config(**sizes))
 
@@ -264,12 +264,12 @@ def rank(
     filed: bool = False,
     **options: Any,
 ) -> None:
-    """One rank: trains, and leaves the samples it asked for and what its parameters have become.
+    """Train on one rank, and save the requested samples and the final parameters.
 
     Args:
-        way: trains by this one of `closed_ways` instead.
-        record: a folder for the whole state at both ends of every move.
-        filed: the samples come from a data set that is opened by name.
+        way: run this one of `closed_ways` instead.
+        record: folder for the complete state at both ends of every migration.
+        filed: read samples from a data set that is opened by name.
     """
     if way:
         rank_file = json.loads(Path(os.environ["CLUSTERD_RANK_FILE"]).read_text())
@@ -299,12 +299,12 @@ def rank(
 
 
 def projections(parameter: Any) -> list[float]:
-    """A few numbers that depend on every element of a parameter, whole wherever it is cut."""
+    """A few numbers that depend on every element of a parameter, whole or sharded."""
     flat = whole(parameter).double().reshape(-1)
     directions = torch.randn(3, flat.numel(), dtype=torch.float64, generator=torch.Generator().manual_seed(11))
     return (directions @ flat).tolist()
 
 
 def whole(parameter: Any) -> torch.Tensor:
-    """A parameter put together from wherever it is cut."""
+    """A parameter gathered from its shards."""
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()

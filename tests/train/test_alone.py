@@ -1,4 +1,4 @@
-"""The example runs without clusterd: alone, and under torchrun."""
+"""The example runs without clusterd: in one process, and under torchrun."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_the_fork_server_preloads_starts_nothing() -> None:
 
 
 def test_a_rank_imports_hardly_more() -> None:
-    """What a forked rank still had to import would cost seconds at every start, and in every migration."""
+    """Imports after the fork would cost seconds at every start and in every migration."""
     program = (
         "import sys, clusterd.train.process.preload; before = set(sys.modules)\n"
         "sys.argv = ['train.py', '--steps', '2']\n"

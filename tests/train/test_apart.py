@@ -1,4 +1,4 @@
-"""Work that is done in a fork of the process."""
+"""Execution of work in a forked child."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_a_fork_that_gives_no_answer_is_done_without(ends: object, monkeypatch: 
 
 
 def test_it_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """A model that prints would print once more for each time it is described."""
+    """A model that prints would print again for each description."""
     run_in_fork(lambda: os.write(1, b"made"))
     assert capfd.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""Gradients that do not follow the loss are trained as one process trains them, or not at all."""
+"""Gradients that are not proportional to the loss are trained as in one process, or refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_auxiliary_gradient_counts_as_in_one_process(ranks: RankPool, tmp_pat
     ],
 )
 def test_where_it_would_not_it_is_said(ranks: RankPool, tmp_path: Path, model: str, plan: str, says: str) -> None:
-    """It counted twice, and losses were others without a word."""
+    """The auxiliary gradient counted twice, and losses differed silently."""
     for rank in ranks.run(tmp_path, plan, model=model, steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
         assert says in rank.output

@@ -1,4 +1,4 @@
-"""What becomes another thing while a model trains goes on, or is told of in one line."""
+"""Models that change during training keep their changes, or a one-line message names the limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALONE = "dp=1"
 def test_what_cannot_be_is_refused_in_one_line(
     ranks: RankPool, tmp_path: Path, model: str, plan: str, code: int, says: str
 ) -> None:
-    """Tracebacks of torch's, another reason than the real one; and what began to train late never did."""
+    """There were tracebacks of torch, or a wrong reason; and late trainable parameters never trained."""
     for rank in ranks.run(tmp_path, plan, model=model, steps=STEPS, layers=False, tp_plan=False).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (code, False), rank.output
         assert says in rank.output
@@ -45,7 +45,7 @@ def test_stages_do_not_send_maps() -> None:
 
 @pytest.mark.parametrize("plan", [ALONE, "dp=2"])
 def test_what_trains_no_more_does_not_after_a_restart(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """It trained again."""
+    """The frozen parameter trained again."""
     options = {"model": "freezing", "optimizer": "momentum"}
     whole = ranks.run(tmp_path / "whole", ALONE, **options, steps=2 * STEPS).checked()
     left = {"final": str(tmp_path / "checkpoint")}
@@ -60,7 +60,7 @@ def test_what_trains_no_more_does_not_after_a_restart(ranks: RankPool, tmp_path:
 def test_a_buffer_that_is_made_later_is_saved_but_not_carried(
     ranks: RankPool, tmp_path: Path, model: str, was: str
 ) -> None:
-    """A checkpoint was without it, or never ended, and nothing said so."""
+    """A checkpoint lacked the buffer, or never completed, silently."""
     file = tmp_path / "saved.pt"
     left = {"final": str(tmp_path / "checkpoint")}
     options = {"model": model, "steps": STEPS, "save": str(file), "layers": False}
@@ -89,7 +89,7 @@ def test_what_a_loss_keeps_in_buffers_is_told_of(ranks: RankPool, tmp_path: Path
 
 @pytest.mark.parametrize("optimizer", ["slow weights", "anchored"])
 def test_an_optimizers_own_tensors_are_not_lost(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
-    """They began as zeros after every move, and under zero=1 they were of other parameters."""
+    """They began as zeros after every migration, and under zero=1 they belonged to other parameters."""
     left = {"final": str(tmp_path / "checkpoint")}
     options = [{"optimizer": optimizer, "steps": STEPS}]
     alone = ranks.run_each(tmp_path / "left", ALONE, options, more=lambda _: left)[0].ranks[0]

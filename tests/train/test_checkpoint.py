@@ -1,4 +1,4 @@
-"""A checkpoint is torch's own: other plans go on from it, and so does plain torch."""
+"""Checkpoints are in torch's own format: other plans resume from them, and so does plain torch."""
 
 from __future__ import annotations
 
@@ -68,13 +68,15 @@ def test_any_plan_goes_on_from_a_checkpoint_and_so_does_plain_torch(
     assert loaded["lr"] == pytest.approx(3e-3 * min(1.0, (step + 1) / 10))
     here = pools[0].run(tmp_path / "there", "dp=1", depth=2, warmup=True, steps=step).checked().ranks[0].result
     for name in here["parameters"]:
-        if not name.endswith("qkv.bias"):  # that of the keys has no gradient but roundings, which Adam makes steps of
+        if not name.endswith(
+            "qkv.bias"
+        ):  # the gradient of the keys' bias is rounding noise, which Adam turns into steps
             assert loaded["parameters"][name] == pytest.approx(here["sums"][name], abs=1e-4), name
         assert loaded["exp_avg_sq"][name] > 0
 
 
 def plainly(directory: Path) -> Any:
-    """What a process without clusterd finds."""
+    """Content of the checkpoint as read by a process without clusterd."""
     path = os.pathsep.join([str(ROOT / "examples/gpt")])
     script = [sys.executable, "-P", "-W", "ignore", str(HERE.parent / "load_plainly.py"), str(directory), "32", "2"]
     done = subprocess.run(script, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
@@ -91,14 +93,14 @@ def test_what_is_no_checkpoint_of_this_job_is_refused(pools: tuple[RankPool, Ran
 def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     moving: Callable[..., Mover], ranks: RankPool, tmp_path: Path
 ) -> None:
-    """A file lies where the directory should be: rank 0 finds out, and all the others wait for its word."""
+    """A file is in the place of the directory: rank 0 fails, and all the others wait for its result."""
     mover = moving()
     mover.start("dp=2")
     mover.train(3)
     (tmp_path / "taken").write_text("somebody else's")
     assert all("Not a directory" in why for why in mover.checkpoint_fails(tmp_path / "taken"))
     assert not (tmp_path / "taken.part").exists()
-    # What fails within torch, on one rank or on all.
+    # Failures inside torch, on one rank or on all.
     assert all("Not a directory" in why for why in mover.checkpoint_fails(tmp_path / "taken" / "below"))
     (tmp_path / "half.part").mkdir()
     (tmp_path / "half.part" / "__1_0.distcp").mkdir()
@@ -111,7 +113,7 @@ def test_a_checkpoint_that_cannot_be_written_keeps_no_rank_waiting(
     )
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
     mover.checkpoint(tmp_path / "free")
-    mover.checkpoint(tmp_path / "free")  # and once more in the place of the first
+    mover.checkpoint(tmp_path / "free")  # replaces the first one
     assert sorted(p.name for p in tmp_path.glob("free*")) == ["free"]
     mover.stop()
 
@@ -128,8 +130,8 @@ def test_a_last_checkpoint_that_nobody_could_write_is_refused_before_the_first_s
 
 
 def test_the_last_checkpoint_is_tried_again(ranks: RankPool, tmp_path: Path) -> None:
-    """Nobody has the state but the ranks; what stands in the way on one of them may go."""
-    (tmp_path / "final.part" / "__1_0.distcp").mkdir(parents=True)  # goes with the first try
+    """Only the ranks have the state; the obstacle on one of them may go away."""
+    (tmp_path / "final.part" / "__1_0.distcp").mkdir(parents=True)  # makes the first attempt fail, which removes it
     to_leave_one = {"final": str(tmp_path / "final")}
     run = ranks.run_each(tmp_path / "asked", "dp=2", [{}], more=lambda _: to_leave_one)[0].checked()
     for rank in run.ranks:
@@ -166,7 +168,7 @@ def test_state_that_only_a_pickle_could_hold_costs_the_checkpoint_and_not_the_tr
 def test_what_an_optimizer_begins_to_keep_after_some_updates_is_in_the_last_checkpoint(
     ranks: RankPool, tmp_path: Path, plan: str, other: str
 ) -> None:
-    """It was found out after the last step that it could not be, and the training was lost."""
+    """The failure came after the last step, and the training was lost."""
     options = {"optimizer": "late average", "depth": 2}
     expected = ranks.run(tmp_path / "whole", "dp=1", steps=12, **options).checked().losses
     left = {"final": str(tmp_path / "final")}
@@ -177,7 +179,7 @@ def test_what_an_optimizer_begins_to_keep_after_some_updates_is_in_the_last_chec
 
 
 def test_a_model_is_saved_though_the_last_checkpoint_cannot_be(ranks: RankPool, tmp_path: Path) -> None:
-    """What the optimizer keeps by then only a pickle could hold; before the first step nobody could know."""
+    """The optimizer keeps an object that needs pickle only later; nothing shows it before the first step."""
     file = tmp_path / "model.pt"
     options = {"optimizer": "late function", "steps": 5, "save": str(file)}
     left = {"final": str(tmp_path / "final")}
@@ -200,7 +202,7 @@ def test_what_comes_late_costs_a_move_and_not_the_training(moving: Callable[...,
 
 
 def test_the_word_of_one_agent_is_enough(moving: Callable[..., Mover], tmp_path: Path) -> None:
-    """The other's may be lost with it, and its ranks would wait for ever; or it is late, and asks for no other one."""
+    """The other agent's request may be lost, and its ranks would wait forever; or it comes late, for no second one."""
     mover = moving("ab")
     mover.start("dp=2", "ab")
     mover.train(3)

@@ -1,4 +1,4 @@
-"""A rank's line to its agent."""
+"""Control channel between a rank and its agent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def agent(tmp_path: Path) -> Iterator[HostAgent]:
 
 
 def test_a_rank_that_fails_at_once_is_heard_before_it_ends(agent: HostAgent) -> None:
-    """Some failures are found before the line to the agent stands."""
+    """Some failures occur before the rank is connected."""
     line = Control(Context(control_socket=str(agent.path), generation=1))
     line.start()
     line.report_failure("plan", "checkpoints cannot be written")

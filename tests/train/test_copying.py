@@ -1,4 +1,4 @@
-"""What goes through a segment comes back as it was, and with the same sums however it lies in memory."""
+"""Data that goes through a segment is unchanged, with the same checksums for any memory layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ THREADS = pytest.mark.parametrize("threads", [1, 3])
 
 
 def tensors() -> list[torch.Tensor]:
-    """Of many kinds: larger than what is copied at a time, odd rows, no rows, strided, bytes, and halves."""
+    """Tensors of many kinds: larger than a batch, odd rows, no rows, strided, bytes, and halves."""
     torch.manual_seed(0)
     return [
         torch.randn(3 * BATCH_BYTES // 4 + 5),
@@ -32,7 +32,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def laid_out(live: list[torch.Tensor]) -> list[SegmentPart]:
-    """One after the other, each on its own, but for the last two, which are one piece."""
+    """One part per tensor, but for the last two tensors, which share one."""
     pieces, offset = [], 0
     for some in [*([t] for t in live[:-2]), live[-2:]]:
         size = sum(t.nbytes for t in some)
@@ -91,20 +91,20 @@ def test_a_part_of_what_was_written_has_the_sum_of_all_of_it(segment: Segment) -
 
 
 def test_every_copy_of_a_gpu_takes_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new one each time is, sooner or later, one that the training itself waits for."""
+    """A new stream each time would eventually be one that training waits for."""
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
             made.append(self)
 
         def wait_stream(self, other: Any) -> None:
-            """Nothing is queued."""
+            """Do nothing: no work is queued."""
 
         def wait_event(self, event: Any) -> None:
             awaited.append(event)
 
         def synchronize(self) -> None:
-            """Nothing is queued."""
+            """Do nothing: no work is queued."""
 
     made: list[Stream] = []
     used: list[Stream] = []

@@ -1,6 +1,6 @@
-"""Ranks on real GPUs: the same losses as on CPUs, by whatever plan, moved and killed; run by `make test-gpu`.
+"""Ranks on real GPUs: the same losses as on CPUs, under any plan, migrated and killed; run by `make test-gpu`.
 
-NCCL takes a GPU once in a group, so that what needs several ranks needs several GPUs.
+NCCL accepts a GPU once per group, so tests with several ranks need several GPUs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_a_job_moves_between_kinds_of_devices(walk: list[str], mover: Mover, on_
     ],
 )
 def test_survivors_on_gpus_hand_over_what_they_hold(mover: Mover, plan: str, dead: int, after: str) -> None:
-    """torch would end them with their peer, and nobody tells them but the agent."""
+    """torch would abort them with their peer, and only the agent notifies them."""
     mover.rank_file = on_cuda
     mover.start(plan)
     mover.train(3)
@@ -133,5 +133,5 @@ def test_memory_that_cannot_be_pinned_disturbs_no_kernel(tmp_path: Path) -> None
     path.write_bytes(bytes(1 << 16))
     segment = Segment(str(path))
     segment.pin()
-    segment.pin()  # what is pinned already is refused
+    segment.pin()  # pinning twice is refused
     assert torch.ones(4, device="cuda").sum().item() == 4

@@ -1,4 +1,4 @@
-"""A replica's batches: nested as the script has them, cut and drawn alike wherever they are read."""
+"""Batches of a replica: nested as the script makes them, with equal cuts and random numbers everywhere."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Pair(NamedTuple):
 
 
 class Encoding(UserDict[str, torch.Tensor]):
-    """As tokenizers give: a mapping that is no dict."""
+    """Like the output of tokenizers: a mapping that is not a dict."""
 
 
 class Noisy(torch.utils.data.Dataset[Any]):
-    """Samples that are made when they are asked for: input and target hang on the same draw."""
+    """Samples made on request: input and target depend on the same random draw."""
 
     def __len__(self) -> int:
         return 8
@@ -38,7 +38,7 @@ class Noisy(torch.utils.data.Dataset[Any]):
 
 
 def test_every_nesting_is_cut_into_micro_batches() -> None:
-    """What is passed over would be whole in every micro-batch."""
+    """A part that is skipped would be whole in every micro-batch."""
     samples = [{"pair": Pair(torch.tensor(i), torch.tensor(-i)), "name": str(i), "parts": [i, i]} for i in range(4)]
     batch = loader.to_device(default_collate(samples), CPU)
     part = loader.slice_batch(batch, 1, 3)

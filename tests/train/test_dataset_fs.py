@@ -1,4 +1,4 @@
-"""Data sets by name: read where they lie, fetched once where they do not, and never the wrong bytes."""
+"""Data sets by name: read in place if local, else fetched once, and never with wrong bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 class Counting:
-    """Another host's data sets, and what was read of them."""
+    """Another host's data sets, with a record of the reads."""
 
     def __init__(self, folder: Path) -> None:
         self._folders = Folders({"corpus": folder})
@@ -109,7 +109,7 @@ def test_missing_ranges_are_fetched_once_and_only_they(
 
 
 def read_anew(there: Counting, cache: Path, start: int, end: int, name: str = "readme.txt") -> bytes:
-    """As a process would that has just begun."""
+    """Read as in a new process."""
     files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(there, cache)))
     data: bytes = files.cat_file(f"corpus/{name}", start, end)
     return data
@@ -129,7 +129,7 @@ def test_a_torn_block_is_fetched_again_and_a_new_version_is_another_file(corpus:
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused_not_mixed(corpus: Path, tmp_path: Path) -> None:
-    """Blocks of the new content were kept under the name of the old, for every later reader."""
+    """Blocks of the new content were cached under the old version, for every later reader."""
     there = Counting(corpus)
     files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(there, tmp_path / "cache")))
     assert files.info("corpus/readme.txt")["size"] == 9
@@ -143,7 +143,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_not_mixed(corpus: Path,
 def test_an_open_file_stays_what_it_was_and_a_new_one_is_seen(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was looked up was kept for the life of the process, and a file that came in its place was not seen."""
+    """Lookups were cached for the life of the process, and a replaced file was not noticed."""
     files = DatasetFileSystem(sources=DatasetSources({}, CachedSource(Counting(corpus), tmp_path / "cache")))
     reader = files.open("corpus/readme.txt", cache_type="none")
     assert reader.read(2) == b"a "
@@ -151,7 +151,7 @@ def test_an_open_file_stays_what_it_was_and_a_new_one_is_seen(
     assert files.info("corpus/readme.txt")["size"] == 9
     monkeypatch.setattr(dataset_sources, "LOOKUP_TTL_S", 0.0)
     assert files.cat_file("corpus/readme.txt") == b"THE OTHER CORPUS\n"
-    assert reader.read() == b"corpus\n"  # out of the cache; what is not there any more is refused
+    assert reader.read() == b"corpus\n"  # from the cache; blocks of the old version that it lacks are refused
 
 
 def test_a_folder_of_many_files_is_not_listed_for_one_of_them(corpus: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_folder_of_many_files_is_not_listed_for_one_of_them(corpus: Path, tmp_
 
 
 def test_links_are_followed_but_not_in_circles(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches of models and data sets are often made of links to where the bytes are."""
+    """Caches of models and data sets often consist of symlinks."""
     (corpus.parent / "blob").write_text("a blob")
     (corpus.parent / "more").mkdir()
     (corpus.parent / "more/x").write_text("x")
@@ -187,7 +187,7 @@ def test_links_are_followed_but_not_in_circles(corpus: Path, monkeypatch: pytest
 
 
 def test_more_than_one_system_call_reads(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reads 2 GiB at most at once; here seven bytes."""
+    """Linux reads at most 2 GiB per call; here seven bytes."""
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, length, offset: pread(file, min(length, 7), offset))
     monkeypatch.setenv("CLUSTERD_DATASETS", f"corpus={corpus}")
@@ -214,7 +214,7 @@ def test_a_disk_that_is_almost_full_is_left_to_others(
 
 
 class Agent:
-    """The agent's end of the data verbs."""
+    """The agent's side of the data verbs."""
 
     def __init__(self, path: Path, source: Counting) -> None:
         self.hellos: list[dict[str, Any]] = []
@@ -230,7 +230,7 @@ class Agent:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in self._connections:
-            with contextlib.suppress(OSError):  # who is served has hung up itself
+            with contextlib.suppress(OSError):  # the client has disconnected
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(10)
@@ -291,7 +291,7 @@ def remote(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Records(torch.utils.data.Dataset[torch.Tensor]):
-    """What a script writes: nothing of clusterd but the name."""
+    """A script that knows nothing of clusterd but the name."""
 
     def __init__(self) -> None:
         self._file = fsspec.open("clusterd://corpus/train/part-0.bin", "rb").open()
@@ -309,7 +309,7 @@ def test_a_torch_data_set_reads_what_another_host_has(
     workers: int, remote: tuple[Agent, Counting], corpus: Path
 ) -> None:
     agent, there = remote
-    # Forked, as in training: each worker has the parent's open file, and needs a connection of its own.
+    # Forked, as in training: each worker inherits the parent's open file, and needs its own connection.
     loader = DataLoader(
         Records(), batch_size=10, num_workers=workers, multiprocessing_context="fork" if workers else None
     )
@@ -317,7 +317,9 @@ def test_a_torch_data_set_reads_what_another_host_has(
     assert bytes(whole.tolist()) == (corpus / "train/part-0.bin").read_bytes()
     assert len(there.reads) <= max(1, workers)
     assert {(h["job"], h["token"]) for h in agent.hellos} == {("j", "secret")}
-    assert 1 + (workers > 0) <= len(agent.hellos) <= 1 + workers  # who finds all in the cache asks nobody
+    assert (
+        1 + (workers > 0) <= len(agent.hellos) <= 1 + workers
+    )  # a worker that finds all blocks in the cache does not connect
 
 
 def test_a_file_opened_for_each_sample_is_asked_for_once(remote: tuple[Agent, Counting]) -> None:
@@ -332,7 +334,7 @@ def test_a_file_opened_for_each_sample_is_asked_for_once(remote: tuple[Agent, Co
 def test_a_host_that_does_not_answer_is_no_fault_of_the_job(
     remote: tuple[Agent, Counting], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a worker of the data loader, too, which tells its error as text."""
+    """Also from a data-loader worker, which passes its error as text."""
 
     def away(self: Counting, dataset: str, path: str, file: File, offset: int, length: int) -> bytes:
         raise DataUnreachable("no host that has the data set 'corpus' answers: gpu03:7000: timed out")

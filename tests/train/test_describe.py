@@ -1,4 +1,4 @@
-"""A model is described well enough to choose plans for it, without running it."""
+"""Description of a model without running it, good enough to choose plans."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_an_update_makes_is_counted_as_torch_updates_on_cuda(factory: Any, 
 
 
 def test_an_update_is_made_group_by_group() -> None:
-    """Stand-ins of vectors are a sixth of those of matrices, real ones are next to nothing."""
+    """Stand-ins of vectors are a sixth of those of matrices; real vectors are negligible."""
     shape = describe(replace(job(Recorded(64)), optimizer=by_dimensions))
     matrices = sum(p.size_bytes for p in shape.parameters if len(p.shape) == 2)
     assert shape.optimizer_temporaries_ratio == pytest.approx(matrices / shape.parameter_bytes)
@@ -125,7 +125,7 @@ def test_an_optimizer_that_goes_tensor_by_tensor_makes_little_at_a_time(factory:
 
 
 def test_mixed_precision_keeps_less_of_a_sample_and_a_copy_of_the_weights() -> None:
-    """The copy is no activation: a larger batch has no more of it."""
+    """The copy is not an activation: it does not grow with the batch."""
     whole, mixed = described(), described(precision="bf16")
     block, mixed_block = whole.layers[1], mixed.layers[1]
     weights = sum(p.size_bytes for p in whole.parameters if p.layer == 1 and len(p.shape) == 2)
@@ -145,7 +145,7 @@ def test_a_plain_module_gets_all_that_needs_no_names() -> None:
 
 
 def test_a_model_that_computes_with_its_data_is_described_without_counts() -> None:
-    """Control flow on values has no answer on the meta device; sizes and names are known all the same."""
+    """Control flow on values fails on the meta device; sizes and names are still known."""
 
     class Peeking(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -185,7 +185,7 @@ def test_a_factory_that_looks_at_its_weights_is_described_all_the_same() -> None
 def test_a_tp_plan_that_does_not_fit_the_model_rules_out_tensor_parallelism_alone(
     tp_plan: dict[str, str], says: str
 ) -> None:
-    """Plans come with models, and have words for experts and packed weights."""
+    """Models come with plans that have styles for experts and packed weights."""
     shape = describe(small(lambda: nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1)), tp_plan))
     (why,) = check(Plan.parse("tp=2"), shape)
     assert says in why
@@ -202,7 +202,7 @@ def test_a_weight_that_is_computed_is_not_cut(norm: Any) -> None:
 
 
 class Gated(nn.Module):
-    """Something whole among features that are cut: a norm that all heads share, or a gate with a layer of its own."""
+    """A replicated tensor among sharded features: a norm that all heads share, or a gate with its own layer."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Gated(nn.Module):
     ],
 )
 def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: str, why: str) -> None:
-    """Each had the gradient of its own heads, and the weights of shards went apart."""
+    """Each shard had the gradient of its own heads, and the weights of shards diverged."""
     tp_plan = {"up": "colwise"} if what == "end" else {"up": "colwise", "down": "rowwise"}
     for precision in ("fp32", "bf16"):
         shape = describe(small(lambda: Gated(what), tp_plan, precision=precision), tp_degrees=[2])
@@ -257,7 +257,7 @@ def test_what_each_shard_would_learn_by_itself_is_no_tensor_parallelism(what: st
     ],
 )
 def test_a_norm_over_each_head_learns_from_all_shards_where_the_plan_says_so(what: str, style: str, why: str) -> None:
-    """Said of a norm over all features, each of which every shard has, it would learn twice as fast as it should."""
+    """For a norm over all features, which every shard has, the gradient would be doubled."""
 
     class Around(Gated):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ def small(model: Any, tp_plan: dict[str, str] | None, **changes: Any) -> Job:
 
 
 def test_an_optimizer_that_begins_at_rate_zero_is_still_found_out() -> None:
-    """A schedule warms it up; updates of nothing are alike for every optimizer."""
+    """A schedule warms it up; zero updates are equal for every optimizer."""
     for optimizer, alike in ((torch.optim.Adafactor, False), (torch.optim.AdamW, True)):
         traits = optimizer_traits(lambda p, o=optimizer: o(p, lr=0.0))  # type: ignore[misc]
         assert traits == (alike, True, optimizer.__name__)
@@ -327,7 +327,7 @@ def test_an_optimizer_shows_what_it_does_to_large_gradients_large_matrices_and_l
 
 @pytest.mark.parametrize("optimizer", ["rows by names", "rows by marks", "rows and others"])
 def test_an_optimizer_that_chooses_among_parameters_is_tried_on_each_kind(optimizer: str) -> None:
-    """On a matrix without a name it looked elementwise, and what it looks at as a whole was cut."""
+    """On a matrix without a name it looked elementwise, and tensors that it treats as a whole were cut."""
     shape = described(model="marked", optimizer=optimizer)
     assert (shape.optimizer_elementwise, shape.optimizer_by_tensor) == (False, True)
 
@@ -341,14 +341,14 @@ def test_an_optimizer_that_looks_across_tensors_leaves_the_model_whole() -> None
 
 
 def test_a_model_that_does_more_than_its_layers_is_no_pipeline() -> None:
-    """Stages apply layers: what is between them would be left out, without a word."""
+    """Stages apply layers: operations between them would be dropped silently."""
     (why,) = check(Plan.parse("pp=2,accumulation=2"), described(model="scaled"))
     assert "does more than apply `layers` one after another (mul)" in why
     assert check(Plan.parse("pp=2,accumulation=2"), described(model="tables")) == []
 
 
 def test_a_stage_of_which_the_optimizer_takes_nothing_is_no_stage() -> None:
-    """Its optimizer, an empty one, ended it with a traceback."""
+    """The empty optimizer of the stage failed with a traceback."""
     shape = described(optimizer="of the head")
     assert "stage 0 of pp=2 would have nothing to train" in check(Plan.parse("pp=2,accumulation=2"), shape)
     assert check(Plan.parse("dp=2,zero=3"), shape) == []
@@ -411,7 +411,7 @@ def test_a_parameter_without_elements_is_not_sharded() -> None:
 
 
 def test_a_model_that_the_script_has_made_itself_is_left_as_it_was() -> None:
-    """The first that one writes to try clusterd: `model=lambda: net`."""
+    """The first line that people write to try clusterd: `model=lambda: net`."""
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
     before = dict(net.named_parameters())
     shape = describe(small(lambda: net, {"0": "colwise_rep", "2": "colwise_rep"}))
@@ -442,7 +442,7 @@ def test_what_fsdp2_cannot_carry_is_known_before() -> None:
     why = " | ".join(check(Plan.parse("dp=2,zero=3,checkpointing"), shape))
     assert "contiguous parameters: kernel.weight is not" in why
     assert "blocks.2 again for recomputation" in why
-    assert "one dtype" not in why  # blocks are apart
+    assert "one dtype" not in why  # blocks are separate
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -454,7 +454,7 @@ def test_what_fsdp2_cannot_carry_is_known_before() -> None:
 
 
 def test_layers_that_share_parameters_are_cut_alike_by_ranks_and_by_whoever_plans() -> None:
-    """One block, applied four times: counted four times it would be torn apart, and trained as two."""
+    """One block, applied four times: counted four times it would be split, and trained as two."""
 
     class Again(nn.Module):
         def __init__(self) -> None:
@@ -492,7 +492,7 @@ def test_containers_that_are_never_called_are_no_blocks() -> None:
 
 
 def test_torch_says_nothing_of_what_fake_tensors_cannot_run(caplog: pytest.LogCaptureFixture) -> None:
-    """A mixture of experts began its log with pages of tracebacks, one for each try."""
+    """A mixture of experts began its log with pages of tracebacks, one per trial."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     class Experts(nn.Linear):

@@ -1,4 +1,4 @@
-"""A rank that cannot train says so in one line, and ends with the code that the agent understands."""
+"""A rank that cannot train prints one line and exits with the code that the agent expects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_plan_of_another_size_ends_with_96(ranks: RankPool, tmp_path: Path) ->
 
 
 def test_a_taken_port_ends_with_98(ranks: RankPool, tmp_path: Path) -> None:
-    """The daemon then tries again with another; rank 0 is the one that listens."""
+    """The daemon then retries with another port; rank 0 listens on it."""
     port = free_port()
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", port))
@@ -103,7 +103,7 @@ def test_a_torch_that_is_too_old_is_one_line() -> None:
 
 
 def test_a_rendezvous_that_nobody_comes_to_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host of rank 0 is down; whoever looks for the error's cause must come to an end."""
+    """The host of rank 0 is down; the search for the cause of the error must terminate."""
     monkeypatch.setattr(mesh, "RENDEZVOUS_TIMEOUT_S", 0.3)
     context = Context(
         launcher="clusterd", rank=1, world_size=2, plan=Plan(dp=2), master_addr="127.0.0.1", master_port=free_port()
@@ -144,7 +144,7 @@ def test_a_gpu_that_failed_is_told_from_a_script_that_did() -> None:
 def test_a_gpu_that_torch_cannot_use_is_the_hosts_fault(
     monkeypatch: pytest.MonkeyPatch, error: str, expected: type[Exception]
 ) -> None:
-    """Another host's driver, or another GPU, may do; one that is full is another matter."""
+    """Another host's driver or GPU may work; a full GPU is a different error."""
 
     def take(_: torch.device) -> None:
         raise RuntimeError(error)

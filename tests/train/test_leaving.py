@@ -1,4 +1,4 @@
-"""The old side of a move that is called off, at moments that a whole move does not always meet."""
+"""Source side of a migration that is aborted, at moments that a complete migration seldom hits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOVE = "test.1.2"
 
 
 class Agent(Control):
-    """Gives the rank its segment, and can call the move off."""
+    """Creates segments, and can abort the migration."""
 
     def __init__(self, context: Context, directory: Path) -> None:
         super().__init__(context)
@@ -43,7 +43,7 @@ class Agent(Control):
         self.said.append(what)
 
     def passes(self, what: str) -> None:
-        """Calls the move off if this is the moment, on the thread that hears of it."""
+        """Abort if this is the moment, on the control thread."""
         if what == self.aborts_at:
             hearing = threading.Thread(target=self._dispatch, args=[{"event": "abort", "move": MOVE}])
             hearing.start()
@@ -65,8 +65,8 @@ class Agent(Control):
 def test_memory_is_let_go_of_once_and_never_under_a_copy(
     moment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A copy into memory that is not there any more ends the process; on a GPU one that is not pinned any more may."""
-    closed: list[bool] = []  # whether a copy was under way
+    """A copy into unmapped memory crashes the process; on a GPU one into unpinned memory may."""
+    closed: list[bool] = []  # True: while a copy was running
     copying = threading.Event()
     close, run = Segment.close, CopyBatch.run
     context = Context()
@@ -104,7 +104,7 @@ def test_memory_is_let_go_of_once_and_never_under_a_copy(
 def test_what_is_handed_over_is_of_the_last_step(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Copies are laid out during a step; some optimizers put what they update elsewhere, in that step or in any."""
+    """Copies are prepared during a step; some optimizers reallocate what they update, in that step or in any."""
     copies_to_segment = Mock(wraps=source.copies_to_segment)
     monkeypatch.setattr(source, "copies_to_segment", copies_to_segment)
     task = job(Recorded(32), depth=1)

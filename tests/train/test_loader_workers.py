@@ -1,7 +1,8 @@
-"""What becomes of a script whose data loader's workers run, when the script itself does not get on."""
+"""Scripts that fail while their data-loader workers run."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,17 +39,18 @@ train.run(model=lambda: torch.nn.Linear(2, 2), loss=loss, data=Data(), num_worke
     ("fault", "losses_fail", "said"),
     [
         slow("raise ValueError('sample 37 is broken')", False, "sample 37 is broken"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", False, "is killed by signal: Killed"),
+        # PyTorch's own message, or that of a read from the dead worker, whichever comes first.
+        ("os.kill(os.getpid(), signal.SIGKILL)", False, "is killed by signal: Killed|Connection reset by peer"),
         slow("pass", True, "the loss fails"),
     ],
     ids=["sample", "killed", "loss"],
 )
 def test_it_ends_with_its_error(tmp_path: Path, fault: str, losses_fail: bool, said: str) -> None:
-    """It waited for ever for workers that heed no SIGTERM, and kept its devices."""
+    """It waited forever for workers that ignore SIGTERM, and kept its devices."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(fault=fault, losses_fail=losses_fail))
     ended = subprocess.run(
         [sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=100, cwd=ROOT
     )
     assert ended.returncode == 1
-    assert said in ended.stderr
+    assert re.search(said, ended.stderr)

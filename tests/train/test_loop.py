@@ -1,4 +1,4 @@
-"""What a rank does between steps, without others."""
+"""Behaviour of a single rank between steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clusterd.train.rank_main import Training
 
 
 def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of the plan before start again on the same device, while this one keeps the state for them."""
+    """The ranks of the previous plan start again on the same device, while this one keeps the state for them."""
     monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)  # the tests' own connections
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
@@ -50,7 +50,7 @@ def test_a_rank_that_ran_out_of_memory_lets_go_of_the_step(monkeypatch: pytest.M
 
 
 def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its peers' failure is not its own, but ranks that are to come have the same GPU."""
+    """It failed because of its peers, and the next ranks use the same GPU."""
     given_back: list[bool] = []
     monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
@@ -69,7 +69,7 @@ def test_whoever_waits_for_successors_gives_its_gpu_memory_back(monkeypatch: pyt
 
 
 def test_no_parameter_follows_gradients_that_came_while_peers_were_lost() -> None:
-    """Groups may be torn down beside the step, and reductions then end as if all were well."""
+    """Groups may be aborted during the step, and all-reduces then complete with garbage."""
     context = Context()
     training = Training(job(Recorded(32), depth=1), context, torch.device("cpu"), None)
     loop = TrainingLoop(training, Control(context), lambda *_: None)
@@ -94,7 +94,7 @@ def test_a_step_that_does_not_end_is_noticed_and_one_that_ends_is_not() -> None:
 
 
 def test_groups_that_are_torn_down_already_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The agent's word and the failed collective both come to it, on two threads."""
+    """The agent's message and the failed collective abort them on two threads."""
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("os.listdir", lambda _: [])  # the tests' own connections
     peers.shut_down_connections()  # torch raises when there is no group to tear down
@@ -118,7 +118,7 @@ def test_the_last_step_before_peers_were_lost_is_logged_with_the_loss_that_is_kn
 
 
 def test_ranks_compute_on_the_cores_that_they_are_given_from_the_next_step_on(moving: Callable[..., Mover]) -> None:
-    """No rank is moved for it, and none is asked twice."""
+    """Without a migration, and once per request."""
     mover = moving()
     mover.start("dp=2")
     mover.train(3)

@@ -1,4 +1,4 @@
-"""A loss that is no mean over samples is found out before a plan cuts the batch."""
+"""Losses that are not means over samples are detected before a plan cuts the batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_losses_are_told_apart_by_what_they_make_of_parts(loss: Callable[..., An
 
 
 def test_a_loss_that_computes_with_parameters_of_the_model_leaves_it_whole() -> None:
-    """A pipeline's last stage trained its own copies of all others, and nothing said so."""
+    """A pipeline's last stage silently trained its own copies of all others."""
     made: list[GPT] = []
 
     def model() -> GPT:
@@ -50,7 +50,7 @@ def test_a_loss_that_computes_with_parameters_of_the_model_leaves_it_whole() -> 
     def decayed(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(logits, target) + 0.01 * torch.stack([p.norm() for p in made[0].parameters()]).sum()
 
-    own = torch.ones(64, requires_grad=True)  # of nothing else
+    own = torch.ones(64, requires_grad=True)  # independent of the model
 
     def weighed(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return cross_entropy(logits * own, target)
@@ -87,7 +87,7 @@ def test_a_loss_may_have_a_dimension_of_one(ranks: RankPool, tmp_path: Path, pla
 
 @pytest.mark.parametrize("plan", ["dp=2", "accumulation=2", "pp=2,accumulation=2"])
 def test_a_sum_is_not_trained_where_the_batch_is_cut(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """Each replica's counted half, and nothing said so."""
+    """Each replica's loss silently counted half."""
     for rank in ranks.run(tmp_path, plan, steps=STEPS, loss="sum").ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
         assert "the loss sums over samples: return their mean" in rank.output

@@ -1,6 +1,6 @@
-"""A running job moves from plan to plan, and no loss shows it.
+"""Live migration from plan to plan changes no loss.
 
-Real ranks, real segments; agents and daemon are played (`agent_double`, `mover`).
+Real ranks and real segments; agents and daemon are test doubles (`agent_double`, `mover`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def assert_undisturbed(steps: list[dict[str, Any]], expected: list[float]) -> No
 
 
 def walk_through(mover: Mover, walk: list[str], *, hosts: list[str] | None = None) -> list[dict[str, Any]]:
-    """From plan to plan with a few steps in between, and ten at the end; all steps that were logged."""
+    """Migrate from plan to plan with a few steps in between, and ten at the end; return all logged steps."""
     hosts = hosts or [""] * len(walk)
     mover.start(walk[0], hosts[0])
     for plan, places in zip(walk[1:], hosts[1:], strict=True):
@@ -63,7 +63,7 @@ def walk_through(mover: Mover, walk: list[str], *, hosts: list[str] | None = Non
 
 
 def all_pairs(plans: list[str]) -> list[str]:
-    """A round trip that makes each ordered pair of plans its own once (Hierholzer)."""
+    """A round trip that contains each ordered pair of plans once (Hierholzer)."""
     left = {plan: [other for other in plans if other != plan] for plan in plans}
     trip: list[str] = []
     stack = [plans[0]]
@@ -89,7 +89,7 @@ WALKS = [
 def test_moves_change_no_loss(
     walk: list[str], moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    """Between one, two, three and four processes; all pairs of plans among them."""
+    """Between one, two, three and four processes, including all pairs of plans."""
     expected = undisturbed(steps=1500)
     assert_undisturbed(walk_through(moving(), walk), expected)
 
@@ -98,7 +98,7 @@ def test_moves_change_no_loss(
 def test_a_job_of_mixed_precision_moves_as_any_other(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    """Its losses are those of one process to the precision it computes in, and its state is whole all the same."""
+    """Its losses equal those of one process to its precision, and its state exactly."""
     expected = undisturbed(precision="bf16")
     steps = walk_through(moving(precision="bf16"), ["pp=2,accumulation=2", "dp=2,zero=3", "dp=1"])
     losses = [s["loss"] for s in steps]
@@ -133,7 +133,7 @@ def test_every_bit_of_the_state_arrives(
     undisturbed: Callable[..., list[float]],
     tmp_path: Path,
 ) -> None:
-    """Frozen and unused parameters, tied ones, slots of odd shapes, parameter groups, schedules, tables and counts."""
+    """Frozen, unused and tied parameters, slots of odd shapes, groups, schedules, tables and counters."""
     expected = undisturbed(**options)
     mover = moving(**options, record=str(tmp_path / "state"))
     steps = walk_through(mover, walk)
@@ -148,7 +148,7 @@ def test_every_bit_of_the_state_arrives(
 def test_a_chain_of_random_moves_over_two_hosts(
     seed: int, moving: Callable[..., Mover], undisturbed: Callable[..., list[float]]
 ) -> None:
-    """Between hosts goes what the hosts lack, once."""
+    """Only bytes that a host lacks cross the network, once."""
     rng = random.Random(seed)
     expected = undisturbed(warmup=True)
     mover = moving("ab", warmup=True)
@@ -162,7 +162,7 @@ def test_a_chain_of_random_moves_over_two_hosts(
 def test_no_sample_of_an_epoch_is_skipped_or_seen_twice(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], tmp_path: Path
 ) -> None:
-    """A ledger over plans with other replicas and shares; 53 samples make epochs of three batches of 16, five rest."""
+    """Over plans with other replicas and shares; 53 samples make epochs of three batches of 16, five are left."""
     expected = undisturbed(samples=53)
     Filed(53).write(tmp_path / "tokens")
     mover = moving(rank_file={"datasets": {"tokens": str(tmp_path / "tokens")}}, samples=53, filed=True)
@@ -198,7 +198,7 @@ def test_an_undone_move_leaves_the_old_ranks_as_they_were(
         mover.move("tp=2", abort_after=after)
         assert not mover.agents["a"].segments()
     mover.train(2)
-    mover.move("dp=2,zero=3")  # and the next one finds everything in place
+    mover.move("dp=2,zero=3")  # the next migration must find a clean state
     mover.train(5)
     assert_undisturbed(mover.stop(), expected)
 
@@ -221,9 +221,9 @@ def test_replicas_take_over_from_ranks_that_died(
     moving: Callable[..., Mover],
     undisturbed: Callable[..., list[float]],
 ) -> None:
-    """Every rank notices, also one that waits for a rank that is alive and waits itself.
+    """Every rank notices, also one that waits for a live rank that itself waits.
 
-    Where new ranks find no memory beside the old ones, these hand over first, and let go of theirs.
+    If the target ranks do not fit beside the source ranks, these publish first and free their memory.
     """
     expected = undisturbed()
     mover = moving()

@@ -1,4 +1,4 @@
-"""What a model, an optimizer or a scheduler may do without losing its training to a plan."""
+"""Unusual models, optimizers and schedulers that train correctly under every allowed plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALONE = "dp=1"
 
 @pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", "dp=1,checkpointing"])
 def test_running_statistics_see_every_sample_once(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """Not what a pipeline sends through itself to see shapes, and not what is computed again."""
+    """Without the shape-inference pass of a pipeline and without recomputations."""
     seen = []
     for name, under in (("alone", ALONE), ("plan", plan)):
         run = ranks.run(tmp_path / name, under, model="normed", steps=STEPS, depth=4).checked()
@@ -52,8 +52,10 @@ def test_replicas_may_use_different_experts(ranks: RankPool, tmp_path: Path, pla
 def test_what_tensor_parallel_shards_hold_whole_learns_from_all_of_them(
     ranks: RankPool, tmp_path: Path, model: str, plan: str
 ) -> None:
-    """A norm that all heads share has the gradients of some on each shard; an embedding that is the output layer too
-    would be cut for one of the two."""
+    """A norm that all heads share has partial gradients on each shard.
+
+    An embedding that is also the output layer would be cut for one of the two.
+    """
     weights = []
     for name, under in (("alone", ALONE), ("plan", plan)):
         file = tmp_path / f"{name}.pt"
@@ -65,7 +67,7 @@ def test_what_tensor_parallel_shards_hold_whole_learns_from_all_of_them(
 
 def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path) -> None:
     silent = ranks.run(tmp_path / "silent", "dp=2,zero=2", model="sided", steps=STEPS)
-    assert any("others did not: where that differs between steps or replicas" in r.output for r in silent.ranks)
+    assert any("others did not: if that differs between steps or replicas" in r.output for r in silent.ranks)
     assert all(rank.exit_code for rank in silent.ranks)
     told = ranks.run(tmp_path / "told", "dp=2,zero=2", model="sided", steps=STEPS, find_unused_parameters=True)
     assert [rank.exit_code for rank in told.ranks] == [96, 96]
@@ -80,7 +82,7 @@ def test_where_that_cannot_be_carried_it_is_said(ranks: RankPool, tmp_path: Path
 def test_a_schedule_reaches_all_of_a_sharded_optimizer(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Momentum, and the rates of optimizers within it."""
+    """Momentum, and the learning rates of inner optimizers."""
     options["steps"] = 8
     alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
     run = ranks.run(tmp_path / "plan", "dp=2,zero=1", **options).checked()
@@ -131,8 +133,11 @@ def test_a_model_may_leave_something_out_later(ranks: RankPool, tmp_path: Path) 
     ids=str,
 )
 def test_it_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path, options: dict[str, str]) -> None:
-    """NumPy's numbers in the schedule, a number that belongs to no parameter, one table, what the model counts, or
-    the loss, and momentum by the schedule."""
+    """State of every kind is restored.
+
+    NumPy scalars in the schedule, state of no parameter, a shared table, counters of the model or the loss, and
+    scheduled momentum.
+    """
     whole = ranks.run(tmp_path / "whole", ALONE, steps=2 * STEPS, **options).checked()
     left = {"final": str(tmp_path / "checkpoint")}
     ranks.run_each(tmp_path / "first", ALONE, [{"steps": STEPS, **options}], more=lambda _: left)[0].checked()
@@ -142,7 +147,7 @@ def test_it_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path, options
 
 
 def losses_through(mover: Mover, *plans: str) -> list[float]:
-    """Of a job that begins under the first plan and is moved to the others."""
+    """Losses of a job that begins under the first plan and migrates to the others."""
     mover.start(plans[0])
     for plan in plans[1:]:
         mover.train(2)
@@ -161,7 +166,7 @@ def test_what_modules_and_optimizers_count_goes_on(
     tmp_path: Path,
     options: dict[str, str],
 ) -> None:
-    """It began anew with every move and from every checkpoint; a length without its table is left behind."""
+    """Counters restarted at every migration and checkpoint; a length without its table is skipped."""
     expected = undisturbed(**options)
     losses = losses_through(moving(**options), ALONE, "dp=2,zero=1", "dp=2,zero=3", ALONE)
     assert losses == pytest.approx(expected[: len(losses)], rel=1e-4)
@@ -178,7 +183,7 @@ def test_what_modules_and_optimizers_count_goes_on(
 def test_what_a_model_keeps_for_itself_is_real(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], model: str
 ) -> None:
-    """A table in a cache was made while the model was described, without values, and all losses were 0."""
+    """A cached table was created without values while the model was described, and all losses were 0."""
     losses = losses_through(moving(model=model), ALONE, "dp=2", ALONE)
     assert losses[0] > 1.0
     assert losses == pytest.approx(undisturbed(model=model)[: len(losses)], rel=1e-4)
@@ -196,7 +201,7 @@ def test_what_a_model_keeps_for_itself_is_real(
 def test_what_hangs_on_parameters_goes_where_they_go(
     moving: Callable[..., Mover], undisturbed: Callable[..., list[float]], options: dict[str, Any]
 ) -> None:
-    """Attributes and names by which an optimizer makes its groups, and hooks on gradients."""
+    """Attributes and names by which an optimizer forms groups, and gradient hooks."""
     plans = ["dp=2", "dp=2,zero=1", "dp=2,offload=optimizer"]
     plans += ["dp=2,zero=2", "tp=2"] if options.get("model") != "hooked" else []
     losses = losses_through(moving(**options), ALONE, *plans)
@@ -204,7 +209,7 @@ def test_what_hangs_on_parameters_goes_where_they_go(
 
 
 def test_a_batch_is_cut_between_its_samples_or_not_at_all(ranks: RankPool, tmp_path: Path) -> None:
-    """Of texts that lie the other way, each rank read as many words as it had samples."""
+    """Of transposed texts, each rank read as many tokens as it had samples."""
     options = {"model": "turned", "steps": STEPS, "global_batch": 12}
     alone = ranks.run(tmp_path / "alone", ALONE, **options).checked()
     run = ranks.run(tmp_path / "plan", "dp=2", **options).checked()
@@ -223,8 +228,7 @@ def test_a_hook_is_given_no_part_of_a_gradient(ranks: RankPool, tmp_path: Path, 
 
 @pytest.mark.parametrize("model", ["fainting", "settling", "drawing"])
 def test_what_is_computed_again_is_what_was_computed(ranks: RankPool, tmp_path: Path, model: str) -> None:
-    """What each pass changes, and computes with, is for the second time what it was for the first: buffers, what is
-    counted elsewhere, and numbers that are not torch's."""
+    """A recomputation sees buffers, counters and the random numbers of Python and NumPy as the first pass did."""
     alone = ranks.run(tmp_path / "alone", ALONE, model=model, steps=STEPS).checked()
     again = ranks.run(tmp_path / "again", "dp=1,checkpointing", model=model, steps=STEPS).checked()
     assert again.losses == pytest.approx(alone.losses, rel=1e-6)
@@ -232,7 +236,7 @@ def test_what_is_computed_again_is_what_was_computed(ranks: RankPool, tmp_path: 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,accumulation=2", "dp=2,zero=1"])
 def test_a_model_may_compute_parts_again_by_itself(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """Replicas failed at their first step, in which unused parameters were looked for."""
+    """Replicas failed at their first step, which searched for unused parameters."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="reentrant", steps=STEPS).checked()
     run = ranks.run(tmp_path / "plan", plan, model="reentrant", steps=STEPS).checked()
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -247,7 +251,7 @@ def test_one_that_does_so_is_no_pipeline(ranks: RankPool, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,checkpointing", slow("dp=2,pp=2,zero=2,accumulation=2")])
 def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """Within it, the compiler came upon the shards."""
+    """Inside, the compiler met the shards."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="compiled", steps=STEPS, depth=2).checked()
     run = ranks.run(tmp_path / "plan", plan, model="compiled", steps=STEPS, depth=2).checked()
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -255,7 +259,7 @@ def test_compiled_blocks_are_sharded_around_what_is_compiled(ranks: RankPool, tm
 
 @pytest.mark.parametrize("plan", ["pp=2,accumulation=1,schedule=gpipe", slow("dp=2,pp=2,zero=3,accumulation=2")])
 def test_stages_send_what_does_not_lie_row_by_row(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """A transposed activation, and its gradient: process groups take neither."""
+    """A transposed activation, and its gradient: process groups send neither."""
     alone = ranks.run(tmp_path / "alone", ALONE, model="transposed", steps=STEPS).checked()
     run = ranks.run(tmp_path / "plan", plan, model="transposed", steps=STEPS).checked()
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -279,7 +283,7 @@ def test_a_sparse_gradient_is_not_cut_and_not_in_a_bucket(ranks: RankPool, tmp_p
 
 
 def test_a_sparse_gradient_is_scaled_once_for_each_row() -> None:
-    """Of a row that was looked up twice there are two parts, whose norms are not that of their sum."""
+    """A row that was looked up twice has two parts, whose norms are not that of their sum."""
     rows = torch.tensor([0, 2, 2])
     norms, clipped = [], []
     for sparse in (False, True):
@@ -293,14 +297,14 @@ def test_a_sparse_gradient_is_scaled_once_for_each_row() -> None:
 
 
 def test_a_parameter_that_is_wanted_whole_where_it_is_in_parts_is_told_of(ranks: RankPool, tmp_path: Path) -> None:
-    """A traceback of torch's."""
+    """It failed with a traceback of torch."""
     for rank in ranks.run(tmp_path, "dp=2,zero=3", model="borrowing", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
         assert "the script computes with one outside the forward pass of its module" in rank.output
 
 
 def test_a_model_that_comes_for_evaluation_is_trained(ranks: RankPool, tmp_path: Path) -> None:
-    """It trained without dropout, and without a word."""
+    """It silently trained without dropout."""
     losses = [
         ranks.run(tmp_path / model, ALONE, model=model, steps=STEPS).checked().losses for model in ("gpt", "evaluated")
     ]

@@ -1,4 +1,4 @@
-"""What an optimizer keeps is found by global name, wherever a plan has put it."""
+"""Optimizer state is found by global name under every plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_state_lies_beside_the_parameters_it_belongs_to(plan: str, ranks: RankPo
             held[name] = held.get(name, 0) + math.prod(slots["exp_avg"])
     names = {name for rank in run.ranks for name in rank.result["parameters"]}
     assert set(held) == names
-    if plan != "tp=2":  # where what is not cut is kept twice
+    if plan != "tp=2":  # tp=2 keeps replicated state twice
         assert sum(held.values()) == parameters_of_the_model()
 
 

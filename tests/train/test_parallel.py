@@ -1,4 +1,4 @@
-"""What a rank's parts do that no whole run shows."""
+"""Unit tests of the parallel package that no complete run covers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plans.plan import Plan
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """Of this process alone."""
+    """Process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -27,7 +27,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def test_a_gradient_that_only_some_micro_batches_have_is_summed_all_the_same(group: dist.ProcessGroup) -> None:
-    """An expert that one micro-batch did not ask; and one that nobody asked, which must not be updated."""
+    """An expert that one micro-batch did not use; and one that none used, which must not be updated."""
     always, sometimes, never = (nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
     sums = GradientSum([always, sometimes, never], group, micro_batches=2)
     for _ in range(2):
@@ -40,7 +40,7 @@ def test_a_gradient_that_only_some_micro_batches_have_is_summed_all_the_same(gro
 
 
 def test_the_norm_of_narrow_gradients_is_not_narrow() -> None:
-    """Otherwise shards and whole tensors would be clipped to different lengths."""
+    """Otherwise shards and whole tensors would be clipped differently."""
     parameters = [nn.Parameter(torch.ones(n, dtype=d)) for n, d in ((999, torch.bfloat16), (77, torch.float32))]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)).to(parameter.dtype)
@@ -52,7 +52,7 @@ def test_the_norm_of_narrow_gradients_is_not_narrow() -> None:
 
 
 class Masks(nn.Module):
-    """Keeps tensors that torch knows nothing of."""
+    """Keeps tensors that are neither parameters nor buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class Masks(nn.Module):
 
 
 def test_tensors_in_a_modules_own_lists_are_not_left_without_values() -> None:
-    """A job with such a model could start, and never move or go on from a checkpoint."""
+    """Such a job could start, but never migrate or resume from a checkpoint."""
     assert build_uninitialized(Masks, 0).masks["causal"][0].tolist() == [[1.0, 0.0], [1.0, 1.0]]
 
 
 def test_a_list_of_a_modules_own_parameters_is_filled_with_them() -> None:
-    """As recurrent networks keep one."""
+    """Recurrent networks keep one."""
     model = build_uninitialized(lambda: nn.LSTM(2, 3), 0)
     assert all(p.is_meta for p in model.parameters())
     allocate(model, torch.device("cpu"))
@@ -74,6 +74,6 @@ def test_a_list_of_a_modules_own_parameters_is_filled_with_them() -> None:
 
 
 def test_replicas_logs_do_not_begin_with_advice_for_nobody(ranks: RankPool, tmp_path: Path) -> None:
-    """torch's, about an option that the script did not give."""
+    """A warning of torch about an option that the script did not set."""
     run = ranks.run(tmp_path, "dp=2", steps=3).checked()
     assert not any("find_unused_parameters" in rank.output for rank in run.ranks)

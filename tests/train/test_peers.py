@@ -1,4 +1,4 @@
-"""Groups of a GPU that are torn down, as far as that can be seen without one."""
+"""Abort of GPU process groups, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_group_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytes
 
 
 def test_what_nccl_says_ends_a_step_that_would_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks live, and a link between them is gone: nobody else would notice for half an hour."""
+    """All ranks live, but a link between them failed: nothing else would notice for half an hour."""
     monkeypatch.setattr(peers, "POLL_S", 0.01)
     said = iter(["SUCCESS", "SUCCESS", "REMOTE_ERROR"])
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=next(said)))
@@ -52,7 +52,10 @@ def test_what_nccl_says_ends_a_step_that_would_hang(monkeypatch: pytest.MonkeyPa
 def test_parameters_that_a_gpu_was_about_to_change_are_of_no_step(
     monkeypatch: pytest.MonkeyPatch, replicated: bool, is_done: bool, step: int
 ) -> None:
-    """Replicas queue an update when its gradients are there; others queue it behind a sum that may never come."""
+    """Replicas queue an update once its gradients are complete.
+
+    Others queue it behind an all-reduce that may never complete.
+    """
     monkeypatch.setattr("clusterd.train.loop.peers.shut_down_connections", lambda: None)
     monkeypatch.setattr("clusterd.train.loop.training_loop.UPDATE_WAIT_S", 0.0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -1,4 +1,4 @@
-"""Where the time of a step went, on a device that runs behind the host."""
+"""Step time by phase, on a device that lags behind the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clusterd.train.loop.phases import EVERY, PhaseClock
 
 
 class Device:
-    """A clock of a GPU and one of its host; `Event` is recorded when all that was queued before it is done."""
+    """Simulated clocks of a GPU and its host; an `Event` completes when all work queued before it is done."""
 
     def __init__(self) -> None:
         self.host_s = self.free_s = 0.0
@@ -40,7 +40,7 @@ class Event:
 
 
 def test_a_gpu_that_is_behind_its_host_is_timed_and_never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queued work is what large models have: their phases are the ones that count."""
+    """Large models queue work ahead: their phases matter most."""
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     clock = PhaseClock(torch.device("cuda"))
@@ -54,6 +54,6 @@ def test_a_gpu_that_is_behind_its_host_is_timed_and_never_idle(monkeypatch: pyte
             assert device.free_s > device.host_s, "the step after was queued before"
             read.append(phases)
         clock.begin(step + 1)
-    assert len(read) == 3  # of the last timed step, the next one is not under way yet
+    assert len(read) == 3  # the last timed step is not read: the next one has not begun
     for phases in read:
         assert phases == pytest.approx({"forward": 0.05, "backward": 0.1, "optimizer": 0.01}, abs=0.002)

@@ -1,4 +1,4 @@
-"""What is measured of links is dropped where it cannot be right."""
+"""Implausible link measurements are dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_link_on_which_more_takes_no_longer_has_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise; it would be petabytes per second, and plans would be chosen by it."""
+    """Noise would give petabytes per second, and plans would be chosen by it."""
     times = iter([2e-5, 1.9e-5])
 
     def seconds(work: Callable[[], object], device: torch.device, repeats: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""What a snapshot holds is the state between two steps, whatever happens while it is copied."""
+"""A state snapshot holds the state between two steps, whatever happens during the copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEADLINE_S = 30.0
 
 
 class Agent:
-    """Makes segments, and answers a published one when the test lets it."""
+    """Creates segments, and answers a publish request when the test allows it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.published, self.refuses = directory, [], False
@@ -98,14 +98,14 @@ def test_buffers_are_those_of_the_step_though_the_next_forward_pass_changes_them
 
 
 def test_the_newest_snapshot_is_never_written_over(tmp_path: Path) -> None:
-    """A slow network makes one fall out; the next must not take the place of the only whole one."""
+    """A slow network skips one; the next must not overwrite the only complete one."""
     agent = Agent(tmp_path)
     made = training()
     taken = ready(made, agent)
     agent.may_answer.clear()
     at_step(made, taken, 10)
     assert agent.asked.wait(DEADLINE_S)
-    at_step(made, taken, 20)  # the one before is still being fetched
+    at_step(made, taken, 20)  # the previous one is still being fetched
     agent.may_answer.set()
     settle(taken)
     at_step(made, taken, 30)
@@ -122,7 +122,7 @@ def test_the_newest_snapshot_is_never_written_over(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More ranks than tensors: a step whose parts never all come would be no snapshot."""
+    """More ranks than tensors: without its publish request the step would never be complete."""
     agent = Agent(tmp_path)
     made = training()
     monkeypatch.setattr(snapshots, "state_snapshot_outbox", lambda shared, _: state_snapshot_outbox(shared, 10**6))
@@ -136,7 +136,7 @@ def test_a_rank_without_a_share_says_so_too(tmp_path: Path, monkeypatch: pytest.
     ("options", "why"),
     [
         ({"schedule": "drawn"}, "scheduler.shape is a function"),
-        ({"schedule": "by hand"}, "the scheduler, a ByHand, has no state_dict or load_state_dict"),
+        ({"schedule": "by hand"}, "the scheduler, a StatelessScheduler, has no state_dict or load_state_dict"),
         ({"optimizer": "rows and others"}, "InParts contains a SomeRows (_parts) that keeps state of its own"),
     ],
 )
@@ -175,7 +175,7 @@ taken.begin()
 
 
 def test_a_process_does_not_end_under_a_copy(tmp_path: Path) -> None:
-    """It died of SIGABRT after its last step, and the job had failed with 134."""
+    """It died of SIGABRT after its last step, and the job failed with 134."""
     command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""What a job was trained for is in one file, whatever plan it ended under."""
+"""The trained model is exported to one file under every plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-3
 
 
 def loaded(file: Path, model: str = "gpt") -> dict[str, torch.Tensor]:
-    """As somebody else would: into the model's own class, with nothing missing and nothing left over."""
+    """Load the file as a user would: into the model's own class, with no missing or unexpected key."""
     fresh = job(Recorded(32), model=model, depth=2).model()
     fresh.load_state_dict(torch.load(file, weights_only=True))
     state: dict[str, torch.Tensor] = fresh.state_dict()
@@ -51,7 +51,7 @@ def test_the_trained_model_is_that_of_one_process(plan: str, model: str, ranks: 
     assert any(not torch.allclose(saved["spread"][n], before[n], rtol=TOLERANCE) for n in before)
     for name, tensor in saved["alone"].items():
         if not tensor.is_floating_point():
-            continue  # "tables" counts its calls, of which there is one for each micro-batch
+            continue  # "tables" counts its calls, one per micro-batch
         torch.testing.assert_close(saved["spread"][name], tensor, rtol=TOLERANCE, atol=1e-5)
 
 

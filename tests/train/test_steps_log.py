@@ -1,4 +1,4 @@
-"""The log of steps tells the truth about what was lost and done again."""
+"""The step log is correct when steps are lost and repeated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_attempt_that_goes_on_appends(tmp_path: Path) -> None:
 
 
 def test_steps_that_are_done_again_are_announced(tmp_path: Path) -> None:
-    """A host died at step 3; the newest snapshot was of step 1."""
+    """A host died at step 3; the newest state snapshot was of step 1."""
     path = tmp_path / "steps.jsonl"
     log(path, 1, 3)
     log(path, 2, 3)

@@ -1,4 +1,4 @@
-"""A job is asked to stop: all ranks finish the same step, and end well."""
+"""On a stop request all ranks finish the same step and exit with 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOREVER = 1_000_000
 
 
 class Agent:
-    """The agent's end of the ranks' socket."""
+    """The agent's side of the ranks' socket."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +86,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 @pytest.fixture
 def start(ranks: RankPool, agent: Agent, tmp_path: Path) -> Iterator[Callable[..., Future[list[Run]]]]:
-    """Starts ranks that would train forever, and comes back when all of them train."""
+    """Start ranks that would train forever, and return when all of them train."""
     with ThreadPoolExecutor(1) as threads:
 
         def start(plan: str, **options: Any) -> Future[list[Run]]:
@@ -103,7 +103,7 @@ def start(ranks: RankPool, agent: Agent, tmp_path: Path) -> Iterator[Callable[..
 def test_a_stop_that_reaches_one_rank_stops_all_at_the_same_step(
     plan: str, agent: Agent, start: Callable[..., Future[list[Run]]]
 ) -> None:
-    """Hosts hear of a stop at different moments; ranks must not wait for one that left a step earlier."""
+    """Hosts receive a stop at different times; ranks must not wait for one that stopped a step earlier."""
     run = start(plan)
     agent.send(1, {"event": "stop", "reason": "cancelled by ana", "deadline_s": 30})
     assert_stopped_together(run.result(DEADLINE_S)[0], "cancelled by ana")
@@ -120,7 +120,7 @@ def test_sigterm_finishes_the_step(agent: Agent, start: Callable[..., Future[lis
 def test_ranks_train_on_without_an_agent_and_find_the_next_one(
     agent: Agent, start: Callable[..., Future[list[Run]]]
 ) -> None:
-    """The agent is killed and started anew; nobody tells the ranks but the closed socket."""
+    """The agent is killed and restarted; the ranks notice only by the closed socket."""
     run = start("dp=2")
     agent.hang_up(0)
     agent.wait_for(lambda: agent.count("verb", "rank_hello") == 3)

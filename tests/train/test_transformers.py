@@ -1,4 +1,4 @@
-"""A model that is not ours: a Llama of Hugging Face's transformers, with its own tp_plan and layer list."""
+"""A third-party model: a Llama of Hugging Face's transformers, with its own tp_plan and layer list."""
 
 from __future__ import annotations
 

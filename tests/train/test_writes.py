@@ -1,4 +1,4 @@
-"""A forward pass that writes into parameters is trained as one process trains it, or not at all."""
+"""A forward pass that writes into parameters trains as in one process, or is refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_is_left_trains_as_one_process(ranks: RankPool, tmp_path: Path, mod
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
 def test_replicas_do_not_drift_apart_by_what_they_write(ranks: RankPool, tmp_path: Path, plan: str) -> None:
-    """Each made other rows of the embedding shorter, and no loss told so for a while."""
+    """Each replica shortened other rows of the embedding, and losses did not show it for a while."""
     for rank in ranks.run(tmp_path, plan, model="renormed", steps=STEPS).ranks:
         assert (rank.exit_code, "Traceback" in rank.output) == (96, False)
         assert "writes values into embed.token.weight that depend on its own samples" in rank.output
@@ -87,7 +87,7 @@ def test_replicas_do_not_drift_apart_by_what_they_write(ranks: RankPool, tmp_pat
 @pytest.mark.parametrize("model", ["centred", "late following"])
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2", "dp=2,zero=3", "accumulation=2", "offload=optimizer"])
 def test_what_no_fake_pass_shows_a_real_one_does(ranks: RankPool, tmp_path: Path, model: str, plan: str) -> None:
-    """It depends on a value, of which fake tensors have none; or it begins later."""
+    """The write depends on a value, which fake tensors lack, or begins later."""
     run = ranks.run(tmp_path, plan, model=model, steps=STEPS)
     assert 96 in {rank.exit_code for rank in run.ranks}
     assert any("the forward pass writes into embed." in r.output and "Traceback" not in r.output for r in run.ranks)
@@ -95,7 +95,7 @@ def test_what_no_fake_pass_shows_a_real_one_does(ranks: RankPool, tmp_path: Path
 
 
 class Writing(nn.Module):
-    """Writes in one of the ways that there are."""
+    """Writes into a parameter in one of several ways."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models whose forward passes write into their parameters."""
+"""Models with forward passes that write into their parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Renormed(GPT):
-    """Rows of the embedding that are looked up are made shorter first."""
+    """Looked-up rows of the embedding are shortened first."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -30,7 +30,7 @@ class Clipped(GPT):
 
 
 class Following(GPT):
-    """A target that follows what is trained, kept as parameters."""
+    """A target that follows the trained weights, kept as parameters."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
@@ -46,7 +46,7 @@ class Following(GPT):
 
 
 class Centred(GPT):
-    """A bias that is made of the first batch; whether that has been is known by a value."""
+    """A bias computed from the first batch; a value tells if that has happened."""
 
     def __init__(self, **sizes: int) -> None:
         super().__init__(**sizes)
