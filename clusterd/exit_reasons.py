@@ -44,3 +44,6 @@ EXIT_CODES = {
     98: Reason.PORT,
 }
 """Reasons of ranks that clusterd's training loop ended, by exit code."""
+
+EXIT_CODE_OF = {reason: code for code, reason in EXIT_CODES.items()}
+"""The same, by reason."""

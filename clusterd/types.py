@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import NewType
 
 from clusterd.exit_reasons import Reason as Reason
 from plans.plan import Plan
@@ -212,6 +212,3 @@ class HostFacts:
     interface: str = ""  # network interface with the address
     link_mbit: int = 0  # reported by its driver; 0: unknown
     devices: tuple[Device, ...] = ()
-
-
-Json = dict[str, Any]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from clusterd.exit_reasons import Reason
 from clusterd.train.checkpoint import dcp, dcp_files, export
 from clusterd.train.data import loader
 from clusterd.train.inspect import describe, loss_mean
@@ -165,7 +166,7 @@ def run(job: Job, on_end: OnEnd | None = None) -> Outcome:
     except Exception as error:
         refusal = exits.classify_error(error, where=str(context) if control is not None else "starting")
         if control is not None:
-            reason = refusal.reason if refusal is not None else "exit"
+            reason = str(refusal.reason if refusal is not None else Reason.EXIT)
             message = str(refusal or f"{type(error).__name__}: {exits.first_line(error)}")
             control.report_failure(reason, message)
         if refusal is None:

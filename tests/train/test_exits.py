@@ -155,5 +155,5 @@ def test_a_gpu_that_torch_cannot_use_is_the_hosts_fault(
     with pytest.raises(expected) as raised:
         mesh.device_of(Context(device_kind="cuda"))
     if expected is exits.NoTorch:
-        assert raised.value.exit_code == exits.NO_TORCH
+        assert raised.value.exit_code == 97
         assert len(str(raised.value).splitlines()) == 1

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from clusterd.exit_reasons import EXIT_CODES, Reason
 
-EXIT_NO_TORCH = next(code for code, reason in EXIT_CODES.items() if reason is Reason.NO_TORCH)
-
 
 def reason_of(*, exit_code: int | None, number: int | None, kind: str, stopped: bool, out_of_memory: bool) -> str:
     """Value of the `Reason` of a rank's exit.

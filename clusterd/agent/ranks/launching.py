@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterd.agent.forkserver import exit_reason
 from clusterd.agent.forkserver.client import ForkServers, SpawnFailed
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Rank, Refused
+from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 
 
 def launch_record(request: Mapping[str, Any], data: Path, gpu_indices: Mapping[str, int]) -> dict[str, Any]:
@@ -136,6 +136,6 @@ def _never_started(attempt: Attempt, number: int) -> bool:
 def _end_without_torch(attempt: Attempt, rank: Rank, message: str) -> None:
     with open(attempt.log(rank.rank), "ab") as log:
         log.write(f"clusterd: {message}\n".encode())
-    attempt.record_end(rank.rank, exit_reason.EXIT_NO_TORCH, "no-torch", time.time())
+    attempt.record_end(rank.rank, EXIT_CODE_OF[Reason.NO_TORCH], str(Reason.NO_TORCH), time.time())
     rank.message = message
     rank.state, rank.end = "running", attempt.read_rank(rank.rank)

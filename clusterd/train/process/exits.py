@@ -6,24 +6,7 @@ import sys
 from typing import Any
 
 from clusterd.datasets import DataUnreachable
-
-SCRIPT = 92
-DEVICE_FAULT = 93
-DATA = 94
-DEVICE_OOM = 95
-PLAN = 96
-NO_TORCH = 97
-PORT = 98
-
-REASONS = {
-    SCRIPT: "script",
-    DEVICE_FAULT: "device-fault",
-    DATA: "data",
-    DEVICE_OOM: "device-oom",
-    PLAN: "plan",
-    NO_TORCH: "no-torch",
-    PORT: "port",
-}
+from clusterd.exit_reasons import EXIT_CODE_OF, Reason
 
 _DEVICE_FAULTS = (
     "uncorrectable ECC error",
@@ -56,54 +39,54 @@ _SHARDED_PARAMETER = "got mixed torch.Tensor and DTensor"
 class TrainError(Exception):
     """A rank cannot go on for a reason with an exit code; the message is complete without a traceback."""
 
-    exit_code = 1
+    reason = Reason.EXIT  # as the agent records it
 
     @property
-    def reason(self) -> str:
-        """Exit reason that the agent records."""
-        return REASONS.get(self.exit_code, "exit")
+    def exit_code(self) -> int:
+        """Exit code by which the agent knows the reason; 1 where it has none."""
+        return EXIT_CODE_OF.get(self.reason, 1)
 
 
 class Refused(TrainError):
     """The script's request is invalid under any plan."""
 
-    exit_code = SCRIPT
+    reason = Reason.SCRIPT
 
 
 class PlanRefused(Refused):
     """The job cannot train under this plan; it may under others."""
 
-    exit_code = PLAN
+    reason = Reason.PLAN
 
 
 class NoTorch(TrainError):
     """The environment cannot import torch, or torch cannot use this host's device; other hosts may work."""
 
-    exit_code = NO_TORCH
+    reason = Reason.NO_TORCH
 
 
 class PortTaken(TrainError):
     """Another process listens on the rendezvous port."""
 
-    exit_code = PORT
+    reason = Reason.PORT
 
 
 class DeviceOutOfMemory(TrainError):
     """The plan does not fit the device's memory."""
 
-    exit_code = DEVICE_OOM
+    reason = Reason.DEVICE_OOM
 
 
 class DeviceFault(TrainError):
     """The GPU failed; the job may go on on another."""
 
-    exit_code = DEVICE_FAULT
+    reason = Reason.DEVICE_FAULT
 
 
 class DatasetUnreachable(TrainError):
     """No host that has the job's data could be reached; one may be later."""
 
-    exit_code = DATA
+    reason = Reason.DATA
 
 
 class UnevenParameterUse(PlanRefused):
