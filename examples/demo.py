@@ -258,7 +258,7 @@ def _losses_differ(cluster: Client, row: dict[str, Any], console: Console) -> li
 
 
 def _model_is_odd(scratch: Path, console: Console) -> list[str]:
-    """What night was trained for is fetched, and is the whole model to plain torch."""
+    """Fetch the checkpoint of night and load the whole model with plain torch."""
     import torch
 
     _clusterd("get", "night", "gpt.pt", "--to", str(scratch))

@@ -18,7 +18,7 @@ from profiling.placement import Allocation, HostShare
 from profiling.workload import Workload
 
 Fits = Callable[[Plan, Allocation], bool]
-"""Whether a plan is legal and has the memory it needs on an allocation: the caller knows devices and hosts."""
+"""True if a plan is legal and fits the memory of an allocation; the caller knows devices and hosts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _COLUMNS = ("signature", "device_type", "environment", "link", "plan", "allocati
             "step_time_s", "steps", "phases", "device_peak_bytes", "host_peak_bytes", "at_s")  # fmt: skip
 KINDS = ("measured", "out-of-memory")
 _ENDLESS = float(1 << 62)
-"""What SQLite cannot keep any more."""
+"""Bound of SQLite's integers for stored numbers."""
 
 
 @dataclass(frozen=True, slots=True)

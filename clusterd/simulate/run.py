@@ -24,7 +24,7 @@ from clusterd.simulate.workload import Workload
 from clusterd.simulate.world import OnBatch
 
 RESTART_S = 78.0
-"""What a restart from a checkpoint costs: Rubick's average reconfiguration."""
+"""Cost of a restart from a checkpoint: Rubick's average reconfiguration."""
 
 
 @dataclass(frozen=True, slots=True)

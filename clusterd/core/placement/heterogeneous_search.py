@@ -29,7 +29,7 @@ MOST_CONSIDERED = 24
 """Jobs per pass for which mixed offers are searched."""
 
 Cost = Callable[[float, int], float]
-"""What running at this step time on so many devices costs; less is better."""
+"""Cost of a step time in seconds on a number of devices; less is better."""
 
 Found = tuple[Estimate, list[Device]]
 Seen = TypeVar("Seen")
