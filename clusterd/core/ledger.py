@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Attempt, Host, Job
-from clusterd.core.view import FreeResources, Placement
 from clusterd.types import Device, DeviceId, HostId, RankPlace
 
 
-class Ledger:
-    """Free devices, cores and host memory; callers take what they grant and put back what they undo."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Place of each rank, and the cores and memory booked beside them."""
 
-    def __init__(self, free: FreeResources) -> None:
+    ranks: tuple[RankPlace, ...]
+    cores: dict[HostId, int]
+    memory_bytes: dict[HostId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class HostFree:
+    """Free resources of one host at one moment of a pass."""
+
+    host: Host
+    devices: list[Device]
+    cores: int
+    memory_bytes: int
+
+
+class Ledger:
+    """Free devices, cores and host memory of the usable hosts during one pass."""
+
+    def __init__(self, hosts: Iterable[Host] = (), leased: Container[DeviceId] = ()) -> None:
+        self.hosts: dict[HostId, Host] = {}
         self.devices: dict[HostId, dict[str, dict[DeviceId, Device]]] = {}
         self.cores: dict[HostId, int] = {}
         self.memory_bytes: dict[HostId, int] = {}
         self.count: dict[str, int] = {}
-        for name, host in free.hosts.items():
-            self.cores[name], self.memory_bytes[name] = host.cores, host.memory_bytes
-            here = self.devices.setdefault(name, {})
-            for device in host.devices:
-                here.setdefault(device.name, {})[device.id] = device
-                self.count[device.name] = self.count.get(device.name, 0) + 1
+        for host in hosts:
+            if host.unusable is None and host.facts is not None:
+                self.hosts[host.id], self.devices[host.id] = host, {}
+                self.cores[host.id] = host.facts.cpu_cores - host.cores_used
+                self.memory_bytes[host.id] = host.facts.memory_bytes - host.memory_used_bytes
+                self.put((d for d in host.devices if d.id not in leased), {}, {})
+
+    def copy(self) -> Ledger:
+        """Ledger with the same free resources, to be changed without changing this one."""
+        found = Ledger()
+        found.hosts = self.hosts
+        found.devices = {h: {n: dict(some) for n, some in types.items()} for h, types in self.devices.items()}
+        found.cores, found.memory_bytes, found.count = dict(self.cores), dict(self.memory_bytes), dict(self.count)
+        return found
+
+    def without(self, attempt: Attempt) -> Ledger:
+        """Copy in which this attempt is over; unusable hosts stay out."""
+        found = self.copy()
+        found.put(of_ranks(self.hosts, attempt), attempt.cores, attempt.memory_bytes)
+        return found
+
+    def on_host(self, name: HostId) -> HostFree:
+        """Free resources of one host, its devices in the order in which it reports them."""
+        free = {device for types in self.devices[name].values() for device in types}
+        devices = [d for d in self.hosts[name].devices if d.id in free] if free else []
+        return HostFree(self.hosts[name], devices, self.cores[name], self.memory_bytes[name])
+
+    def all_devices(self) -> Iterator[Device]:
+        """All free devices."""
+        return (device for here in self.devices.values() for some in here.values() for device in some.values())
 
     @property
     def total(self) -> int:
@@ -52,11 +96,19 @@ class Ledger:
                 self.cores[name] -= count
                 self.memory_bytes[name] -= memory_bytes.get(name, 0)
 
+    def take_places(
+        self, places: Iterable[RankPlace], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]
+    ) -> None:
+        """Remove the granted devices of these ranks, cores and memory."""
+        named = [(place.host, place.device) for place in places if place.device is not None]
+        here = [(self.devices.get(host, {}), device) for host, device in named]
+        self.take([some[d] for types, d in here for some in types.values() if d in some], cores, memory_bytes)
+
     def part(self, devices: Sequence[Device]) -> Ledger:
         """Ledger of these devices alone, with unlimited cores and memory: the whole ledger has booked those."""
-        found = Ledger.__new__(Ledger)
+        found = Ledger()
         hosts = per_host(devices)
-        found.devices, found.count = {host: {} for host in hosts}, {}
+        found.hosts, found.devices = self.hosts, {host: {} for host in hosts}
         found.cores, found.memory_bytes = dict.fromkeys(hosts, 1 << 60), dict.fromkeys(hosts, 1 << 60)
         found.put(devices, {}, {})
         return found

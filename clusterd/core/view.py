@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from clusterd.core.fair_share import Quotas
+from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
 from clusterd.core.state import Attempt, Host, Job, State
-from clusterd.types import Device, DeviceId, HostId, JobId, RankPlace
+from clusterd.types import HostId, JobId, RankPlace
 from plans.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Place of each rank, and the cores and memory booked beside them."""
-
-    ranks: tuple[RankPlace, ...]
-    cores: dict[HostId, int]
-    memory_bytes: dict[HostId, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,50 +78,6 @@ class Proposal:
     grants: list[CoreGrant] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class HostFree:
-    """Free resources of one usable host."""
-
-    host: Host
-    devices: list[Device]
-    cores: int
-    memory_bytes: int
-
-
-class FreeResources:
-    """Free resources of the usable hosts during one pass; each grant takes from them."""
-
-    def __init__(self, hosts: Iterable[Host], leased: Mapping[DeviceId, object]) -> None:
-        self.hosts: dict[HostId, HostFree] = {}
-        for host in hosts:
-            if host.unusable is None and host.facts is not None:
-                self.hosts[host.id] = HostFree(
-                    host=host,
-                    devices=[d for d in host.devices if d.id not in leased and not d.foreign],
-                    cores=host.facts.cpu_cores - host.cores_used,
-                    memory_bytes=host.facts.memory_bytes - host.memory_used_bytes,
-                )
-
-    def take(self, ranks: Iterable[RankPlace], cores: Mapping[HostId, int], memory_bytes: Mapping[HostId, int]) -> None:
-        """Book these places for the rest of the pass."""
-        taken = {place.device for place in ranks}
-        for host, count in cores.items():
-            free = self.hosts[host]
-            free.devices = [d for d in free.devices if d.id not in taken]
-            free.cores -= count
-            free.memory_bytes -= memory_bytes.get(host, 0)
-
-    def without(self, attempt: Attempt) -> FreeResources:
-        """Free resources as if this attempt were over; unusable hosts stay out."""
-        found = FreeResources((), {})
-        for name, free in self.hosts.items():
-            own = [d for d in free.host.devices if d.id in attempt.devices and not d.foreign]
-            cores = free.cores + attempt.cores.get(name, 0)
-            memory_bytes = free.memory_bytes + attempt.memory_bytes.get(name, 0)
-            found.hosts[name] = HostFree(free.host, [*own, *free.devices], cores, memory_bytes)
-        return found
-
-
 class View:
     """The cluster at one instant, for one pass. Policies change only `free` and `quotas`."""
 
@@ -147,7 +95,7 @@ class View:
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.running: list[Job] = [state.jobs[job] for job in state.active]
-        self.free = FreeResources(state.hosts.values(), state.leases)
+        self.free = Ledger(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)
 
     def leaving(self, attempt: Attempt) -> str:

@@ -33,7 +33,7 @@ def preempt_for(job: Job, view: View, count: int) -> list[Move]:
     for place in [[host] for host in hosts] if job.spec.kind is JobKind.COMMAND else [hosts]:
         for kind in kinds_for(job):
             wanted = {d.id for host in place for d in view.hosts[host].devices if d.kind == kind}
-            missing = count - sum(d.id in wanted for host in place for d in view.free.hosts[host].devices)
+            missing = count - sum(d.id in wanted for host in place for d in view.free.on_host(host).devices)
             missing -= sum(device in wanted for device in coming)
             if missing <= 0:
                 return []

@@ -8,10 +8,10 @@ from dataclasses import replace
 from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose, memory_conflict
 from clusterd.core.estimates.heterogeneous_speed import in_proportion
-from clusterd.core.ledger import of_ranks
+from clusterd.core.ledger import Ledger, of_ranks
 from clusterd.core.placement.place import candidates, fitting, place_on
 from clusterd.core.state import Attempt, Host, Job
-from clusterd.core.view import FreeResources, Move, Refusal, View
+from clusterd.core.view import Move, Refusal, View
 from clusterd.types import AttemptState, Device, DeviceId, HostId, JobId
 from plans.legality import check
 from plans.model_shape import ModelShape
@@ -190,16 +190,16 @@ def _may_stay(device: Device, view: View) -> bool:
     return host.unusable is None and not host.is_faulty(device.id)
 
 
-def _free_for(job: Job, own: list[Device], free: FreeResources) -> list[Device]:
+def _free_for(job: Job, own: list[Device], free: Ledger) -> list[Device]:
     """Free devices of the job's kind that it may use beside its own."""
     kind = own[0].kind if own else ""
     return [device for host in candidates(job, free) for device in fitting(job, host, kind)]
 
 
-def book(free: FreeResources, move: Move, attempt: Attempt) -> None:
+def book(free: Ledger, move: Move, attempt: Attempt) -> None:
     """Take the resources of a migration beyond what the job has booked already."""
     mine = set(attempt.devices)
     new = [p for p in move.ranks if p.device not in mine]
     cores = {p.host: max(move.cores.get(p.host, 0) - attempt.cores.get(p.host, 0), 0) for p in new}
     memory = {p.host: max(move.memory_bytes.get(p.host, 0) - attempt.memory_bytes.get(p.host, 0), 0) for p in new}
-    free.take(new, cores, memory)
+    free.take_places(new, cores, memory)

@@ -120,7 +120,6 @@ def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Devi
     where = bind(p.job, offer, devices)
     ctx.occupy(p.left_s(offer), devices)
     ctx.ledger.take(devices, where.cores, where.memory_bytes)
-    ctx.view.free.take(where.ranks, where.cores, where.memory_bytes)
     ctx.view.quotas.take(p.job.spec.tenant, len(devices))
     ctx.spare -= max(len(devices) - ctx.sizes.get(p.job.id, 0), 0)
     if ctx.mixed_search is not None:

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
+from clusterd.core.ledger import HostFree, Ledger, Placement
 from clusterd.core.placement.place import candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
-from clusterd.core.view import FreeResources, HostFree, Placement, Refusal, View
+from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind, Resources
 from clusterd.units import size
 from plans.model_shape import ModelShape
@@ -106,7 +107,7 @@ def _dimensions_in(command: Iterable[str]) -> list[str]:
     return [name for name in ("tp", "pp", "zero", "accumulation") if f"{{{name}}}" in text_of_command]
 
 
-def at_some_size(job: Job, free: FreeResources, most: int) -> Grant | None:
+def at_some_size(job: Job, free: Ledger, most: int) -> Grant | None:
     """Best of a checkpointable job's plans that fits on at most `most` free devices; None: none fits."""
     for plan in sizes(job):
         placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.can_migrate import may_change
-from clusterd.core.ledger import Ledger, bind, by_type, of_ranks, shape_of
+from clusterd.core.ledger import bind, by_type, of_ranks, shape_of
 from clusterd.core.performance_table import Estimate
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import Move, Preempt, Proposal, Refusal, Start, View
@@ -66,7 +66,7 @@ class _Pass:
     def __init__(self, view: View, targets: Sequence[Target], among: set[JobId], others: str) -> None:
         self.view, self.targets, self.among, self.others = view, targets, among, others
         self.proposal = Proposal()
-        self.ledger = Ledger(view.free)
+        self.ledger = view.free.copy()
         self.now_free = {device for types in self.ledger.devices.values() for some in types.values() for device in some}
         self.staying: list[_Running] = []
         self.displaced: list[_Running] = []

@@ -58,11 +58,11 @@ class Cores:
             if holder is not None and all(host in view.free.hosts for host in attempt.hosts):
                 self._holders.append(holder)
                 for host, count in holder.counts.items():
-                    view.free.hosts[host].cores += (holder.now - holder.least) * count
+                    view.free.cores[host] += (holder.now - holder.least) * count
 
     def share_out(self, proposal: Proposal) -> None:
         """Grants to those who run, and cores of those who start, by what a core brings."""
-        spare = {host: free.cores for host, free in self._view.free.hosts.items()}
+        spare = dict(self._view.free.cores)
         moved = {move.job for move in proposal.moves}
         lent = {h.job.id: h.cores(h.least) for h in self._holders}
         for move in proposal.moves:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from clusterd.core.ledger import HostFree, Ledger, Placement
 from clusterd.core.state import Job
-from clusterd.core.view import FreeResources, HostFree, Placement
 from clusterd.types import Device, HostId, RankPlace
 
 
-def candidates(job: Job, free: FreeResources) -> list[HostFree]:
+def candidates(job: Job, free: Ledger) -> list[HostFree]:
     """Usable hosts that the job admits, in a fixed order."""
-    return [f for name, f in sorted(free.hosts.items()) if job.admits(name)]
+    return [free.on_host(name) for name in sorted(free.hosts) if job.admits(name)]
 
 
 def kinds_for(job: Job) -> tuple[str, ...]:
@@ -39,7 +39,7 @@ def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
     return usable
 
 
-def place(job: Job, free: FreeResources, count: int, group: int, single_host: bool) -> Placement | None:
+def place(job: Job, free: Ledger, count: int, group: int, single_host: bool) -> Placement | None:
     """Find devices for `count` ranks, in groups of `group` that stay on one host; None: they are not free.
 
     A job's devices are all of one kind: mixed kinds need unequal shares, which the caller fixes in the plan.
@@ -86,7 +86,7 @@ def _pack(
     return chosen if left == 0 else []
 
 
-def _cores_only(job: Job, free: FreeResources) -> Placement | None:
+def _cores_only(job: Job, free: Ledger) -> Placement | None:
     resources = job.spec.resources
     cores = max(resources.cpus, 1)
     fits = [h for h in candidates(job, free) if h.cores >= cores and h.memory_bytes >= resources.memory_bytes]

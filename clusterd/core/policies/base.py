@@ -22,9 +22,8 @@ class Capacity:
     def __init__(self, view: View, jobs: Iterable[Job]) -> None:
         """All that is free, and all that these running jobs hold."""
         self.left: dict[str, int] = {}
-        for host in view.free.hosts.values():
-            for device in host.devices:
-                self.left[device.name] = self.left.get(device.name, 0) + 1
+        for device in view.free.all_devices():
+            self.left[device.name] = self.left.get(device.name, 0) + 1
         for job in jobs:
             if job.attempt is None:
                 continue
@@ -147,9 +146,9 @@ def start_unmodelled(
 ) -> None:
     """Start jobs without a performance model on the devices that the proposal leaves free."""
     for start in proposal.starts:
-        view.free.take(start.ranks, start.cores, start.memory_bytes)
+        view.free.take_places(start.ranks, start.cores, start.memory_bytes)
     for move in proposal.moves:
-        view.free.take(move.ranks, {h: n for h, n in move.cores.items() if h in view.free.hosts}, move.memory_bytes)
+        view.free.take_places(move.ranks, move.cores, move.memory_bytes)
     for job in sorted(view.queued, key=lambda j: (-j.priority, j.submitted_s)):
         if candidates_cache.of(job, view.performance_tables, choice) is not None:
             continue
@@ -157,7 +156,7 @@ def start_unmodelled(
         if isinstance(answer, Grant):
             where = answer.placement
             view.quotas.take(job.spec.tenant, sum(place.device is not None for place in where.ranks))
-            view.free.take(where.ranks, where.cores, where.memory_bytes)
+            view.free.take_places(where.ranks, where.cores, where.memory_bytes)
             proposal.starts.append(
                 Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
             )

@@ -55,7 +55,7 @@ class Default:
         waiting = [known[j.id] for j in view.queued if j.id in known and j.not_before_s <= view.now_s]
         cores = Cores(view, running)
         proposal = Proposal(moves=evacuate_by_restart.evacuations(view, skip=known))
-        ledger = Ledger(view.free)
+        ledger = view.free
         total = ledger.total + sum(len(p.devices) for p in running)
         ordered = by_work([*running, *waiting])
         sizes = shares(ordered, total)
@@ -113,10 +113,7 @@ class Default:
         assert isinstance(answer, Grant)
         where = answer.placement
         view.quotas.take(job.spec.tenant, sum(place.device is not None for place in where.ranks))
-        taken = {place.device for place in where.ranks}
-        devices = [d for host in view.free.hosts.values() for d in host.devices if d.id in taken]
-        view.free.take(where.ranks, where.cores, where.memory_bytes)
-        ledger.take(devices, where.cores, where.memory_bytes)
+        ledger.take_places(where.ranks, where.cores, where.memory_bytes)
         proposal.starts.append(Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason))
         return []
 

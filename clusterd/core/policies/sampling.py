@@ -20,7 +20,7 @@ from clusterd.core.estimates.attained_service import likely_steps_left
 from clusterd.core.estimates.candidate_plans import PlanFreedom, is_alike
 from clusterd.core.estimates.heterogeneous_speed import believed
 from clusterd.core.estimates.job_forecast import take_inventory
-from clusterd.core.ledger import Ledger, of_ranks
+from clusterd.core.ledger import of_ranks
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import MOST_DEVICES
 from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates, HeterogeneousSearch
@@ -68,7 +68,7 @@ class Sampling(Rounds):
 
     def _mixing(self, view: View, jobs: Sequence[Job]) -> HeterogeneousSearch:
         """Over all devices that the round may give."""
-        ledger = Ledger(view.free)
+        ledger = view.free.copy()
         for job in jobs:
             if job.attempt is not None:
                 ledger.put(of_ranks(view.hosts, job.attempt), job.attempt.cores, job.attempt.memory_bytes)

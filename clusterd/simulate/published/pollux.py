@@ -45,9 +45,9 @@ class _MostFreeFirst:
                 proposal.refusals.append(Refusal(job.id, f"{self.name}: others come first"))
                 continue
             estimate, devices = self._places[job.id]
-            if ids(devices) <= {d.id for host in view.free.hosts.values() for d in host.devices}:
+            if ids(devices) <= {d.id for d in view.free.all_devices()}:
                 where = bind(job, estimate, devices)
-                view.free.take(where.ranks, where.cores, where.memory_bytes)
+                view.free.take_places(where.ranks, where.cores, where.memory_bytes)
                 start = (job.id, estimate.plan, where.ranks, where.cores, where.memory_bytes, self.name)
                 proposal.starts.append(Start(*start))
         return proposal
