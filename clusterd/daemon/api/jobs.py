@@ -20,7 +20,8 @@ from clusterd.core.allocation.unmodelled import LEARNING, allocate
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
-from clusterd.core.view import Placement, Refusal, View
+from clusterd.core.ledger import Placement
+from clusterd.core.view import Refusal, View
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import HostVerbs, need_operator
 from clusterd.daemon.api.job_logs import JobLogs
