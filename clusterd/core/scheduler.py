@@ -135,6 +135,8 @@ def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
 def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
     """Turn a proposal into decisions, each checked against the state; returns the refusals that are new."""
     state = ctx.state
+    if proposal.reservation is not None or proposal.ends_reservation:
+        state.reservation = proposal.reservation
     for preempt in proposal.preempts:
         attempt = state.jobs[preempt.job].attempt
         if attempt is not None and attempt.state is not AttemptState.STOPPING:

@@ -431,6 +431,16 @@ class Job:
         return last if last is not None and last.state is MigrationState.STARTING else None
 
 
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Promise to the first queued job that cannot start: nothing of its order or below delays it beyond `at_s`."""
+
+    job: JobId
+    at_s: float  # expected start; never put off
+    latest_s: float | None = None  # by the time limits of the jobs that it waits for; None: some have no limit
+    after: tuple[JobId, ...] = ()  # jobs whose end it waits for
+
+
 @dataclass(slots=True)
 class State:
     """Whole state of the scheduler. Serialisable and comparable: a replay of the journal gives an equal one."""
@@ -446,6 +456,8 @@ class State:
     timers: dict[Timer, float] = field(default_factory=dict)
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
+    reservation: Reservation | None = None
+    run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
     jobs_by_host: dict[HostId, dict[JobId, None]] = field(default_factory=dict)  # see `index`
     hosts_by_job: dict[JobId, set[HostId]] = field(default_factory=dict)

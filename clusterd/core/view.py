@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from clusterd.core.fair_share import Quotas
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
-from clusterd.core.state import Attempt, Host, Job, State
+from clusterd.core.state import Attempt, Host, Job, Reservation, State
 from clusterd.types import HostId, JobId, RankPlace
 from plans.plan import Plan
 
@@ -65,6 +65,7 @@ class Refusal:
     reason: str
     is_permanent: bool = False
     devices: int = 0  # that would start it, if they were free
+    is_shortage: bool = False  # the end of other jobs would let it start
 
 
 @dataclass(slots=True)
@@ -76,6 +77,8 @@ class Proposal:
     moves: list[Move] = field(default_factory=list)
     preempts: list[Preempt] = field(default_factory=list)
     grants: list[CoreGrant] = field(default_factory=list)
+    reservation: Reservation | None = None  # the new one; None: as it was
+    ends_reservation: bool = False  # there is none any more
 
 
 class View:
@@ -94,6 +97,8 @@ class View:
         self.performance_tables: Mapping[str, PerformanceTable] = state.performance_tables
         self.move_costs_s: Mapping[str, float] = state.move_costs_s
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
+        self.run_times: Mapping[str, Sequence[float]] = state.run_times
+        self.reservation = state.reservation
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Ledger(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)

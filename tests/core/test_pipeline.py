@@ -99,7 +99,7 @@ def test_a_long_job_shrinks_for_a_short_one_and_grows_back(host_of_eight: Lab) -
     short, decided = submit(lab, "short", 40)
     shrink = d.StartMigration.match(decided, job=long)
     assert shrink is not None and shrink.devices < 8
-    assert "makes room for short" in shrink.reason
+    assert "gives devices to short" in shrink.reason
     decided = moved(lab, shrink)
     launch = d.LaunchAttempt.match(decided, job=short)
     assert launch is not None
@@ -139,7 +139,7 @@ def test_a_guaranteed_job_makes_others_shrink_and_is_never_slower_than_it_asked(
     job, decided = submit(lab, "paper", 3000, devices=4, guaranteed=True, plan=Plan(dp=4, zero=2))
     shrink = d.StartMigration.match(decided, job=other)
     assert shrink is not None and shrink.devices <= 4
-    assert "paper, which is guaranteed" in shrink.reason
+    assert "to paper: it is guaranteed" in shrink.reason
     launch = d.LaunchAttempt.match(moved(lab, shrink), job=job)
     assert launch is not None and launch.plan == Plan(dp=4)
     progress(lab, job, 10)

@@ -22,7 +22,7 @@ def test_a_job_that_fits_starts_at_once_and_says_where(lab_with_two_hosts: Lab) 
 
 
 def test_a_command_that_no_single_host_can_serve_waits_and_smaller_ones_pass(lab_with_two_hosts: Lab) -> None:
-    """A four-GPU command waits for a whole host; a one-GPU command behind it does not have to."""
+    """A four-GPU command waits for a whole host; a one-GPU command behind it takes a device of the other host."""
     lab = lab_with_two_hosts
     first, _ = lab.submit(devices=3)
     _second, _ = lab.submit(devices=3)
@@ -30,10 +30,13 @@ def test_a_command_that_no_single_host_can_serve_waits_and_smaller_ones_pass(lab
     small, decided = lab.submit("small", devices=1)
     assert lab.state(wide) == "queued"
     assert "waits for 4 free devices on one host" in lab.why(wide)
-    assert d.LaunchAttempt.match(decided, job=small) is not None
+    passing = d.LaunchAttempt.match(decided, job=small)
+    assert passing is not None and passing.hosts == (HostId("b"),), "not on the host that is reserved"
+    assert lab.scheduler.state.reservation is not None and lab.scheduler.state.reservation.job == wide
     lab.run(first)
     decided = lab.finish(first)
-    assert d.LaunchAttempt.match(decided, job=wide) is None, "three GPUs of a host are no host"
+    launch = d.LaunchAttempt.match(decided, job=wide)
+    assert launch is not None and launch.hosts == (HostId("a"),)
 
 
 def test_higher_priority_goes_first_and_equals_in_order_of_arrival(lab: Lab) -> None:

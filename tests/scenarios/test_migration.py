@@ -211,7 +211,7 @@ def test_a_job_shrinks_for_a_guaranteed_one_and_grows_back(local_cluster: Runnin
     local_cluster.wait_for(morning, lambda row: row["state"] == "finished", timeout_s=90.0)
     row = local_cluster.wait_for(night, lambda row: len(row["devices"]) == 4 and len(row["migrations"]) >= 2)
     assert [len(m["devices"]) for m in row["migrations"]][:2] == [2, 4]
-    assert "makes room for morning" in row["migrations"][0]["reason"]
+    assert "to morning: " in row["migrations"][0]["reason"]
     trains_on(local_cluster, night)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from clusterd.core.allocation.as_requested import at_some_size
 from clusterd.core.allocation.resize_unmodelled import book, drained
-from clusterd.core.allocation.unmodelled import at_some_size
 from clusterd.core.state import Attempt
 from clusterd.core.view import Move, View
 from clusterd.types import AttemptState, HostState, JobId, JobKind

@@ -6,42 +6,54 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationCosts, MigrationThresholds, fits_beside
-from clusterd.core.estimates.availability import AvailabilityForecast, Reservation
+from clusterd.core.estimates.availability import AvailabilityForecast, Backfill
+from clusterd.core.estimates.can_migrate import can_migrate
 from clusterd.core.estimates.job_forecast import JobForecast
-from clusterd.core.ledger import Ledger, bind, per_host
+from clusterd.core.ledger import Ledger, bind, needs, per_host
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart
 from clusterd.core.placement.heterogeneous_search import Found, HeterogeneousSearch, as_if_free
-from clusterd.core.view import Move, Proposal, View
-from clusterd.types import Device, JobId
+from clusterd.core.view import Move, Proposal, Refusal, View
+from clusterd.types import Device, HostId, JobId
 
 
 @dataclass(slots=True)
 class PassContext:
-    """One pass over jobs with a performance model; the functions of this package read and change it."""
+    """One pass over all jobs; the functions of this package read and change it.
+
+    Attributes:
+        running: settled jobs with a performance model.
+        holding: all running jobs, those without a performance model and those in the middle of something included.
+        coming: devices that migrations and stops under way will free, and that nobody waits for yet.
+        backfill: limits of the reservation, once a queued job has one in this pass.
+        refused: refusals by what alike requests have in common: of thousands alike one is looked at.
+    """
 
     view: View
     ledger: Ledger
     sizes: dict[JobId, int]
-    running: Sequence[JobForecast]  # settled ones
+    running: Sequence[JobForecast]
     proposal: Proposal
     thresholds: MigrationThresholds = DEFAULT_THRESHOLDS
     total: int = 1  # devices that this pass may grant
     behind: Mapping[JobId, int] = field(default_factory=dict)  # jobs with more work left
-    leaving: int = 0  # devices that migrations under way will free
+    holding: Sequence[JobForecast] = ()
+    coming: list[Device] = field(default_factory=list)
     mixed_search: HeterogeneousSearch | None = None  # where devices of several types can serve one job
     spare: int = 0  # devices beyond all target sizes
     started: list[PlannedStart] = field(default_factory=list)  # in the order of the proposal's starts
     forecast: AvailabilityForecast = field(init=False)
     costs: MigrationCosts = field(init=False)
-    reservation: Reservation | None = None
+    backfill: Backfill | None = None
+    reserved_for: JobId | None = None
+    refused: dict[object, Refusal] = field(default_factory=dict)
     considered: int = 0
     moved: set[JobId] = field(default_factory=set)
     _migratable: list[JobForecast] = field(default_factory=list)
     _checked_at: int = -1
 
     def __post_init__(self) -> None:
-        self.forecast = AvailabilityForecast(self.ledger, self.running)
+        self.forecast = AvailabilityForecast(self.ledger, self.holding)
         self.costs = MigrationCosts(self.view, self.thresholds)
 
     # --- what it is worth ---------------------------------------------------------------------------------------------
@@ -75,12 +87,17 @@ class PassContext:
 
     def may_backfill(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> bool:
         """True where the job with the reservation starts no later for this grant (backfill)."""
-        return self.reservation is None or self.reservation.admits(p.left_s(offer), devices)
+        return self.backfill is None or self.backfill.admits(p.left_s(offer), devices, self._cores(p, offer, devices))
 
-    def occupy(self, left_s: float, devices: Sequence[Device]) -> None:
+    def occupy(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> None:
+        """Record a grant in the forecast and within the limits of the reservation."""
         self.forecast.occupy(devices)
-        if self.reservation is not None:
-            self.reservation.take(left_s, devices)
+        if self.backfill is not None:
+            self.backfill.take(p.left_s(offer), devices, self._cores(p, offer, devices))
+
+    def _cores(self, p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> dict[HostId, int]:
+        each_cores, _ = needs(p.job, offer)
+        return {host: each_cores * count for host, count in per_host(devices).items()}
 
     def find_with_own(self, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
         """First of these offers that fits, the running job's own devices counting as free; None: none fits."""
@@ -95,16 +112,23 @@ class PassContext:
 
         return as_if_free(self.ledger, p, look)
 
-    def migrate(self, p: JobForecast, offer: Estimate, devices: list[Device], why: str) -> None:
+    def migrate(
+        self, p: JobForecast, offer: Estimate, devices: list[Device], why: str, may_restart: bool = False
+    ) -> None:
         where = bind(p.job, offer, devices)
         self.moved.add(p.job.id)
-        reason, crowded = f"{offer.plan}: {why}", not fits_beside(p, offer)
+        reason, crowded = f"{offer.plan}: {why}", may_restart or not fits_beside(p, offer)
         self.proposal.moves.append(
             Move(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason, may_restart=crowded)
         )
 
     def can_migrate(self, p: JobForecast) -> bool:
         return p.job.id not in self.moved and self.costs.may_move(p)
+
+    def yielding(self) -> list[JobForecast]:
+        """Running jobs that may give devices by right: those that may migrate, with or without a performance model."""
+        requests = [v for v in self.holding if v.curve.is_request and v.job.id not in self.moved]
+        return [*self.migratable(), *(v for v in requests if can_migrate(v.job, self.view) is not None)]
 
     def migratable(self) -> list[JobForecast]:
         """Running jobs that may migrate now; cached until one migrates, as every waiting job asks."""

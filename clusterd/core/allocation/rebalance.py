@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from clusterd.core.allocation.evict import victim_sizes
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.shrink_to_share import shrink_to_share
-from clusterd.core.allocation.start_waiting import MOST_CONSIDERED, victim_sizes
+from clusterd.core.allocation.start_waiting import MOST_CONSIDERED
 from clusterd.core.allocation.victim_search import EvictionPlan, VictimSearch
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.performance_table import Estimate
@@ -62,7 +63,9 @@ def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate])
 
 def _search(ctx: PassContext, p: JobForecast, offer: Estimate) -> EvictionPlan | None:
     """Cheapest evictions for an offer, the job's own devices counting as free but going to nobody else."""
-    search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v is not p])
+    search = VictimSearch(
+        ctx.ledger, p, [v for v in ctx.migratable() if v is not p and v.job.priority <= p.job.priority]
+    )
     eviction = as_if_free(
         ctx.ledger, p, lambda: search.make(offer, lambda v: victim_sizes(ctx, v, False), ctx.costs.cost_s)
     )

@@ -30,7 +30,7 @@ def evacuate(ctx: PassContext) -> None:
             offer, devices = found
             own = {d.id for d in p.devices}
             ctx.ledger.take(devices, {}, {})
-            ctx.occupy(p.left_s(offer), [d for d in devices if d.id not in own])
+            ctx.occupy(p, offer, [d for d in devices if d.id not in own])
             ctx.migrate(p, offer, devices, why)
 
 
@@ -124,7 +124,7 @@ def _scale_up_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], 
     more = [d for d in devices if d.id not in own]
     ctx.ledger.take(more, {}, {})
     ctx.view.quotas.take(p.job.spec.tenant, len(more))
-    ctx.occupy(p.left_s(offer), more)
+    ctx.occupy(p, offer, more)
     ctx.spare -= max(len(devices) - max(ctx.sizes.get(p.job.id, 0), len(p.devices)), 0)
     saved_s, cost_s = p.now_s - p.left_s(offer), ctx.costs.cost_s(p, offer)
     saved = f"saves {duration(saved_s)} of {duration(p.now_s)}, for {duration(cost_s)}{shared_by(offer)}"

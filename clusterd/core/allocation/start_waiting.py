@@ -1,67 +1,184 @@
-"""Third stage: start queued jobs with a performance model, or preempt and reserve for them.
+"""Third stage: start queued jobs in order, or free devices for them; the first that cannot start gets a reservation.
 
-A job starts now unless waiting for a better offer ends sooner; else other jobs shrink for it where that saves more than
-it costs; else the first blocked job gets a reservation. A migration is proposed only if it saves more than it costs, by
-a margin, and within a budget for the whole life of the job.
+A job without a performance model starts on what it requests. One with a model starts now unless waiting for a better
+offer ends sooner. Who does not fit waits for devices that are being freed, gets those that others have on loan or hold
+at a lower priority, or, with a model, those whose loss costs others less than it saves. After that nobody passes the
+first blocked job unless that does not delay it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import inf
 
+from clusterd.core.allocation.as_requested import Grant, allocate
+from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.shrink_to_share import shrink_to_share
-from clusterd.core.allocation.victim_search import EvictionPlan, VictimSearch
-from clusterd.core.estimates.availability import EarliestStart, Reservation
+from clusterd.core.estimates.availability import Backfill, EarliestStart
+from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s, run_key
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
-from clusterd.core.ledger import bind
+from clusterd.core.ledger import Ledger, bind, held
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
-from clusterd.core.state import Job
-from clusterd.core.view import Refusal, Start
-from clusterd.types import Device
+from clusterd.core.state import Job, Reservation
+from clusterd.core.view import Refusal, Start, View
+from clusterd.types import Device, HostId, JobKind
 from clusterd.units import duration
+
+AT_ONCE_S = 1.0
+"""A promised start is not recorded anew for less than this."""
 
 MOST_CONSIDERED = 12
 """Queued jobs per pass for which later starts and victims are searched."""
 
 
-# --- those who wait -----------------------------------------------------------------------------------------------
+def start_waiting(ctx: PassContext, p: JobForecast) -> None:
+    """Start a queued job, free devices for it, or record what it waits for."""
+    if p.curve.is_request:
+        _start_request(ctx, p)
+    else:
+        _start_modelled(ctx, p)
 
 
-def start_waiting(ctx: PassContext, p: JobForecast) -> bool:
-    """Start the job, preempt for it, or record what it waits for; True: it starts now."""
+# --- jobs without a performance model -----------------------------------------------------------------------------
+
+
+def _start_request(ctx: PassContext, p: JobForecast) -> None:
+    job = p.job
+    alike = _alike(job, ctx.view)
+    same = ctx.refused.get(alike) if alike is not None else None
+    if same is not None:
+        ctx.proposal.refusals.append(replace(same, job=job.id))
+        return
+    answer = allocate(job, ctx.view)
+    longest_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
+    may_pass = ctx.backfill is None or longest_s <= ctx.backfill.at_s
+    if isinstance(answer, Grant) and not may_pass and ctx.backfill is not None:
+        answer = allocate(job, ctx.view, ctx.backfill.limited(ctx.ledger))
+        if isinstance(answer, Refusal) and answer.is_shortage:
+            answer = replace(answer, reason=_may_not_pass(ctx))
+    if isinstance(answer, Grant):
+        where = answer.placement
+        devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
+        ctx.forecast.occupy(devices)
+        if ctx.backfill is not None:
+            ctx.backfill.take(longest_s, devices, where.cores)
+        ctx.view.quotas.take(job.spec.tenant, len(devices))
+        ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes)
+        start = Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
+        ctx.proposal.starts.append(start)
+        return
+    refusal = _free_for_request(ctx, p, answer) if answer.is_shortage else answer
+    if alike is not None:
+        ctx.refused[alike] = refusal
+    ctx.proposal.refusals.append(refusal)
+
+
+def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal) -> Refusal:
+    """Free devices for a job without a performance model, or reserve what it will get."""
+
+    def look(free: Ledger) -> Grant | None:
+        answer = allocate(p.job, ctx.view, free)
+        return answer if isinstance(answer, Grant) else None
+
+    def find() -> list[Device] | None:
+        answer = look(ctx.ledger)
+        places = answer.placement.ranks if answer is not None else ()
+        return held(ctx.view.hosts, ((x.host, x.device) for x in places)) if answer is not None else None
+
+    if are_being_freed(ctx, find):
+        return replace(shortage, reason="devices for it are being freed")
+    if (eviction := evict_by_right(ctx, p)) is not None:
+        given = ", ".join(change.v.job.spec.name for change in eviction.changes)
+        return replace(shortage, reason=f"{given} gives up devices for it")
+    if ctx.backfill is None and (found := ctx.forecast.first(look)) is not None:
+        at_s, grant = found
+        where = grant.placement
+        devices = held(ctx.view.hosts, ((x.host, x.device) for x in where.ranks))
+        left = ctx.forecast.ledger_at(at_s)
+        left.take(devices, where.cores, where.memory_bytes)
+        types = {device.name for device in devices}
+        spare = {(name, host): len(left.devices[host].get(name, {})) for name in types for host in left.hosts}
+        cores = {host: left.cores[host] for host in where.cores}
+        reserve(ctx, p, at_s, Backfill(at_s, spare, cores), where.cores, types)
+    return shortage
+
+
+def _alike(job: Job, view: View) -> object:
+    """Properties that decide about a command besides the free resources; None: others matter, too."""
+    if job.spec.kind is not JobKind.COMMAND or job.excluded_hosts or job.not_before_s > view.now_s:
+        return None
+    spec = job.spec
+    return spec.resources, spec.tenant, spec.guaranteed, job.priority, spec.time_limit_s, run_key(job)
+
+
+def _may_not_pass(ctx: PassContext) -> str:
+    """Reason of a job that would fit but would delay the first one."""
+    assert ctx.reserved_for is not None
+    return f"the free devices are reserved for {ctx.view.jobs[ctx.reserved_for].spec.name}, which comes first"
+
+
+# --- jobs with a performance model --------------------------------------------------------------------------------
+
+
+def _start_modelled(ctx: PassContext, p: JobForecast) -> None:
     if ctx.ledger.total < p.curve.least and ctx.considered >= MOST_CONSIDERED:
-        return _refuse(ctx, p, None)
+        _refuse(ctx, p, None)
+        return
     tenant = p.job.spec.tenant
     beyond = ctx.view.quotas.why_not(tenant, p.curve.least)
     if beyond is not None:
         ctx.proposal.refusals.append(Refusal(p.job.id, beyond))
-        return False
+        return
     want = min(max(ctx.sizes.get(p.job.id, 0), p.curve.least), ctx.view.quotas.left(tenant))
     offers = p.curve.upto(want)
     offers = tuple(sorted(offers, key=lambda x: ctx.burden_s(p, x)))
     found = _or_mixed(ctx, p, want, _find(ctx, p, offers))
-    if found is not None and _is_best(ctx, p, found[0], offers[0]) and ctx.may_backfill(p, *found):
-        return _start(ctx, p, *found)
+    if found is not None and not ctx.may_backfill(p, *found):
+        found = _find(ctx, p, offers, ctx.backfill.limited(ctx.ledger) if ctx.backfill is not None else None)
+    if found is not None and (ctx.considered >= MOST_CONSIDERED or _is_best(ctx, p, found[0], offers[0])):
+        _start(ctx, p, *found)
+        return
     if ctx.considered >= MOST_CONSIDERED:
-        if found is not None and ctx.may_backfill(p, *found):
-            return _start(ctx, p, *found)
-        return _refuse(ctx, p, None)
+        _refuse(ctx, p, None)
+        return
     ctx.considered += 1
     earliest_start = ctx.forecast.earliest_start(p.job, offers, lambda x: ctx.burden_s(p, x))
-    if found is not None and not ctx.may_backfill(p, *found):
-        found = None
     if found is not None and not _better_later(ctx, p, found[0], earliest_start):
         ends_s = _grown_s(ctx, p, found[0], earliest_start)
     else:
         found, ends_s = None, float("inf")
         if earliest_start is not None:
             ends_s = earliest_start.at_s + ctx.burden_s(p, earliest_start.offer)
-    if _preempt(ctx, p, offers, ends_s):
-        return False
-    return _start(ctx, p, *found) if found is not None else _refuse(ctx, p, earliest_start)
+    if (reason := _free_for_modelled(ctx, p, offers, ends_s, earliest_start if found is None else None)) is not None:
+        ctx.proposal.refusals.append(reason)
+    elif found is not None:
+        _start(ctx, p, *found)
+    else:
+        _refuse(ctx, p, earliest_start)
+
+
+def _free_for_modelled(
+    ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float, earliest_start: EarliestStart | None
+) -> Refusal | None:
+    """Free devices for a job with a performance model; None: it is not worth it, or cannot be.
+
+    Args:
+        earliest_start: its start without that; None: it can start now, or never.
+    """
+    least = offers[-1] if ends_s == inf else offers[0]
+    if ctx.ledger.total < least.devices and are_being_freed(ctx, lambda: ctx.ledger.find(p.job, least)):
+        return Refusal(p.job.id, "devices for it are being freed", devices=least.devices)
+    if (eviction := evict_by_value(ctx, p, offers, ends_s)) is not None:
+        devices = eviction.offer.devices
+        return Refusal(p.job.id, f"its {devices} devices are being freed", devices=devices)
+    waits_s = earliest_start.at_s if earliest_start is not None else ends_s
+    if waits_s > ctx.costs.move_s(p.job) and (eviction := evict_by_right(ctx, p)) is not None:
+        given = ", ".join(change.v.job.spec.name for change in eviction.changes)
+        return Refusal(p.job.id, f"{given} gives up devices for it", devices=eviction.offer.devices)
+    return None
 
 
 def _is_best(ctx: PassContext, p: JobForecast, offer: Estimate, single: Estimate) -> bool:
@@ -89,10 +206,11 @@ def _or_mixed(ctx: PassContext, p: JobForecast, want: int, found: Found | None) 
     return mixed
 
 
-def _find(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate]) -> Found | None:
+def _find(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ledger: Ledger | None = None) -> Found | None:
+    ledger = ledger if ledger is not None else ctx.ledger
     for offer in offers:
-        if offer.devices <= ctx.ledger.total:
-            devices = ctx.ledger.find(p.job, offer)
+        if offer.devices <= ledger.total:
+            devices = ledger.find(p.job, offer)
             if devices is not None:
                 return offer, devices
     return None
@@ -116,16 +234,15 @@ def _grown_s(ctx: PassContext, p: JobForecast, offer: Estimate, earliest_start: 
     return min(now_s, grown_s)
 
 
-def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Device]) -> bool:
+def _start(ctx: PassContext, p: JobForecast, offer: Estimate, devices: list[Device]) -> None:
     where = bind(p.job, offer, devices)
-    ctx.occupy(p.left_s(offer), devices)
+    ctx.occupy(p, offer, devices)
     ctx.ledger.take(devices, where.cores, where.memory_bytes)
     ctx.view.quotas.take(p.job.spec.tenant, len(devices))
     ctx.spare -= max(len(devices) - ctx.sizes.get(p.job.id, 0), 0)
     if ctx.mixed_search is not None:
         ctx.started.append(PlannedStart(p, offer, devices, len(ctx.proposal.starts)))
     ctx.proposal.starts.append(started_as(p, offer, devices))
-    return True
 
 
 def exchange_devices(ctx: PassContext) -> None:
@@ -133,75 +250,45 @@ def exchange_devices(ctx: PassContext) -> None:
 
     Not where a place is kept for somebody: how long each device is held was weighed for that.
     """
-    if ctx.mixed_search is None or ctx.reservation is not None:
+    if ctx.mixed_search is None or ctx.backfill is not None:
         return
     found = assign(ctx.started, ctx.view, ctx.mixed_search, ctx.ledger)
     for one, (offer, devices) in zip(ctx.started, found or [], strict=False):
         ctx.proposal.starts[one.number] = started_as(one.p, offer, devices)
 
 
-def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | None) -> bool:
+def _refuse(ctx: PassContext, p: JobForecast, earliest_start: EarliestStart | None) -> None:
     least = p.curve.points[p.curve.least]
     offer = least if earliest_start is None else earliest_start.offer
     if earliest_start is not None:
-        if ctx.reservation is None:
-            spare = ctx.forecast.free_at(offer.device_type, earliest_start.at_s)
+        if ctx.backfill is None:
+            free = ctx.forecast.free_at(offer.device_type, earliest_start.at_s)
             for host, count in earliest_start.hosts.items():
-                spare[host] = spare.get(host, 0) - count
-            ctx.reservation = Reservation(earliest_start.at_s, offer.device_type, spare)
+                free[host] = free.get(host, 0) - count
+            spare = {(offer.device_type, host): count for host, count in free.items()}
+            backfill = Backfill(earliest_start.at_s, spare)
+            reserve(ctx, p, earliest_start.at_s, backfill, earliest_start.hosts, [offer.device_type])
         ctx.forecast.take(offer.device_type, earliest_start.hosts)
     reason = f"waits for {offer.devices} free device{'s' * (offer.devices > 1)}, on which {offer.plan} is worth it"
-    ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=offer.devices))
-    return False
+    ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=offer.devices, is_shortage=True))
 
 
-# --- those who make room ------------------------------------------------------------------------------------------
-
-
-def _preempt(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float) -> bool:
-    """Shrink or move other jobs where that saves the job more than it costs them; True: devices will come free."""
-    least = offers[-1].devices if ends_s == float("inf") else offers[0].devices
-    if ctx.leaving > 0 and ctx.ledger.total + ctx.leaving >= least > ctx.ledger.total:
-        ctx.leaving -= least - ctx.ledger.total
-        ctx.proposal.refusals.append(Refusal(p.job.id, "devices for it are being freed", devices=least))
-        return True
-    claims = {v.job.id for v in ctx.running if _yields(v.job, p.job)}
-    best: tuple[float, EvictionPlan] | None = None
-    search = VictimSearch(ctx.ledger, p, ctx.migratable())
-    for offer in offers[:3]:
-        run_s = ctx.burden_s(p, offer)
-        if run_s >= ends_s and not claims:
-            break
-        eviction = search.make(offer, lambda v: victim_sizes(ctx, v, v.job.id in claims), ctx.costs.cost_s)
-        if eviction is None:
-            continue
-        lost_s = sum(change.lost_s for change in eviction.changes if change.v.job.id not in claims)
-        saved_s = ends_s - run_s - ctx.thresholds.shrink * lost_s
-        by_right = bool(claims) and all(change.v.job.id in claims for change in eviction.changes)
-        if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
-            continue
-        if best is None or saved_s > best[0]:
-            best = (saved_s, eviction)
-    if best is None:
-        return False
-    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, claims)
-    why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
-    for change in eviction.changes:
-        ctx.ledger.take(change.devices, {}, {})
-        claim = _claim(p.job) if change.v.job.id in claims else why
-        ctx.migrate(change.v, change.offer, change.devices, f"makes room for {p.job.spec.name}, which {claim}")
-    ctx.ledger.take(eviction.now, {}, {})
-    reason = f"its {eviction.offer.devices} devices are being freed"
-    ctx.proposal.refusals.append(Refusal(p.job.id, reason, devices=eviction.offer.devices))
-    return True
-
-
-def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
-    """Offers to which a running job may shrink for others, largest first."""
-    least = v.curve.least if by_right else max(min(ctx.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
-    return tuple(
-        x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.costs.within_budget(v, x))
-    )
+def reserve(
+    ctx: PassContext, p: JobForecast, at_s: float, backfill: Backfill, hosts: Iterable[HostId], types: Iterable[str]
+) -> None:
+    """Give the first blocked job its reservation; the promised time is never put off while the job keeps it."""
+    now_s, before = ctx.view.now_s, ctx.view.reservation
+    awaited = ctx.forecast.awaited(at_s, hosts, types)
+    limits = [limit_left_s(job, now_s) for job in awaited]
+    latest_s = now_s + max(limits) if limits and max(limits) < inf else None
+    promise = Reservation(p.job.id, now_s + at_s, latest_s, tuple(sorted(job.id for job in awaited)))
+    if before is not None and before.job == p.job.id:
+        promise = replace(promise, at_s=min(promise.at_s, before.at_s))
+        backfill.at_s = min(backfill.at_s, max(before.at_s - now_s, 0.0))
+    ctx.backfill, ctx.reserved_for = backfill, p.job.id
+    is_same = before is not None and (before.job, before.after) == (promise.job, promise.after)
+    if before is None or not is_same or before.at_s - promise.at_s > AT_ONCE_S:
+        ctx.proposal.reservation = promise
 
 
 def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
@@ -212,17 +299,6 @@ def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> St
         "its speed"
     )
     return Start(p.job.id, offer.plan, where.ranks, where.cores, where.memory_bytes, reason)
-
-
-def _yields(victim: Job, job: Job) -> bool:
-    """True where a queued job has a right to a victim's devices by priority or guarantee."""
-    return job.priority > victim.priority or (
-        job.spec.guaranteed and not victim.spec.guaranteed and job.priority >= victim.priority
-    )
-
-
-def _claim(job: Job) -> str:
-    return "is guaranteed" if job.spec.guaranteed else f"has priority {job.priority}"
 
 
 def _names(devices: Sequence[Device]) -> str:

@@ -52,9 +52,8 @@ class VictimSearch:
         self.ledger, self.p = ledger, p
         self.on_host: dict[HostId, list[JobForecast]] = {}
         for v in movable:
-            if v.job.priority <= p.job.priority:
-                for host in dict.fromkeys(d.host for d in v.devices):
-                    self.on_host.setdefault(host, []).append(v)
+            for host in dict.fromkeys(d.host for d in v.devices):
+                self.on_host.setdefault(host, []).append(v)
 
     def make(self, offer: Estimate, sizes_of: SizesOf, cost_of: CostOf) -> EvictionPlan | None:
         """Cheapest changes after which the offer fits; None: there are none."""

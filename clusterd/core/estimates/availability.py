@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import Ledger, by_type, needs, per_host
@@ -12,6 +13,7 @@ from clusterd.core.state import Job
 from clusterd.types import Device, HostId
 
 NEVER = float("inf")
+Seen = TypeVar("Seen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +26,56 @@ class EarliestStart:
 
 
 @dataclass(slots=True)
-class Reservation:
-    """Reservation for the first blocked job: others may use the devices until then, or those left beside it."""
+class Backfill:
+    """Limits that a reservation sets to the other jobs: they end before it, or use what it leaves.
 
-    at_s: float  # from now
-    device_type: str
-    spare: dict[HostId, int]  # devices of each host that will be left then
+    Attributes:
+        at_s: start of the reserved job, from now.
+        spare: by device type and host, devices that will be left then; types that are not here are free for all.
+        cores: likewise, CPU cores by host.
+    """
 
-    def admits(self, left_s: float, devices: Iterable[Device]) -> bool:
-        """True where holding these devices for so long does not delay the reserved job (backfill)."""
+    at_s: float
+    spare: dict[tuple[str, HostId], int]
+    cores: dict[HostId, int] = field(default_factory=dict)
+
+    def admits(self, left_s: float, devices: Iterable[Device], cores: Mapping[HostId, int]) -> bool:
+        """True where holding these devices and cores for so long does not delay the reserved job."""
         if left_s <= self.at_s:
             return True
-        mine = per_host(d for d in devices if d.name == self.device_type)
-        return all(count <= self.spare.get(host, 0) for host, count in mine.items())
+        return all(count <= self.spare.get(key, 0) for key, count in self._mine(devices).items()) and all(
+            count <= self.cores[host] for host, count in cores.items() if host in self.cores
+        )
 
-    def take(self, left_s: float, devices: Iterable[Device]) -> None:
-        """Record devices that are held for so long."""
-        if left_s > self.at_s:
-            for host, count in per_host(d for d in devices if d.name == self.device_type).items():
-                self.spare[host] = self.spare.get(host, 0) - count
+    def take(self, left_s: float, devices: Iterable[Device], cores: Mapping[HostId, int]) -> None:
+        """Record devices and cores that are held for so long."""
+        if left_s <= self.at_s:
+            return
+        for key, count in self._mine(devices).items():
+            self.spare[key] = self.spare.get(key, 0) - count
+        for host, count in cores.items():
+            if host in self.cores:
+                self.cores[host] -= count
+
+    def limited(self, ledger: Ledger) -> Ledger:
+        """Copy of the ledger with what may be held beyond the start of the reserved job."""
+        found = ledger.copy()
+        for (name, host), count in self.spare.items():
+            here = list(found.devices.get(host, {}).get(name, {}).values())
+            found.take(here[max(count, 0) :], {}, {})
+        for host, count in self.cores.items():
+            if host in found.cores:
+                found.cores[host] = min(found.cores[host], count)
+        return found
+
+    def _mine(self, devices: Iterable[Device]) -> dict[tuple[str, HostId], int]:
+        """Number of these devices by type and host, of the reserved types."""
+        types = {name for name, _ in self.spare}
+        found: dict[tuple[str, HostId], int] = {}
+        for device in devices:
+            if device.name in types:
+                found[device.name, device.host] = found.get((device.name, device.host), 0) + 1
+        return found
 
 
 class AvailabilityForecast:
@@ -60,6 +93,7 @@ class AvailabilityForecast:
             ends += [(p.now_s, name, per_host(some)) for name, some in by_type(usable).items()]
         ends.sort(key=lambda e: e[0])
         self._ends = ends
+        self._running = sorted(running, key=lambda p: (p.now_s, p.job.id))
         self._booked = [(p.now_s, p.job.attempt) for p in running if p.job.attempt is not None]
         self._given_back: dict[float, tuple[dict[HostId, int], dict[HostId, int]]] = {}
 
@@ -84,6 +118,46 @@ class AvailabilityForecast:
                 for host, count in held.items():
                     free[host] = free.get(host, 0) + count
         return free
+
+    def ledger_at(self, at_s: float) -> Ledger:
+        """Free resources once the running jobs that end by then have ended."""
+        found = self._ledger.copy()
+        for p in self._running:
+            if p.now_s > at_s + 1e-6:
+                break
+            attempt = p.job.attempt
+            if attempt is not None:
+                found.put(p.devices, attempt.cores, attempt.memory_bytes)
+        return found
+
+    def first(self, look: Callable[[Ledger], Seen | None]) -> tuple[float, Seen] | None:
+        """First end of a running job, in seconds from now, after which `look` finds something; None: it never does.
+
+        By binary search: free resources only increase.
+        """
+        times = sorted({p.now_s for p in self._running})
+        low, high = 0, len(times)
+        answer: tuple[float, Seen] | None = None
+        while low < high:
+            middle = (low + high) // 2
+            found = look(self.ledger_at(times[middle]))
+            if found is not None:
+                answer, high = (times[middle], found), middle
+            else:
+                low = middle + 1
+        return answer
+
+    def awaited(self, at_s: float, hosts: Iterable[HostId], types: Iterable[str]) -> list[Job]:
+        """Running jobs that end by then and hold devices of these types, or cores, on these hosts."""
+        places, names = set(hosts), set(types)
+        return [
+            p.job
+            for p in self._running
+            if p.now_s <= at_s + 1e-6
+            and p.job.attempt is not None
+            and places.intersection(p.job.attempt.hosts)
+            and (not names or any(d.host in places and d.name in names for d in p.devices))
+        ]
 
     def earliest_start(
         self, job: Job, offers: Iterable[Estimate], burden_s: Callable[[Estimate], float]

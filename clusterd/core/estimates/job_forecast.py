@@ -41,6 +41,7 @@ class Inventory:
     kinds: Mapping[str, str]
     memory_bytes: Mapping[str, int]  # of the smallest device
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # devices on each host, most first
+    cores_per_device: Mapping[str, int] = field(default_factory=dict)  # of the host with fewest
 
     def holds(self, estimate: Estimate) -> bool:
         """True where the estimate's shape would fit if nothing else ran."""
@@ -62,6 +63,7 @@ def take_inventory(view: View, job: Job | None = None) -> Inventory:
     kinds: dict[str, str] = {}
     memory_bytes: dict[str, int] = {}
     counts: dict[str, list[int]] = {}
+    cores: dict[str, int] = {}
     each_cores, each_bytes = needs(job, None) if job is not None else (1, 0)
     for host in view.hosts.values():
         if host.unusable is not None or host.facts is None or (job is not None and not job.admits(host.id)):
@@ -70,9 +72,10 @@ def take_inventory(view: View, job: Job | None = None) -> Inventory:
         for name, devices in by_type(d for d in host.devices if not d.foreign).items():
             counts.setdefault(name, []).append(min(len(devices), most) if job is not None else len(devices))
             kinds[name] = devices[0].kind
+            cores[name] = min(cores.get(name, 1 << 30), host.facts.cpu_cores // len(host.devices))
             memory_bytes[name] = min(memory_bytes.get(name, 1 << 62), *(d.memory_bytes for d in devices))
     shapes = {name: tuple(sorted(some, reverse=True)) for name, some in counts.items()}
-    return Inventory({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes)
+    return Inventory({name: sum(some) for name, some in shapes.items()}, kinds, memory_bytes, shapes, cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Curve:
     offers: tuple[Estimate, ...]  # all plans and shapes that are worth it, fastest first
     promised: Estimate | None = None  # what a guaranteed job asks for
     is_pinned: bool = False  # to a plan, of which there are no smaller ones
+    is_request: bool = False  # no speed is known: one step stands for the whole remaining time
     _upto: dict[int, tuple[Estimate, ...]] = field(default_factory=dict)
 
     @property
@@ -140,6 +144,8 @@ class JobForecast:
         """Seconds left under the current plan, by the measured step time where that is known."""
         if self.now is None:
             return self.left_s(next(iter(self.curve.points.values())))
+        if self.curve.is_request:
+            return self.steps_left
         measured_s, believed_s = self.job.step_time_s, self.now.step_time_s
         # Far off the prediction it is news from before the last move.
         fits = measured_s is not None and STALE > measured_s / believed_s > 1.0 / STALE

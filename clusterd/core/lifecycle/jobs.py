@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from clusterd.core import decisions as d
-from clusterd.core.estimates.attained_service import time_left_s
+from clusterd.core.estimates.attained_service import executed_s, time_left_s
+from clusterd.core.estimates.expected_time import run_key
 from clusterd.core.events import TimerKind
 from clusterd.core.lifecycle import attempts
 from clusterd.core.lifecycle.context import HandlerContext
@@ -15,6 +16,12 @@ from clusterd.core.state import Attempt, Job
 from clusterd.core.view import CoreGrant, Start
 from clusterd.types import Device, HostId, JobKind, JobState
 from plans.plan import Plan
+
+RUN_TIMES_KEPT = 16
+"""Run times remembered of each name and user, newest last."""
+
+RUN_TIME_KEYS = 2000
+"""Names and users of which run times are remembered."""
 
 
 def launch(ctx: HandlerContext, attempt: Attempt, reason: str) -> None:
@@ -83,10 +90,23 @@ def end(ctx: HandlerContext, job: Job, state: JobState, reason: str, exit_code: 
     job.reason, job.exit_code, job.ended_s = reason, exit_code, ctx.now_s
     ctx.state.queue.pop(job.id, None)
     ctx.state.active.pop(job.id, None)
+    if ctx.state.reservation is not None and ctx.state.reservation.job == job.id:
+        ctx.state.reservation = None
+    if state is JobState.FINISHED:
+        _record_run_time(ctx, job)
     ctx.cancel_timer(TimerKind.RETRY, job.id)
     ctx.cancel_timer(TimerKind.STALL, job.id)
     ctx.decide(d.EndJob(cause=ctx.cause, reason=reason, job=job.id, state=state.value, exit_code=exit_code))
     ctx.pass_due = True
+
+
+def _record_run_time(ctx: HandlerContext, job: Job) -> None:
+    """Record how long a finished job ran, for the forecast of its like."""
+    run_times, ran_s = ctx.state.run_times, executed_s(job, ctx.now_s)
+    for key in (run_key(job), job.spec.user):
+        run_times[key] = [*run_times.pop(key, ()), ran_s][-RUN_TIMES_KEPT:]  # the key moves to the end
+    while len(run_times) > RUN_TIME_KEYS:
+        del run_times[next(iter(run_times))]
 
 
 def requeue_after_loss(ctx: HandlerContext, job: Job, why: str) -> None:

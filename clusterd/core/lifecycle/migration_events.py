@@ -8,7 +8,7 @@ from dataclasses import replace
 from clusterd.core import decisions as d
 from clusterd.core import events as e
 from clusterd.core.allocation import resize_unmodelled
-from clusterd.core.allocation.unmodelled import objection_to_size
+from clusterd.core.allocation.as_requested import objection_to_size
 from clusterd.core.estimates.can_migrate import SETTLE_S
 from clusterd.core.estimates.first_fit import memory_conflict
 from clusterd.core.events import TimerKind

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from clusterd.core.allocation import evacuate_by_restart
-from clusterd.core.allocation.unmodelled import Grant, allocate
+from clusterd.core.allocation.as_requested import Grant, allocate
 from clusterd.core.estimates.can_migrate import may_change
 from clusterd.core.estimates.candidate_plans import CandidatePlans, CandidatePlansCache, PlanFreedom
 from clusterd.core.ledger import of_ranks

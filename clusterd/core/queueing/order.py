@@ -1,10 +1,10 @@
 """Second stage: order of the queue (after AITurbo's Borda-count multi-level feedback queue).
 
-Priority comes first, then guarantees, then those who have waited out of proportion, then tenants that have less than
-their share. Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the service it has
-got, least first; predictable ones also by what a device-second brings, most first. Ranks are shares of their list's
-length, equals share a rank, and the list is sorted the way that it is meant (the published code adds the age to each
-rank and puts the least gain first). An unpredictable job's service counts twice.
+Priority comes first, then those who have waited out of proportion, longest first, then guarantees, then tenants that
+have less than their share. Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the
+service it has got, least first; predictable ones also by what a device-second brings, most first. Ranks are shares of
+their list's length, equals share a rank, and the list is sorted the way that it is meant (the published code adds the
+age to each rank and puts the least gain first). An unpredictable job's service counts twice.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ STARVED_S = 1800.0
 """... but not before it has waited this long."""
 
 
-def order(view: View, forecasts: Mapping[JobId, JobForecast] | None = None) -> list[Job]:
+def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
     """Queued jobs in the order in which they are considered; a requeued job keeps its time of submission."""
-    known = forecasts or {}
+    known = {job: p for job, p in forecasts.items() if not p.curve.is_request}
     queued = view.queued
     service = {job.id: attained_s(job, view.now_s) for job in queued}
     by_service = ranks(service)
@@ -40,10 +40,12 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast] | None = None) -> l
 
     def key(job: Job) -> tuple[object, ...]:
         score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
+        starved = is_starved(forecasts[job.id], view.now_s)
         return (
             -job.priority,
+            not starved,
+            job.queued_s if starved else 0.0,
             not job.spec.guaranteed,
-            not is_starved(job, known.get(job.id), view.now_s),
             tenants.get(job.spec.tenant, False),
             sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),
             score,
@@ -55,11 +57,9 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast] | None = None) -> l
     return sorted(queued, key=key)
 
 
-def is_starved(job: Job, p: JobForecast | None, now_s: float) -> bool:
+def is_starved(p: JobForecast, now_s: float) -> bool:
     """True where a job has waited long, and long in relation to its run time."""
-    if p is None:
-        return False
-    waited_s = now_s - job.queued_s
+    waited_s = now_s - p.job.queued_s
     expected_s = p.left_s(next(iter(p.curve.points.values())))
     return waited_s > max(STARVED_S, STARVED_TIMES * expected_s)
 

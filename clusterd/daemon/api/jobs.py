@@ -16,11 +16,11 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.unmodelled import LEARNING, allocate
+from clusterd.core.allocation.as_requested import LEARNING, allocate
+from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
 from clusterd.core.state import Job
-from clusterd.core.ledger import Placement
 from clusterd.core.view import Refusal, View
 from clusterd.daemon.api.files import FileVerbs
 from clusterd.daemon.api.hosts import HostVerbs, need_operator

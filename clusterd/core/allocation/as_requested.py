@@ -1,4 +1,4 @@
-"""Third stage for jobs without a performance model: the requested devices and a plan for them.
+"""Grant for a job without a performance model: the requested devices and a plan for them, or the reason why not.
 
 A job gets the devices that it requests, or none yet. Its plan is the requested one where that is legal and fits; else
 the simplest legal plan that fits the memory of those devices.
@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
+from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.ledger import HostFree, Ledger, Placement
 from clusterd.core.placement.place import candidates, fitting, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
@@ -33,8 +34,13 @@ class Grant:
 LEARNING = "its model is being learned, without devices"
 
 
-def allocate(job: Job, view: View) -> Grant | Refusal:
-    """Grant devices and a plan to one queued job out of the free resources, or refuse with the reason."""
+def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusal:
+    """Grant devices and a plan to one queued job, or refuse with the reason.
+
+    Args:
+        free: resources out of which to grant; None: those that are free now.
+    """
+    free = free if free is not None else view.free
     wanted = job.spec.resources
     if job.not_before_s > view.now_s:
         return Refusal(job.id, job.reason)
@@ -46,10 +52,10 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     if beyond is not None:
         return Refusal(job.id, beyond)
     if job.spec.kind is JobKind.CHECKPOINTABLE:
-        some = at_some_size(job, view.free, view.quotas.left(job.spec.tenant))
+        some = at_some_size(job, free, view.quotas.left(job.spec.tenant))
         return some or _waits(job, view, _least(job))
     if job.spec.kind is not JobKind.ELASTIC:
-        placement = place(job, view.free, wanted.devices, group=1, single_host=True)
+        placement = place(job, free, wanted.devices, group=1, single_host=True)
         if placement is None:
             return _waits(job, view, wanted.devices)
         return Grant(None, placement, _started(job, placement, None))
@@ -65,7 +71,7 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
     beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
     if beyond is not None:
         return Refusal(job.id, beyond)
-    placement = place(job, view.free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
+    placement = place(job, free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
     if placement is None:
         return _waits(job, view, choice.plan.ranks)
     return Grant(choice.plan, placement, _started(job, placement, choice))
@@ -74,22 +80,14 @@ def allocate(job: Job, view: View) -> Grant | Refusal:
 def _least(job: Job) -> int:
     """Fewest devices with which the job starts."""
     if job.spec.kind is JobKind.CHECKPOINTABLE:
-        return min(plan.ranks for plan in sizes(job))
+        return min(plan.ranks for plan in requested_plans(job))
     return max(job.spec.resources.devices, int(job.spec.kind is JobKind.ELASTIC))
-
-
-def sizes(job: Job) -> tuple[Plan, ...]:
-    """Plans under which a checkpointable job may start, best first."""
-    wanted = job.spec.resources
-    if job.pinned is not None:
-        return (job.pinned,)
-    return wanted.plans or (wanted.plan or Plan(dp=max(wanted.devices, 1)),)
 
 
 def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
     """Reason why a running checkpointable job could never continue at this size; None: it could."""
     text = Plan(**{name: getattr(plan, name) for name in ("dp", *_dimensions_in(job.spec.command))})
-    if plan != text and plan not in sizes(replace(job, pinned=None)):
+    if plan != text and plan not in requested_plans(replace(job, pinned=None)):
         return f"its command has no place for all of {plan}: it would be told of {text} alone"
     here = len(job.attempt.devices) if job.attempt is not None else 0
     beyond = view.quotas.why_not(job.spec.tenant, plan.ranks - here)
@@ -109,7 +107,7 @@ def _dimensions_in(command: Iterable[str]) -> list[str]:
 
 def at_some_size(job: Job, free: Ledger, most: int) -> Grant | None:
     """Best of a checkpointable job's plans that fits on at most `most` free devices; None: none fits."""
-    for plan in sizes(job):
+    for plan in requested_plans(job):
         placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None
         if placement is not None:
             hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
@@ -183,7 +181,7 @@ def _waits(job: Job, view: View, devices: int) -> Refusal:
         return Refusal(job.id, beyond)
     if not candidates(job, view.free):
         return Refusal(job.id, _no_host(job, view), devices=devices)
-    return Refusal(job.id, _short_of(job), devices=devices)
+    return Refusal(job.id, _short_of(job), devices=devices, is_shortage=True)
 
 
 def _beyond_every_host(job: Job, view: View) -> str | None:

@@ -1,0 +1,153 @@
+"""Devices for a queued job that does not fit: those that are being freed, and those of running jobs that shrink for it.
+
+By right (`rights`) a job takes what others have on loan, then what lower priorities hold. By value it takes devices
+from jobs of its own priority or below where that saves more than it costs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+
+from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.rights import claim, least_by_right, may_preempt
+from clusterd.core.allocation.shrink_to_share import shrink_to_share
+from clusterd.core.allocation.victim_search import EvictionPlan, VictimSearch
+from clusterd.core.estimates.job_forecast import JobForecast
+from clusterd.core.performance_table import Estimate
+from clusterd.core.state import Job
+from clusterd.core.view import View
+from clusterd.types import AttemptState, Device, DeviceId, JobId
+from clusterd.units import duration
+
+
+def devices_being_freed(view: View) -> list[Device]:
+    """Devices that come free once the migrations and stops under way are done."""
+    found: list[Device] = []
+    for job in view.running:
+        if (leaving := _leaving(job)) and job.attempt is not None:
+            hosts = [host for name in sorted(job.attempt.all_hosts) if (host := view.free.hosts.get(name)) is not None]
+            found += [device for host in hosts for device in host.devices if device.id in leaving]
+    return found
+
+
+def _leaving(job: Job) -> set[DeviceId]:
+    """Devices that come free once the job's current migration or stop is done."""
+    attempt = job.attempt
+    if attempt is None:
+        return set()
+    going = [rank for retired in attempt.retired.values() for rank in retired.ranks.values()]
+    stays: set[DeviceId | None] = set(attempt.reserved_devices)
+    if attempt.migration is not None:
+        going += attempt.ranks.values()
+        stays.update(rank.place.device for rank in attempt.migration.ranks.values())
+    elif attempt.state is AttemptState.STOPPING:
+        going += attempt.ranks.values()
+    else:
+        stays.update(attempt.devices)
+    return {device for rank in going if (device := rank.place.device) is not None and device not in stays}
+
+
+def are_being_freed(ctx: PassContext, find: Callable[[], Sequence[Device] | None]) -> bool:
+    """True where the job starts once the devices under way are free; these are then no longer offered to others.
+
+    Args:
+        find: devices for the job in the ledger of this pass; None: it does not fit.
+    """
+    if not ctx.coming:
+        return False
+    # Their cores and memory come with them; how many is known when they come.
+    spare = dict.fromkeys({d.host for d in ctx.coming}, 1 << 30)
+    ctx.ledger.put(ctx.coming, spare, spare)
+    found = find()
+    ctx.ledger.take(ctx.coming, spare, spare)
+    if found is None:
+        return False
+    taken = {device.id for device in found}
+    ctx.coming = [device for device in ctx.coming if device.id not in taken]
+    ctx.ledger.take(found, {}, {})
+    return True
+
+
+def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
+    """Shrink jobs that must give devices to a queued one, loans first, then the lowest priority; None: not enough."""
+    least: dict[JobId, int] = {}
+    for v in ctx.yielding():
+        to = least_by_right(v, p.job)
+        if to is not None and to < len(v.devices):
+            least[v.job.id] = to
+    loans = [v for v in ctx.yielding() if v.job.id in least and not may_preempt(v.job, p.job)]
+    others = [v for v in ctx.yielding() if v.job.id in least and may_preempt(v.job, p.job)]
+    levels = [-inf, *sorted({float(v.job.priority) for v in others})]
+    for level in levels:
+        victims = [*loans, *(v for v in others if v.job.priority <= level)]
+        best = _cheapest(ctx, p, victims, least) if victims else None
+        if best is not None:
+            for change in best.changes:
+                ctx.ledger.take(change.devices, {}, {})
+                given = len(change.v.devices) - len(change.devices)
+                why = f"gives {given} device{'s' * (given > 1)} to {p.job.spec.name}: {claim(change.v.job, p.job)}"
+                ctx.migrate(change.v, change.offer, change.devices, why, may_restart=True)
+            ctx.ledger.take(best.now, {}, {})
+            return best
+    return None
+
+
+def _cheapest(
+    ctx: PassContext, p: JobForecast, victims: Sequence[JobForecast], least: Mapping[JobId, int]
+) -> EvictionPlan | None:
+    search = VictimSearch(ctx.ledger, p, victims)
+
+    def sizes(v: JobForecast) -> tuple[Estimate, ...]:
+        offers = v.curve.offers if v.curve.is_request else v.curve.upto(len(v.devices))
+        return tuple(x for x in offers if least[v.job.id] <= x.devices < len(v.devices))
+
+    found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in p.curve.offers[:OFFERS_TRIED] if offer.devices]
+    return min((e for e in found if e is not None and e.changes), key=lambda e: e.lost_s, default=None)
+
+
+OFFERS_TRIED = 8
+"""Offers of a queued job for which evictions by right are searched."""
+
+
+def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float) -> EvictionPlan | None:
+    """Shrink or move other jobs where that saves the job more than it costs them; None: it does not.
+
+    Args:
+        ends_s: burden of the best that the job can have without it.
+    """
+    claims = {v.job.id for v in ctx.running if may_preempt(v.job, p.job)}
+    best: tuple[float, EvictionPlan] | None = None
+    search = VictimSearch(ctx.ledger, p, [v for v in ctx.migratable() if v.job.priority <= p.job.priority])
+    for offer in offers[:3]:
+        run_s = ctx.burden_s(p, offer)
+        if run_s >= ends_s and not claims:
+            break
+        eviction = search.make(offer, lambda v: victim_sizes(ctx, v, v.job.id in claims), ctx.costs.cost_s)
+        if eviction is None:
+            continue
+        lost_s = sum(change.lost_s for change in eviction.changes if change.v.job.id not in claims)
+        saved_s = ends_s - run_s - ctx.thresholds.shrink * lost_s
+        by_right = bool(claims) and all(change.v.job.id in claims for change in eviction.changes)
+        if not eviction.changes or not (saved_s > 0 or (by_right and ends_s > run_s)):
+            continue
+        if best is None or saved_s > best[0]:
+            best = (saved_s, eviction)
+    if best is None:
+        return None
+    eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, claims)
+    why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
+    for change in eviction.changes:
+        ctx.ledger.take(change.devices, {}, {})
+        reason = claim(change.v.job, p.job) if change.v.job.id in claims else f"it {why}"
+        ctx.migrate(change.v, change.offer, change.devices, f"gives devices to {p.job.spec.name}: {reason}")
+    ctx.ledger.take(eviction.now, {}, {})
+    return eviction
+
+
+def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Estimate, ...]:
+    """Offers to which a running job may shrink for others, largest first."""
+    least = v.curve.least if by_right else max(min(ctx.sizes.get(v.job.id, 0), len(v.devices)), v.curve.least)
+    return tuple(
+        x for x in v.curve.upto(len(v.devices)) if x.devices >= least and (by_right or ctx.costs.within_budget(v, x))
+    )

@@ -1,0 +1,65 @@
+"""Expected and longest remaining time of jobs whose speed is not known.
+
+A job of which nothing is known is expected to run as long again as it has run: lifetimes of training jobs are
+heavy-tailed (after Tiresias). Finished runs of the same name, else of the same user, tell more, and a time limit is
+never exceeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from statistics import median
+
+from clusterd.core.estimates.attained_service import time_left_s
+from clusterd.core.state import Job
+
+FIRST_GUESS_S = 600.0
+"""Expected run time of a job of a user without any finished run, without a time limit."""
+
+SAFETY = 2.0
+"""Factor on the longest of earlier runs that a job is trusted not to exceed."""
+
+RUNS_TO_TRUST = 3
+"""Earlier runs of the same name from which the longest run of the next one is foreseen."""
+
+RunTimes = Mapping[str, Sequence[float]]
+"""Seconds of the newest finished runs, by `run_key` and by user."""
+
+
+def run_key(job: Job) -> str:
+    """Key of the run times of jobs like this one."""
+    return f"{job.spec.user}/{job.spec.name}"
+
+
+def expected_left_s(job: Job, run_times: RunTimes, now_s: float) -> float:
+    """Expected seconds until the job's end once it runs, at least 1."""
+    elapsed_s = _elapsed_s(job, now_s)
+    known = run_times.get(run_key(job)) or run_times.get(job.spec.user) or ()
+    limit_s = limit_left_s(job, now_s)
+    if known:
+        total_s = median(known)
+    else:
+        total_s = limit_s + elapsed_s if limit_s < inf else FIRST_GUESS_S
+    left_s = total_s - elapsed_s if elapsed_s < total_s else elapsed_s
+    return max(min(left_s, limit_s), 1.0)
+
+
+def longest_left_s(job: Job, run_times: RunTimes, now_s: float) -> float:
+    """Seconds within which the job will have ended, by its time limit, else by its like; infinite: neither tells."""
+    limit_s = limit_left_s(job, now_s)
+    known = run_times.get(run_key(job), ())
+    if limit_s < inf or len(known) < RUNS_TO_TRUST:
+        return limit_s
+    return max(SAFETY * max(known) - _elapsed_s(job, now_s), 0.0) or inf
+
+
+def limit_left_s(job: Job, now_s: float) -> float:
+    """Seconds until the time limit ends the job; infinite without one."""
+    left_s = time_left_s(job)
+    return inf if left_s is None else max(left_s - _elapsed_s(job, now_s), 0.0)
+
+
+def _elapsed_s(job: Job, now_s: float) -> float:
+    attempt = job.attempt
+    return now_s - attempt.started_s if attempt is not None else 0.0

@@ -1,0 +1,141 @@
+"""Forecast of a job without a performance model: one point, the devices that it requests, for its expected time.
+
+So the same searches serve it as serve modelled jobs: reservation, eviction of others, return of loans. A running
+elastic job of which no speed is known yet has smaller points beside it, on the assumption that speed is in proportion
+to devices: those to which it may be shrunk for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from clusterd.core.estimates.expected_time import expected_left_s
+from clusterd.core.estimates.first_fit import ChosenPlan, choose
+from clusterd.core.estimates.job_forecast import Curve, Inventory, JobForecast
+from clusterd.core.ledger import of_ranks, per_host, shape_of
+from clusterd.core.performance_table import Estimate, Shape
+from clusterd.core.state import Description, Job
+from clusterd.core.view import View
+from clusterd.types import Device, JobKind
+from plans.model_shape import ModelShape
+from plans.plan import Plan
+
+HOSTS_SPLIT = 3
+"""Hosts up to which every way of keeping some of a running job's devices is a point of its curve."""
+
+
+def forecast_request(job: Job, view: View, there: Inventory) -> JobForecast:
+    """Forecast of a job of which no speed is known, queued or running."""
+    left_s = expected_left_s(job, view.run_times, view.now_s)
+    attempt = job.attempt
+    if attempt is None:
+        offers = tuple(_offers(job, there))
+        points = {x.devices: x for x in reversed(offers)} or {0: _estimate(Plan(), "", ())}
+        return JobForecast(job, Curve(points, 1.0, offers, is_request=True), left_s)
+    devices = of_ranks(view.hosts, attempt)
+    now = _estimate(
+        attempt.plan or Plan(dp=max(len(devices), 1)), devices[0].name if devices else "", shape_of(devices)
+    )
+    smaller = tuple(_smaller(job, devices)) if job.spec.kind is JobKind.ELASTIC else ()
+    points = {len(devices): now} | {x.devices: x for x in reversed(smaller)}
+    curve = Curve(points, 1.0, (now, *smaller), is_request=True)
+    return JobForecast(job, curve, left_s, now, devices)
+
+
+def _estimate(plan: Plan, device_type: str, shape: Shape, step_time_s: float = 1.0) -> Estimate:
+    """One step stands for the whole remaining time."""
+    return Estimate(
+        plan=plan,
+        device_type=device_type,
+        shape=shape,
+        step_time_s=step_time_s,
+        lower_s=step_time_s,
+        upper_s=step_time_s,
+    )
+
+
+def requested_plans(job: Job) -> tuple[Plan, ...]:
+    """Plans under which a checkpointable job may start, best first."""
+    wanted = job.spec.resources
+    if job.pinned is not None:
+        return (job.pinned,)
+    return wanted.plans or (wanted.plan or Plan(dp=max(wanted.devices, 1)),)
+
+
+def _offers(job: Job, there: Inventory) -> Iterator[Estimate]:
+    """Shapes of one device type on which the job would start, best first."""
+    wanted = job.spec.resources
+    names = [n for n, kind in sorted(there.kinds.items()) if wanted.kind in (None, kind)]
+    names.sort(key=lambda n: there.kinds[n] != "cuda")
+    for name in names:
+        hosts = there.shapes[name]
+        if job.spec.kind is JobKind.CHECKPOINTABLE:
+            for plan in requested_plans(job):
+                yield from (_estimate(plan, name, shape) for shape in _shapes(plan.ranks, plan.tp, hosts))
+        elif job.spec.kind is not JobKind.ELASTIC:
+            count = wanted.devices or _devices_beside(wanted.cpus, name, there)
+            if count <= max(hosts, default=0):
+                yield _estimate(Plan(dp=max(count, 1)), name, (count,) if count else ())
+        elif job.description is Description.DONE and job.shape is not None:
+            shape_of_model = ModelShape.from_dict(job.shape)
+            asked = job.pinned or wanted.plan
+            count = asked.ranks if asked is not None else max(wanted.devices, 1)
+            found = choose(shape_of_model, count, there.kinds[name], there.memory_bytes[name], asked, job.bounds)
+            if isinstance(found, ChosenPlan):
+                shapes = _shapes(found.plan.ranks, found.plan.tp, hosts)
+                yield from (_estimate(found.plan, name, shape) for shape in shapes)
+
+
+def _devices_beside(cpus: int, name: str, there: Inventory) -> int:
+    """Devices whose cores a job without devices needs, were they lent to others with their devices."""
+    each = max(there.cores_per_device.get(name, 1), 1)
+    return -(-max(cpus, 1) // each)
+
+
+def _shapes(count: int, group: int, hosts: Sequence[int]) -> list[Shape]:
+    """Shapes of so many devices, in groups that stay on one host: fewest hosts first.
+
+    Args:
+        hosts: devices of each host, most first.
+    """
+    found: list[Shape] = []
+    if hosts and hosts[0] >= count:
+        found.append((count,))
+    for split in range(2, len(hosts) + 1):
+        each = count // split
+        if each * split == count and each % group == 0 and each and hosts[split - 1] >= each:
+            found.append((each,) * split)
+            break
+    packed, left = [], count
+    for here in hosts:
+        take = min(left, here - here % group)
+        if take:
+            packed.append(take)
+            left -= take
+    shape = tuple(sorted(packed, reverse=True))
+    return [*found, shape] if left == 0 and shape not in found else found
+
+
+def _smaller(job: Job, devices: Sequence[Device]) -> Iterator[Estimate]:
+    """Points on fewer of a running elastic job's devices, largest first."""
+    names = {device.name for device in devices}
+    if job.shape is None or len(names) != 1 or job.pinned is not None or job.spec.guaranteed:
+        return
+    model = ModelShape.from_dict(job.shape)
+    memory_bytes = min(device.memory_bytes for device in devices)
+    for count in range(len(devices) - 1, 0, -1):
+        found = choose(model, count, devices[0].kind, memory_bytes, None, job.bounds)
+        if isinstance(found, ChosenPlan):
+            for shape in _parts(list(per_host(devices).values()), count):
+                if all(here % found.plan.tp == 0 for here in shape):
+                    yield _estimate(found.plan, devices[0].name, shape, len(devices) / count)
+
+
+def _parts(held: Sequence[int], count: int) -> Iterable[Shape]:
+    """Shapes of `count` of the devices held on each host."""
+    if len(held) > HOSTS_SPLIT:
+        return _shapes(count, 1, sorted(held, reverse=True))
+    ways = product(*(range(here + 1) for here in held))
+    found = {tuple(sorted((n for n in way if n), reverse=True)) for way in ways if sum(way) == count}
+    return sorted(found, key=lambda shape: (len(shape), shape))
