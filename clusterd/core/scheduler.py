@@ -137,6 +137,9 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
     state = ctx.state
     if proposal.reservation is not None or proposal.ends_reservation:
         state.reservation = proposal.reservation
+    for job_id in proposal.ends_claims:
+        state.claims.pop(job_id, None)
+    state.claims.update(proposal.claims)
     for preempt in proposal.preempts:
         attempt = state.jobs[preempt.job].attempt
         if attempt is not None and attempt.state is not AttemptState.STOPPING:

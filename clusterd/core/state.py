@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterd.core import transitions
 from clusterd.core.events import Timer
-from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.performance_table import Estimate, PerformanceTable
 from clusterd.core.transitions import MigrationState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
@@ -441,6 +441,16 @@ class Reservation:
     after: tuple[JobId, ...] = ()  # jobs whose end it waits for
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Devices that a queued job gets as soon as other jobs, suspended for it, have left them."""
+
+    offer: Estimate
+    hosts: dict[HostId, int]  # devices of each host
+    suspended: tuple[JobId, ...]  # jobs; they wait until this one has started
+    since_s: float
+
+
 @dataclass(slots=True)
 class State:
     """Whole state of the scheduler. Serialisable and comparable: a replay of the journal gives an equal one."""
@@ -457,6 +467,7 @@ class State:
     queue: dict[JobId, None] = field(default_factory=dict)  # queued jobs, in order of arrival in the queue
     active: dict[JobId, None] = field(default_factory=dict)  # jobs with an attempt that is not over
     reservation: Reservation | None = None
+    claims: dict[JobId, Claim] = field(default_factory=dict)  # by queued job, oldest first
     run_times: dict[str, list[float]] = field(default_factory=dict)  # see `estimates.expected_time`
     recovering: set[HostId] = field(default_factory=set)  # hosts that must report before anything is placed
     jobs_by_host: dict[HostId, dict[JobId, None]] = field(default_factory=dict)  # see `index`

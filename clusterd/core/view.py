@@ -9,7 +9,7 @@ from typing import Protocol
 from clusterd.core.fair_share import Quotas
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
-from clusterd.core.state import Attempt, Host, Job, Reservation, State
+from clusterd.core.state import Attempt, Claim, Host, Job, Reservation, State
 from clusterd.types import HostId, JobId, RankPlace
 from plans.plan import Plan
 
@@ -79,6 +79,8 @@ class Proposal:
     grants: list[CoreGrant] = field(default_factory=list)
     reservation: Reservation | None = None  # the new one; None: as it was
     ends_reservation: bool = False  # there is none any more
+    claims: dict[JobId, Claim] = field(default_factory=dict)  # new ones
+    ends_claims: list[JobId] = field(default_factory=list)  # claims that cannot be met any more
 
 
 class View:
@@ -99,6 +101,7 @@ class View:
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.run_times: Mapping[str, Sequence[float]] = state.run_times
         self.reservation = state.reservation
+        self.claims: Mapping[JobId, Claim] = state.claims
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Ledger(state.hosts.values(), state.leases)
         self.quotas = Quotas(state.tenants, self.running)

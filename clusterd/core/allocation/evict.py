@@ -12,11 +12,12 @@ from math import inf
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rights import claim, least_by_right, may_preempt
 from clusterd.core.allocation.shrink_to_share import shrink_to_share
-from clusterd.core.allocation.victim_search import EvictionPlan, VictimSearch
+from clusterd.core.allocation.suspend import may_suspend_by_right, suspension_s
+from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.performance_table import Estimate
-from clusterd.core.state import Job
-from clusterd.core.view import View
+from clusterd.core.state import Claim, Job
+from clusterd.core.view import Preempt, View
 from clusterd.types import AttemptState, Device, DeviceId, JobId
 from clusterd.units import duration
 
@@ -70,7 +71,13 @@ def are_being_freed(ctx: PassContext, find: Callable[[], Sequence[Device] | None
 
 
 def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
-    """Shrink jobs that must give devices to a queued one, loans first, then the lowest priority; None: not enough."""
+    """Shrink jobs that must give devices to a queued one, and suspend them if shrinking does not suffice.
+
+    Loans come first, then the lowest priority.
+
+    Returns:
+        None: all that may be taken is not enough.
+    """
     least: dict[JobId, int] = {}
     for v in ctx.yielding():
         to = least_by_right(v, p.job)
@@ -81,26 +88,56 @@ def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
     levels = [-inf, *sorted({float(v.job.priority) for v in others})]
     for level in levels:
         victims = [*loans, *(v for v in others if v.job.priority <= level)]
-        best = _cheapest(ctx, p, victims, least) if victims else None
+        best = _cheapest(ctx, p, victims, least, lambda _: None) if victims else None
         if best is not None:
-            for change in best.changes:
-                ctx.ledger.take(change.devices, {}, {})
-                given = len(change.v.devices) - len(change.devices)
-                why = f"gives {given} device{'s' * (given > 1)} to {p.job.spec.name}: {claim(change.v.job, p.job)}"
-                ctx.migrate(change.v, change.offer, change.devices, why, may_restart=True)
-            ctx.ledger.take(best.now, {}, {})
-            return best
+            return _apply(ctx, p, best, lambda v: claim(v, p.job))
+    stoppable = [v for v in ctx.holding if may_suspend_by_right(ctx, v, p)]
+    for level in sorted({float(v.job.priority) for v in stoppable}):
+        lost_s = {v.job.id: v.now_s for v in stoppable if v.job.priority <= level}
+        victims = [v for v in ctx.holding if v.job.id in lost_s or v.job.id in least]
+        best = _cheapest(ctx, p, victims, least, _from(lost_s))
+        if best is not None:
+            return _apply(ctx, p, best, lambda v: claim(v, p.job))
     return None
 
 
+def _from(lost_s: Mapping[JobId, float | None]) -> SuspensionCost:
+    """Cost of a suspension, looked up by job."""
+    return lambda v: lost_s.get(v.job.id)
+
+
+def _apply(ctx: PassContext, p: JobForecast, eviction: EvictionPlan, why: Callable[[Job], str]) -> EvictionPlan:
+    """Propose the changes of an eviction; where jobs are suspended, the queued job claims its devices."""
+    for change in eviction.changes:
+        v, reason = change.v, f"{p.job.spec.name}: {why(change.v.job)}"
+        if change.offer is None:
+            ctx.moved.add(v.job.id)
+            ctx.proposal.preempts.append(Preempt(v.job.id, f"suspended for {reason}"))
+            continue
+        ctx.ledger.take(change.devices, {}, {})
+        given = len(v.devices) - len(change.devices)
+        gives = f"gives {given} device{'s' * (given > 1)} to" if given else "moves for"
+        ctx.migrate(v, change.offer, change.devices, f"{gives} {reason}", may_restart=True)
+    ctx.ledger.take(eviction.now, {}, {})
+    if suspended := eviction.suspended:
+        stopped = tuple(v.job.id for v in suspended)
+        ctx.proposal.claims[p.job.id] = Claim(eviction.offer, dict(eviction.hosts), stopped, ctx.view.now_s)
+    return eviction
+
+
 def _cheapest(
-    ctx: PassContext, p: JobForecast, victims: Sequence[JobForecast], least: Mapping[JobId, int]
+    ctx: PassContext,
+    p: JobForecast,
+    victims: Sequence[JobForecast],
+    least: Mapping[JobId, int],
+    suspension: SuspensionCost,
 ) -> EvictionPlan | None:
-    search = VictimSearch(ctx.ledger, p, victims)
+    search = VictimSearch(ctx.ledger, p, victims, suspension)
 
     def sizes(v: JobForecast) -> tuple[Estimate, ...]:
         offers = v.curve.offers if v.curve.is_request else v.curve.upto(len(v.devices))
-        return tuple(x for x in offers if least[v.job.id] <= x.devices < len(v.devices))
+        fewest = least.get(v.job.id)
+        return tuple(x for x in offers if fewest is not None and fewest <= x.devices < len(v.devices))
 
     found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in p.curve.offers[:OFFERS_TRIED] if offer.devices]
     return min((e for e in found if e is not None and e.changes), key=lambda e: e.lost_s, default=None)
@@ -137,12 +174,44 @@ def evict_by_value(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate],
         return None
     eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs, claims)
     why = f"would be {duration(max(best[0], 0.0))} worse off otherwise" if ends_s < 1e9 else "cannot start otherwise"
-    for change in eviction.changes:
-        ctx.ledger.take(change.devices, {}, {})
-        reason = claim(change.v.job, p.job) if change.v.job.id in claims else f"it {why}"
-        ctx.migrate(change.v, change.offer, change.devices, f"gives devices to {p.job.spec.name}: {reason}")
-    ctx.ledger.take(eviction.now, {}, {})
-    return eviction
+    return _apply(ctx, p, eviction, lambda v: claim(v, p.job) if v.id in claims else f"it {why}")
+
+
+def suspend_by_value(
+    ctx: PassContext, p: JobForecast, offers: Sequence[Estimate], ends_s: float
+) -> EvictionPlan | None:
+    """Suspend jobs, and shrink others beside them, where a queued job saves more than they all lose.
+
+    The rule is that of every other move: seconds saved exceed seconds lost by the factor of a shrink.
+
+    Args:
+        ends_s: seconds until the job's end if it waits; infinite: it is not known when it could start.
+    """
+    if ends_s == inf:
+        return None
+    best: tuple[float, EvictionPlan] | None = None
+    holders = [v for v in ctx.holding if v.job.priority <= p.job.priority]
+    movable = {v.job.id for v in ctx.migratable()}
+
+    def sizes(v: JobForecast) -> tuple[Estimate, ...]:
+        return victim_sizes(ctx, v, False) if v.job.id in movable else ()
+
+    for offer in offers[:3]:
+        run_s = p.left_s(offer)
+        lost_s = {v.job.id: suspension_s(ctx, v, p, run_s) for v in holders}
+        if all(one is None for one in lost_s.values()):
+            continue
+        victims = [v for v in holders if lost_s[v.job.id] is not None or v.job.id in movable]
+        eviction = VictimSearch(ctx.ledger, p, victims, _from(lost_s)).make(offer, sizes, ctx.costs.cost_s)
+        if eviction is None or not eviction.suspended:
+            continue
+        saved_s = ends_s - run_s - ctx.thresholds.shrink * eviction.lost_s
+        if saved_s > 0 and (best is None or saved_s > best[0]):
+            best = saved_s, eviction
+    if best is None:
+        return None
+    saved_s, eviction = best
+    return _apply(ctx, p, eviction, lambda _: f"it would be {duration(saved_s)} worse off otherwise")
 
 
 def victim_sizes(ctx: PassContext, v: JobForecast, by_right: bool) -> tuple[Estimate, ...]:

@@ -52,7 +52,11 @@ class MigrationCosts:
         """Seconds of migrating the job to an offer: live, or through host memory where both sides do not fit."""
         if fits_beside(p, offer):
             return self.move_s(p.job)
-        return _of_model(p.job, self.view.restart_costs_s, RESTART_S)
+        return self.restart_s(p.job)
+
+    def restart_s(self, job: Job) -> float:
+        """Seconds of stopping and starting again: the average of the job's model, else the largest of any, a guess."""
+        return _of_model(job, self.view.restart_costs_s, RESTART_S)
 
     def may_move(self, p: JobForecast) -> bool:
         """True for a job that is not pinned, did not migrate a moment ago, and whose hosts are up."""

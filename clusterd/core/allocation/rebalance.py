@@ -55,6 +55,7 @@ def _rebalance_one(ctx: PassContext, p: JobForecast, offers: Sequence[Estimate])
         return
     eviction = shrink_to_share(best[1], ctx.sizes, ctx.costs)
     for change in eviction.changes:
+        assert change.offer is not None, "nobody is suspended for the growth of another"
         ctx.ledger.take(change.devices, {}, {})
         ctx.migrate(change.v, change.offer, change.devices, f"gives devices to {p.job.spec.name}, which is to grow")
     ctx.ledger.take(eviction.now, {}, {})

@@ -33,7 +33,8 @@ def shrink_to_share(
 
 def _to_share(change: Change, share: int, costs: MigrationCosts) -> Change:
     """Change of a victim to its target size on one host, the one with most of its devices."""
-    if share >= change.offer.devices:
+    offer_now = change.offer
+    if offer_now is None or share >= offer_now.devices:
         return change
     v = change.v
     here = per_host(change.devices)
@@ -41,7 +42,7 @@ def _to_share(change: Change, share: int, costs: MigrationCosts) -> Change:
 
     def is_fit(x: Estimate) -> bool:
         # Down to its share it is not stopped where for less it is moved alive.
-        is_dear = costs.cost_s(v, x) > costs.cost_s(v, change.offer)
+        is_dear = costs.cost_s(v, x) > costs.cost_s(v, offer_now)
         return len(x.shape) == 1 and x.devices == share <= here[host] and not is_dear
 
     offer = next((x for x in v.curve.upto(share) if is_fit(x) and costs.within_budget(v, x)), None)

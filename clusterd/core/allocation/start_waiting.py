@@ -8,13 +8,15 @@ first blocked job unless that does not delay it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
 from clusterd.core.allocation.as_requested import Grant, allocate
-from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value
+from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.suspend import awaits_claimant, claimed_devices, fits_cores, suspended_for
+from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.estimates.availability import Backfill, EarliestStart
 from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s, run_key
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
@@ -24,22 +26,48 @@ from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
 from clusterd.core.state import Job, Reservation
 from clusterd.core.view import Refusal, Start, View
-from clusterd.types import Device, HostId, JobKind
+from clusterd.types import Device, HostId, JobId, JobKind
 from clusterd.units import duration
 
 AT_ONCE_S = 1.0
 """A promised start is not recorded anew for less than this."""
 
+LOAN_WAIT = 0.25
+"""Share of its own run time that a job with a model waits before it takes back loans whatever that costs: before
+that, others give devices for it where they lose less than it saves."""
+
 MOST_CONSIDERED = 12
 """Queued jobs per pass for which later starts and victims are searched."""
 
 
-def start_waiting(ctx: PassContext, p: JobForecast) -> None:
-    """Start a queued job, free devices for it, or record what it waits for."""
-    if p.curve.is_request:
+def start_waiting(ctx: PassContext, p: JobForecast, claims: Mapping[JobId, Refusal | None]) -> None:
+    """Start a queued job, free devices for it, or record what it waits for.
+
+    Args:
+        claims: see `serve_claims`.
+    """
+    if p.job.id in claims:
+        refusal = claims[p.job.id]
+        if refusal is None:
+            refusal = _start_claimed(ctx, p)
+        if refusal is not None:
+            ctx.proposal.refusals.append(refusal)
+    elif (suspended := awaits_claimant(ctx.view, p.job.id)) is not None:
+        ctx.proposal.refusals.append(Refusal(p.job.id, suspended))
+    elif p.curve.is_request:
         _start_request(ctx, p)
     else:
         _start_modelled(ctx, p)
+
+
+def _start_claimed(ctx: PassContext, p: JobForecast) -> Refusal | None:
+    """Start a job on the devices that others were suspended for; a refusal where cores or memory beside them lack."""
+    claim = ctx.view.claims[p.job.id]
+    devices = claimed_devices(ctx, p.job.id)
+    if not fits_cores(ctx, p, claim, devices):
+        return Refusal(p.job.id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
+    _start(ctx, p, claim.offer, devices)
+    return None
 
 
 # --- jobs without a performance model -----------------------------------------------------------------------------
@@ -91,9 +119,13 @@ def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal) -> Re
     if are_being_freed(ctx, find):
         return replace(shortage, reason="devices for it are being freed")
     if (eviction := evict_by_right(ctx, p)) is not None:
-        given = ", ".join(change.v.job.spec.name for change in eviction.changes)
-        return replace(shortage, reason=f"{given} gives up devices for it")
-    if ctx.backfill is None and (found := ctx.forecast.first(look)) is not None:
+        return _given_up(p, eviction)
+    found = ctx.forecast.first(look)
+    if found is not None and longest_left_s(p.job, ctx.view.run_times, ctx.view.now_s) < inf:
+        eviction = suspend_by_value(ctx, p, p.curve.offers, found[0] + p.steps_left)
+        if eviction is not None:
+            return _given_up(p, eviction)
+    if ctx.backfill is None and found is not None:
         at_s, grant = found
         where = grant.placement
         devices = held(ctx.view.hosts, ((x.host, x.device) for x in where.ranks))
@@ -104,6 +136,13 @@ def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal) -> Re
         cores = {host: left.cores[host] for host in where.cores}
         reserve(ctx, p, at_s, Backfill(at_s, spare, cores), where.cores, types)
     return shortage
+
+
+def _given_up(p: JobForecast, eviction: EvictionPlan) -> Refusal:
+    """Refusal of a job for which others give up devices in this pass."""
+    names = [change.v.job.spec.name for change in eviction.changes]
+    verb = ("gives" if len(names) == 1 else "give") + " up devices for it"
+    return Refusal(p.job.id, f"{' and '.join(names)} {verb}", devices=eviction.offer.devices)
 
 
 def _alike(job: Job, view: View) -> object:
@@ -175,10 +214,12 @@ def _free_for_modelled(
         devices = eviction.offer.devices
         return Refusal(p.job.id, f"its {devices} devices are being freed", devices=devices)
     waits_s = earliest_start.at_s if earliest_start is not None else ends_s
-    if waits_s > ctx.costs.move_s(p.job) and (eviction := evict_by_right(ctx, p)) is not None:
-        given = ", ".join(change.v.job.spec.name for change in eviction.changes)
-        return Refusal(p.job.id, f"{given} gives up devices for it", devices=eviction.offer.devices)
-    return None
+    waited_s = ctx.view.now_s - p.job.queued_s
+    if waits_s > ctx.costs.move_s(p.job) and waited_s > LOAN_WAIT * p.left_s(least):
+        eviction = evict_by_right(ctx, p)
+    if eviction is None:
+        eviction = suspend_by_value(ctx, p, offers, ends_s)
+    return _given_up(p, eviction) if eviction is not None else None
 
 
 def _is_best(ctx: PassContext, p: JobForecast, offer: Estimate, single: Estimate) -> bool:
@@ -294,6 +335,9 @@ def reserve(
 def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
     """Start of a job under an offer on these devices."""
     where = bind(p.job, offer, devices)
+    if p.curve.is_request:
+        plan = None if p.job.spec.kind is JobKind.COMMAND else offer.plan
+        return Start(p.job.id, plan, where.ranks, where.cores, where.memory_bytes, f"fits on {_names(devices)}")
     reason = (
         f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {duration(p.left_s(offer))} to go, by what is known of "
         "its speed"

@@ -1,4 +1,4 @@
-"""Search for the cheapest set of jobs to shrink or move so that an offer of another job fits.
+"""Search for the cheapest set of jobs to shrink, move or suspend so that an offer of another job fits.
 
 A shape needs a number of devices on each of some hosts. Hosts are chosen where that costs least; on each, victims are
 taken in the order of their loss per device.
@@ -6,27 +6,31 @@ taken in the order of their loss per device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import Estimate
 from clusterd.types import Device, HostId, JobId
 
+NEVER = float("inf")
+
 HOSTS_TRIED = 8
 """Hosts examined for each width of an offer: those that lack fewest devices."""
 
 SizesOf = Callable[[JobForecast], Sequence[Estimate]]
 CostOf = Callable[[JobForecast, Estimate], float]
+SuspensionCost = Callable[[JobForecast], float | None]
+"""Seconds that a victim loses by a suspension; None: it must not be suspended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Migration of a victim to a smaller offer or to other devices."""
+    """Migration of a victim to a smaller offer or to other devices, or its suspension."""
 
     v: JobForecast
-    offer: Estimate
+    offer: Estimate | None  # None: it is suspended
     devices: list[Device]
     lost_s: float
 
@@ -37,19 +41,31 @@ class EvictionPlan:
 
     offer: Estimate
     changes: tuple[Change, ...]
-    now: tuple[Device, ...]  # free already, and kept for the one who is made room for
+    now: tuple[Device, ...]  # free already, and reserved for the job that gets the others
+    hosts: Mapping[HostId, int] = field(default_factory=dict)  # devices of each host that the offer takes
 
     @property
     def lost_s(self) -> float:
         """Seconds that all changes cost the victims."""
         return sum(change.lost_s for change in self.changes)
 
+    @property
+    def suspended(self) -> list[JobForecast]:
+        """Victims that are suspended."""
+        return [change.v for change in self.changes if change.offer is None]
+
 
 class VictimSearch:
     """Search for victims of one job; leaves the ledger as it was."""
 
-    def __init__(self, ledger: Ledger, p: JobForecast, movable: Sequence[JobForecast]) -> None:
-        self.ledger, self.p = ledger, p
+    def __init__(
+        self,
+        ledger: Ledger,
+        p: JobForecast,
+        movable: Sequence[JobForecast],
+        suspension_s: SuspensionCost = lambda _: None,
+    ) -> None:
+        self.ledger, self.p, self.suspension_s = ledger, p, suspension_s
         self.on_host: dict[HostId, list[JobForecast]] = {}
         for v in movable:
             for host in dict.fromkeys(d.host for d in v.devices):
@@ -116,7 +132,7 @@ class VictimSearch:
                     for device in change.v.devices:
                         if device.id not in stays and device.host in missing and device.name == kind:
                             missing[device.host] -= 1
-            return EvictionPlan(offer, tuple(changes), tuple(now))
+            return EvictionPlan(offer, tuple(changes), tuple(now), chosen_hosts)
         finally:
             ledger.put(taken, {}, {})
 
@@ -135,21 +151,21 @@ class VictimSearch:
         for v in self.on_host.get(host, ()):
             if v.job.id in changed:
                 continue
-            found = self._elsewhere(v, kind, missing, sizes_of(v))
-            if found is None:
-                continue
-            offer, devices = found
-            stays = {d.id for d in devices}
-            gives = sum(d.host == host and d.name == kind and d.id not in stays for d in v.devices)
-            if gives == 0:
-                continue
-            # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
-            slower_s = max(v.left_s(offer) - v.now_s, 0.0)
-            back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v, offer)
-            lost_s = min(slower_s, back_s) + cost_of(v, offer)
-            key = (lost_s / min(gives, missing[host]), gives, v.job.id)
-            if best is None or key < best[:3]:
-                best = (*key, Change(v, offer, devices, lost_s))
+            ways: list[Change] = []
+            if (found := self._elsewhere(v, kind, missing, sizes_of(v))) is not None:
+                offer, devices = found
+                # It is slower for as long as the other runs; then it may be moved back, or stay as it is.
+                slower_s = max(v.left_s(offer) - v.now_s, 0.0)
+                back_s = for_s * max(1.0 - v.now_s / max(v.left_s(offer), 1e-9), 0.0) + cost_of(v, offer)
+                ways.append(Change(v, offer, devices, min(slower_s, back_s) + cost_of(v, offer)))
+            if (stopped_s := self.suspension_s(v)) is not None:
+                ways.append(Change(v, None, [], stopped_s))
+            for change in ways:
+                stays = {d.id for d in change.devices}
+                gives = sum(d.host == host and d.name == kind and d.id not in stays for d in v.devices)
+                key = (change.lost_s / min(gives, missing[host]) if gives else NEVER, gives, v.job.id)
+                if gives and (best is None or key < best[:3]):
+                    best = (*key, change)
         return best[3] if best is not None else None
 
     def _elsewhere(

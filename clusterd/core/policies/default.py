@@ -9,6 +9,7 @@ from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rebalance import rebalance
 from clusterd.core.allocation.scale_up import evacuate, scale_up
 from clusterd.core.allocation.start_waiting import exchange_devices, start_waiting
+from clusterd.core.allocation.suspend import serve_claims
 from clusterd.core.allocation.target_sizes import by_work, shares
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.job_forecast import Curves, JobForecast, forecast_job, take_inventory
@@ -73,8 +74,11 @@ class Default:
             spare=total - sum(sizes.values()),
         )
         evacuate(ctx)
-        for job in order(view, forecasts):
-            start_waiting(ctx, forecasts[job.id])
+        claims = serve_claims(ctx, forecasts)
+        # A claim is met first: its devices are free for nobody else.
+        ordered_jobs = order(view, forecasts)
+        for job in [*(j for j in ordered_jobs if j.id in claims), *(j for j in ordered_jobs if j.id not in claims)]:
+            start_waiting(ctx, forecasts[job.id], claims)
         if ctx.backfill is None and view.reservation is not None:
             proposal.ends_reservation = True
         exchange_devices(ctx)

@@ -1,0 +1,151 @@
+"""Suspension: a running job's offer of size zero, and the claims of the jobs for which others are suspended.
+
+A suspended job saves its state, stops, and waits until the job that claims its devices has started; then it is queued
+like any other. Suspension and claim are one transaction in the state.
+"""
+
+from __future__ import annotations
+
+from clusterd.core.allocation.pass_context import PassContext
+from clusterd.core.allocation.rights import may_preempt
+from clusterd.core.estimates.attained_service import executed_s, total_steps
+from clusterd.core.estimates.can_migrate import is_settled
+from clusterd.core.estimates.job_forecast import JobForecast
+from clusterd.core.ledger import bind
+from clusterd.core.state import Claim, Outcome
+from clusterd.core.view import Refusal, View
+from clusterd.types import Device, HostState, JobId, JobKind
+
+CLAIM_S = 900.0
+"""A claim that is not met within this is dropped: what was to be freed does not come free."""
+
+
+def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float) -> float | None:
+    """Seconds that a running job loses if it is suspended for a queued one; None: it must not be.
+
+    It loses a restart and the time for which the other holds its devices. It is suspended only for a job that needs
+    less time than it has left itself, restart included, so two jobs never suspend each other; not twice within the
+    pause between migrations, and within the budget of its life for migrations. A guaranteed job is suspended only
+    while its average speed since its first start stays at what was promised.
+
+    Args:
+        for_s: seconds for which the queued job runs.
+    """
+    costs = ctx.costs
+    lost_s = for_s + costs.restart_s(v.job)
+    if v.job.id in ctx.moved or v.now_s <= lost_s or not _can_stop(ctx, v) or v.job.priority > p.job.priority:
+        return None
+    preempted = sum(a.outcome is Outcome.PREEMPTED for a in v.job.attempts)
+    life_s = executed_s(v.job, ctx.view.now_s) + v.now_s
+    if (preempted + 1) * costs.restart_s(v.job) > costs.thresholds.budget * life_s:
+        return None
+    if v.job.spec.guaranteed and not _keeps_guarantee(ctx, v, lost_s):
+        return None
+    return lost_s
+
+
+def may_suspend_by_right(ctx: PassContext, v: JobForecast, p: JobForecast) -> bool:
+    """True where a queued job may have all devices of a running one, whatever that costs it."""
+    return may_preempt(v.job, p.job) and not v.job.spec.guaranteed and v.job.id not in ctx.moved and _can_stop(ctx, v)
+
+
+def _can_stop(ctx: PassContext, v: JobForecast) -> bool:
+    """True where a running job can save its state and has run long enough since it started."""
+    job, attempt = v.job, v.job.attempt
+    if attempt is None or not is_settled(job) or not (v.devices or attempt.cores):
+        return False
+    if job.spec.kind is JobKind.COMMAND or (job.spec.kind is JobKind.ELASTIC and job.step < 1):
+        return False
+    if any(ctx.view.hosts[host].state is not HostState.UP for host in attempt.hosts):
+        return False
+    settle_s = max(ctx.thresholds.settle * ctx.costs.restart_s(job), ctx.thresholds.settle_s)
+    last = max(attempt.started_s, *(m.ended_s or m.started_s for m in job.migrations[-1:]), 0.0)
+    return ctx.view.now_s - last >= settle_s
+
+
+def _keeps_guarantee(ctx: PassContext, v: JobForecast, lost_s: float) -> bool:
+    promised, started_s = v.curve.promised, v.job.started_s
+    if promised is None or started_s is None:
+        return False
+    return ctx.view.now_s - started_s + lost_s + v.now_s <= promised.step_time_s * total_steps(v.job)
+
+
+# --- claims -------------------------------------------------------------------------------------------------------
+
+
+def serve_claims(ctx: PassContext, forecasts: dict[JobId, JobForecast]) -> dict[JobId, Refusal | None]:
+    """Keep claimed devices for the jobs that claim them.
+
+    Returns:
+        By claiming job, the reason why it waits on; None: its devices are free, and it starts on them.
+    """
+    found: dict[JobId, Refusal | None] = {}
+    for job_id, claim in ctx.view.claims.items():
+        p = forecasts.get(job_id)
+        if p is None or not _can_be_met(ctx, claim):
+            ctx.proposal.ends_claims.append(job_id)
+            continue
+        devices = _claimed(ctx, claim)
+        if len(devices) == claim.offer.devices:
+            found[job_id] = None
+            continue
+        ctx.ledger.take(devices, {}, {})
+        ctx.forecast.occupy(devices)
+        missing = dict(claim.hosts)
+        for device in devices:
+            missing[device.host] -= 1
+        for device in list(ctx.coming):
+            if device.name == claim.offer.device_type and missing.get(device.host, 0) > 0:
+                missing[device.host] -= 1
+                ctx.coming.remove(device)
+        found[job_id] = Refusal(job_id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
+    return found
+
+
+def claimed_devices(ctx: PassContext, job: JobId) -> list[Device]:
+    """Free devices of a claim that is met."""
+    return _claimed(ctx, ctx.view.claims[job])
+
+
+def _claimed(ctx: PassContext, claim: Claim) -> list[Device]:
+    found: list[Device] = []
+    for host, count in claim.hosts.items():
+        here = ctx.ledger.devices.get(host, {}).get(claim.offer.device_type, {})
+        found += sorted(here.values(), key=lambda d: d.id)[:count]
+    return found
+
+
+def _can_be_met(ctx: PassContext, claim: Claim) -> bool:
+    """True while the claimed devices are free or being freed."""
+    if ctx.view.now_s - claim.since_s > CLAIM_S:
+        return False
+    kind = claim.offer.device_type
+    coming = [d.host for d in ctx.coming if d.name == kind]
+    return all(
+        host in ctx.ledger.devices and len(ctx.ledger.devices[host].get(kind, {})) + coming.count(host) >= count
+        for host, count in claim.hosts.items()
+    )
+
+
+def suspended_for(view: View, claim: Claim) -> str:
+    """Reason of a job that waits for suspended ones to leave their devices."""
+    names = " and ".join(view.jobs[job].spec.name for job in claim.suspended)
+    return f"{names} {'are' if len(claim.suspended) > 1 else 'is'} suspended for it"
+
+
+def awaits_claimant(view: View, job: JobId) -> str | None:
+    """Reason of a suspended job that waits until the claiming job has started; None: it is not suspended."""
+    for claimant, claim in view.claims.items():
+        if job in claim.suspended:
+            return f"suspended for {view.jobs[claimant].spec.name}, which is to start first"
+    return None
+
+
+def fits_cores(ctx: PassContext, p: JobForecast, claim: Claim, devices: list[Device]) -> bool:
+    """True where the cores and memory beside the claimed devices are free, too."""
+    where = bind(p.job, claim.offer, devices)
+    ledger = ctx.ledger
+    return all(
+        ledger.cores.get(host, 0) >= cores and ledger.memory_bytes.get(host, 0) >= where.memory_bytes.get(host, 0)
+        for host, cores in where.cores.items()
+    )
