@@ -185,7 +185,9 @@ class VictimSearch:
         for device in keeps:
             per_host[device.host] = per_host.get(device.host, 0) + 1
         own = {d.id for d in keeps}
-        self.ledger.put(keeps, {}, {})
+        attempt = v.job.attempt
+        cores, memory_bytes = (attempt.cores, attempt.memory_bytes) if attempt is not None else ({}, {})
+        self.ledger.put(keeps, cores, memory_bytes)
         try:
             for offer in sizes:
                 devices = self.ledger.find(v.job, offer, per_host, own)
@@ -193,4 +195,4 @@ class VictimSearch:
                     return offer, devices
             return None
         finally:
-            self.ledger.take(keeps, {}, {})
+            self.ledger.take(keeps, cores, memory_bytes)

@@ -97,6 +97,10 @@ def on_clock_set(ctx: HandlerContext, event: e.ClockSet) -> None:
         device: lease if lease.until_s is None else replace(lease, until_s=lease.until_s + by_s)
         for device, lease in state.leases.items()
     }
+    if (promise := state.reservation) is not None:
+        latest_s = _shifted(promise.latest_s, by_s)
+        state.reservation = replace(promise, at_s=promise.at_s + by_s, latest_s=latest_s)
+    state.claims = {job: replace(claim, since_s=claim.since_s + by_s) for job, claim in state.claims.items()}
     for host in state.hosts.values():
         host.since_s += by_s
     for job in state.jobs.values():
