@@ -23,9 +23,6 @@ from clusterd.core.state import Outcome, State
 from clusterd.core.view import Policy, Proposal, Refusal, View
 from clusterd.types import AttemptState, JobId, JobKind, JobState
 
-QUEUE_ROUND_S = 30.0
-"""Seconds between two passes while a job waits for devices and nothing else happens."""
-
 __all__ = ["HOST_LOST_AFTER_S", "Batch", "Scheduler"]
 
 
@@ -101,8 +98,6 @@ class Scheduler:
         if proposal is None:
             proposal = self.policy.propose(View(state, ctx.now_s, blocked))
         self.proposed = replace(proposal, refusals=_apply(ctx, proposal))
-        if any(refusal.is_shortage for refusal in proposal.refusals):
-            _set_queue_timer(ctx)
         _explain_drained(ctx)
 
     def _set_round_timer(self, ctx: HandlerContext) -> None:
@@ -112,12 +107,6 @@ class Scheduler:
             # On a grid: rounds do not drift with the times of events.
             at_s = (ctx.now_s // interval_s + 1.0) * interval_s
             ctx.set_timer(TimerKind.ROUND, "", at_s, f"{self.policy.name} decides again every {interval_s:g} s")
-
-
-def _set_queue_timer(ctx: HandlerContext) -> None:
-    """Ask the policy again soon though nothing happens: rights and pauses depend on how long jobs waited or ran."""
-    if Timer(TimerKind.ROUND) not in ctx.state.timers:
-        ctx.set_timer(TimerKind.ROUND, "", ctx.now_s + QUEUE_ROUND_S, "jobs wait for devices")
 
 
 def _fail_unsatisfiable(ctx: HandlerContext) -> None:
@@ -148,6 +137,8 @@ def _apply(ctx: HandlerContext, proposal: Proposal) -> list[Refusal]:
     state = ctx.state
     if proposal.reservation is not None or proposal.ends_reservation:
         state.reservation = proposal.reservation
+    if proposal.again_s is not None:
+        ctx.set_timer(TimerKind.ROUND, "", ctx.now_s + proposal.again_s, "jobs wait for devices")
     for job_id in proposal.ends_claims:
         state.claims.pop(job_id, None)
     state.claims.update(proposal.claims)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from clusterd.core.events import Timer, TimerKind
 from clusterd.core.fair_share import Quotas
 from clusterd.core.ledger import Ledger
 from clusterd.core.performance_table import PerformanceTable
@@ -79,6 +80,7 @@ class Proposal:
     grants: list[CoreGrant] = field(default_factory=list)
     reservation: Reservation | None = None  # the new one; None: as it was
     ends_reservation: bool = False  # there is none any more
+    again_s: float | None = None  # after which the policy is to be asked again even if nothing happens
     claims: dict[JobId, Claim] = field(default_factory=dict)  # new ones
     ends_claims: list[JobId] = field(default_factory=list)  # claims that cannot be met any more
 
@@ -101,6 +103,7 @@ class View:
         self.restart_costs_s: Mapping[str, float] = state.restart_costs_s
         self.run_times: Mapping[str, Sequence[float]] = state.run_times
         self.reservation = state.reservation
+        self.has_round = Timer(TimerKind.ROUND) in state.timers
         self.claims: Mapping[JobId, Claim] = state.claims
         self.running: list[Job] = [state.jobs[job] for job in state.active]
         self.free = Ledger(state.hosts.values(), state.leases)

@@ -12,7 +12,7 @@ from math import inf
 from clusterd.core.allocation.pass_context import PassContext
 from clusterd.core.allocation.rights import claim, least_by_right, may_preempt
 from clusterd.core.allocation.shrink_to_share import shrink_to_share
-from clusterd.core.allocation.suspend import may_suspend_by_right, suspension_s
+from clusterd.core.allocation.suspend import may_suspend_by_right, suspendable, suspension_s
 from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.performance_table import Estimate
@@ -190,6 +190,7 @@ def suspend_by_value(
     if ends_s == inf:
         return None
     best: tuple[float, EvictionPlan] | None = None
+    restart_s = min(suspendable(ctx).values(), default=inf)
     holders = [v for v in ctx.holding if v.job.priority <= p.job.priority]
     movable = {v.job.id for v in ctx.migratable()}
 
@@ -198,6 +199,8 @@ def suspend_by_value(
 
     for offer in offers[:3]:
         run_s = p.left_s(offer)
+        if ends_s - run_s <= ctx.thresholds.shrink * (run_s + restart_s):
+            continue  # not even one victim would pay
         lost_s = {v.job.id: suspension_s(ctx, v, p, run_s) for v in holders}
         if all(one is None for one in lost_s.values()):
             continue

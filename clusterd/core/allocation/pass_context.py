@@ -47,6 +47,7 @@ class PassContext:
     backfill: Backfill | None = None
     reserved_for: JobId | None = None
     refused: dict[object, Refusal] = field(default_factory=dict)
+    suspendable: dict[JobId, float] | None = None  # see `allocation.suspend`; None: nobody has asked
     considered: int = 0
     moved: set[JobId] = field(default_factory=set)
     _migratable: list[JobForecast] = field(default_factory=list)

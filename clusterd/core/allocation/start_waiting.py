@@ -15,10 +15,10 @@ from math import inf
 from clusterd.core.allocation.as_requested import Grant, allocate
 from clusterd.core.allocation.evict import are_being_freed, evict_by_right, evict_by_value, suspend_by_value
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.suspend import awaits_claimant, claimed_devices, fits_cores, suspended_for
+from clusterd.core.allocation.suspend import awaits_claimant, claimed_devices, fits_cores, suspendable, suspended_for
 from clusterd.core.allocation.victim_search import EvictionPlan
 from clusterd.core.estimates.availability import Backfill, EarliestStart
-from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s, run_key
+from clusterd.core.estimates.expected_time import limit_left_s, longest_left_s
 from clusterd.core.estimates.job_forecast import WORTHWHILE, JobForecast
 from clusterd.core.ledger import Ledger, bind, held
 from clusterd.core.performance_table import Estimate
@@ -40,24 +40,36 @@ MOST_CONSIDERED = 12
 """Queued jobs per pass for which later starts and victims are searched."""
 
 
-def start_waiting(ctx: PassContext, p: JobForecast, claims: Mapping[JobId, Refusal | None]) -> None:
+def start_waiting(
+    ctx: PassContext, job: Job, forecasts: Mapping[JobId, JobForecast], claims: Mapping[JobId, Refusal | None]
+) -> None:
     """Start a queued job, free devices for it, or record what it waits for.
 
     Args:
         claims: see `serve_claims`.
     """
-    if p.job.id in claims:
-        refusal = claims[p.job.id]
+    if job.id in claims:
+        refusal = claims[job.id]
         if refusal is None:
-            refusal = _start_claimed(ctx, p)
+            refusal = _start_claimed(ctx, forecasts[job.id])
         if refusal is not None:
             ctx.proposal.refusals.append(refusal)
-    elif (suspended := awaits_claimant(ctx.view, p.job.id)) is not None:
-        ctx.proposal.refusals.append(Refusal(p.job.id, suspended))
-    elif p.curve.is_request:
-        _start_request(ctx, p)
-    else:
+        return
+    if (suspended := awaits_claimant(ctx.view, job.id)) is not None:
+        ctx.proposal.refusals.append(Refusal(job.id, suspended))
+        return
+    longest_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
+    alike = _alike(job, ctx.view, longest_s)
+    if alike is not None and (same := ctx.refused.get(alike)) is not None:
+        ctx.proposal.refusals.append(Refusal(job.id, same.reason, same.is_permanent, same.devices, same.is_shortage))
+        return
+    p = forecasts[job.id]
+    if not p.curve.is_request:
         _start_modelled(ctx, p)
+    elif (refusal := _start_request(ctx, p, longest_s)) is not None:
+        if alike is not None:
+            ctx.refused[alike] = refusal
+        ctx.proposal.refusals.append(refusal)
 
 
 def _start_claimed(ctx: PassContext, p: JobForecast) -> Refusal | None:
@@ -73,39 +85,35 @@ def _start_claimed(ctx: PassContext, p: JobForecast) -> Refusal | None:
 # --- jobs without a performance model -----------------------------------------------------------------------------
 
 
-def _start_request(ctx: PassContext, p: JobForecast) -> None:
+def _start_request(ctx: PassContext, p: JobForecast, longest_s: float) -> Refusal | None:
+    """Start the job on what it requests, or refuse."""
     job = p.job
-    alike = _alike(job, ctx.view)
-    same = ctx.refused.get(alike) if alike is not None else None
-    if same is not None:
-        ctx.proposal.refusals.append(replace(same, job=job.id))
-        return
     answer = allocate(job, ctx.view)
-    longest_s = longest_left_s(job, ctx.view.run_times, ctx.view.now_s)
     may_pass = ctx.backfill is None or longest_s <= ctx.backfill.at_s
     if isinstance(answer, Grant) and not may_pass and ctx.backfill is not None:
         answer = allocate(job, ctx.view, ctx.backfill.limited(ctx.ledger))
         if isinstance(answer, Refusal) and answer.is_shortage:
             answer = replace(answer, reason=_may_not_pass(ctx))
-    if isinstance(answer, Grant):
-        where = answer.placement
-        devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
-        ctx.forecast.occupy(devices)
-        if ctx.backfill is not None:
-            ctx.backfill.take(longest_s, devices, where.cores)
-        ctx.view.quotas.take(job.spec.tenant, len(devices))
-        ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes)
-        start = Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
-        ctx.proposal.starts.append(start)
-        return
-    refusal = _free_for_request(ctx, p, answer) if answer.is_shortage else answer
-    if alike is not None:
-        ctx.refused[alike] = refusal
-    ctx.proposal.refusals.append(refusal)
+    if isinstance(answer, Refusal):
+        return _free_for_request(ctx, p, answer, longest_s) if answer.is_shortage else answer
+    where = answer.placement
+    devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
+    ctx.forecast.occupy(devices)
+    if ctx.backfill is not None:
+        ctx.backfill.take(longest_s, devices, where.cores)
+    ctx.view.quotas.take(job.spec.tenant, len(devices))
+    ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes)
+    start = Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
+    ctx.proposal.starts.append(start)
+    return None
 
 
-def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal) -> Refusal:
-    """Free devices for a job without a performance model, or reserve what it will get."""
+def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal, longest_s: float) -> Refusal:
+    """Free devices for a job without a performance model, or reserve what it will get.
+
+    Args:
+        longest_s: seconds within which the job will have ended, once started.
+    """
 
     def look(free: Ledger) -> Grant | None:
         answer = allocate(p.job, ctx.view, free)
@@ -120,8 +128,9 @@ def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal) -> Re
         return replace(shortage, reason="devices for it are being freed")
     if (eviction := evict_by_right(ctx, p)) is not None:
         return _given_up(p, eviction)
-    found = ctx.forecast.first(look)
-    if found is not None and longest_left_s(p.job, ctx.view.run_times, ctx.view.now_s) < inf:
+    may_suspend = longest_s < inf and bool(suspendable(ctx))
+    found = ctx.forecast.first(look) if ctx.backfill is None or may_suspend else None
+    if found is not None and may_suspend:
         eviction = suspend_by_value(ctx, p, p.curve.offers, found[0] + p.steps_left)
         if eviction is not None:
             return _given_up(p, eviction)
@@ -145,12 +154,12 @@ def _given_up(p: JobForecast, eviction: EvictionPlan) -> Refusal:
     return Refusal(p.job.id, f"{' and '.join(names)} {verb}", devices=eviction.offer.devices)
 
 
-def _alike(job: Job, view: View) -> object:
+def _alike(job: Job, view: View, longest_s: float) -> object:
     """Properties that decide about a command besides the free resources; None: others matter, too."""
     if job.spec.kind is not JobKind.COMMAND or job.excluded_hosts or job.not_before_s > view.now_s:
         return None
     spec = job.spec
-    return spec.resources, spec.tenant, spec.guaranteed, job.priority, spec.time_limit_s, run_key(job)
+    return spec.resources, spec.tenant, spec.guaranteed, job.priority, longest_s
 
 
 def _may_not_pass(ctx: PassContext) -> str:

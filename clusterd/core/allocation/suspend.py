@@ -14,31 +14,43 @@ from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
 from clusterd.core.state import Claim, Outcome
 from clusterd.core.view import Refusal, View
-from clusterd.types import Device, HostState, JobId, JobKind
+from clusterd.types import Device, HostState, JobId, JobKind, JobState
 
 CLAIM_S = 900.0
 """A claim that is not met within this is dropped: what was to be freed does not come free."""
 
 
+def suspendable(ctx: PassContext) -> dict[JobId, float]:
+    """Seconds that a restart costs each running job that may be suspended in this pass.
+
+    A job is not suspended twice within the pause between migrations, and within the budget of its life for them only.
+    """
+    if ctx.suspendable is None:
+        ctx.suspendable = {}
+        costs = ctx.costs
+        for v in ctx.holding:
+            restart_s = costs.restart_s(v.job)
+            preempted = sum(a.outcome is Outcome.PREEMPTED for a in v.job.attempts)
+            life_s = executed_s(v.job, ctx.view.now_s) + v.now_s
+            if (preempted + 1) * restart_s <= costs.thresholds.budget * life_s and _can_stop(ctx, v):
+                ctx.suspendable[v.job.id] = restart_s
+    return ctx.suspendable
+
+
 def suspension_s(ctx: PassContext, v: JobForecast, p: JobForecast, for_s: float) -> float | None:
     """Seconds that a running job loses if it is suspended for a queued one; None: it must not be.
 
-    It loses a restart and the time for which the other holds its devices. It is suspended only for a job that needs
-    less time than it has left itself, restart included, so two jobs never suspend each other; not twice within the
-    pause between migrations, and within the budget of its life for migrations. A guaranteed job is suspended only
-    while its average speed since its first start stays at what was promised.
+    It loses a restart and the time for which the other holds its devices. It is suspended only for a job of no lower
+    priority that needs less time than it has left itself, restart included: so two jobs never suspend each other. A
+    guaranteed job is suspended only while its average speed since its first start stays at what was promised.
 
     Args:
         for_s: seconds for which the queued job runs.
     """
-    costs = ctx.costs
-    lost_s = for_s + costs.restart_s(v.job)
-    if v.job.id in ctx.moved or v.now_s <= lost_s or not _can_stop(ctx, v) or v.job.priority > p.job.priority:
+    restart_s = suspendable(ctx).get(v.job.id)
+    if restart_s is None or v.now_s <= for_s + restart_s or v.job.priority > p.job.priority or v.job.id in ctx.moved:
         return None
-    preempted = sum(a.outcome is Outcome.PREEMPTED for a in v.job.attempts)
-    life_s = executed_s(v.job, ctx.view.now_s) + v.now_s
-    if (preempted + 1) * costs.restart_s(v.job) > costs.thresholds.budget * life_s:
-        return None
+    lost_s = for_s + restart_s
     if v.job.spec.guaranteed and not _keeps_guarantee(ctx, v, lost_s):
         return None
     return lost_s
@@ -73,7 +85,7 @@ def _keeps_guarantee(ctx: PassContext, v: JobForecast, lost_s: float) -> bool:
 # --- claims -------------------------------------------------------------------------------------------------------
 
 
-def serve_claims(ctx: PassContext, forecasts: dict[JobId, JobForecast]) -> dict[JobId, Refusal | None]:
+def serve_claims(ctx: PassContext) -> dict[JobId, Refusal | None]:
     """Keep claimed devices for the jobs that claim them.
 
     Returns:
@@ -81,8 +93,7 @@ def serve_claims(ctx: PassContext, forecasts: dict[JobId, JobForecast]) -> dict[
     """
     found: dict[JobId, Refusal | None] = {}
     for job_id, claim in ctx.view.claims.items():
-        p = forecasts.get(job_id)
-        if p is None or not _can_be_met(ctx, claim):
+        if ctx.view.jobs[job_id].state is not JobState.QUEUED or not _can_be_met(ctx, claim):
             ctx.proposal.ends_claims.append(job_id)
             continue
         devices = _claimed(ctx, claim)

@@ -17,7 +17,7 @@ from clusterd.core.ledger import of_ranks, per_host, shape_of
 from clusterd.core.performance_table import Estimate, Shape
 from clusterd.core.state import Description, Job
 from clusterd.core.view import View
-from clusterd.types import Device, JobKind
+from clusterd.types import Device, JobKind, Resources
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
@@ -25,14 +25,38 @@ HOSTS_SPLIT = 3
 """Hosts up to which every way of keeping some of a running job's devices is a point of its curve."""
 
 
-def forecast_request(job: Job, view: View, there: Inventory) -> JobForecast:
+class RequestCurves:
+    """Cache of the curves of queued commands, valid while the cluster stays the same."""
+
+    def __init__(self) -> None:
+        self._there: Inventory | None = None
+        self._known: dict[Resources, Curve] = {}
+
+    def of(self, job: Job, there: Inventory) -> Curve:
+        """Curve of a queued job of which no speed is known."""
+        if job.spec.kind is not JobKind.COMMAND:
+            return _curve(job, there)
+        if there != self._there:
+            self._there = there
+            self._known.clear()
+        wanted = job.spec.resources
+        if wanted not in self._known:
+            self._known[wanted] = _curve(job, there)
+        return self._known[wanted]
+
+
+def _curve(job: Job, there: Inventory) -> Curve:
+    offers = tuple(_offers(job, there))
+    points = {x.devices: x for x in reversed(offers)} or {0: _estimate(Plan(), "", ())}
+    return Curve(points, 1.0, offers, is_request=True)
+
+
+def forecast_request(job: Job, view: View, there: Inventory, curves: RequestCurves) -> JobForecast:
     """Forecast of a job of which no speed is known, queued or running."""
     left_s = expected_left_s(job, view.run_times, view.now_s)
     attempt = job.attempt
     if attempt is None:
-        offers = tuple(_offers(job, there))
-        points = {x.devices: x for x in reversed(offers)} or {0: _estimate(Plan(), "", ())}
-        return JobForecast(job, Curve(points, 1.0, offers, is_request=True), left_s)
+        return JobForecast(job, curves.of(job, there), left_s)
     devices = of_ranks(view.hosts, attempt)
     now = _estimate(
         attempt.plan or Plan(dp=max(len(devices), 1)), devices[0].name if devices else "", shape_of(devices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from clusterd.core.allocation import evacuate_by_restart, resize_unmodelled
 from clusterd.core.allocation.evict import devices_being_freed
 from clusterd.core.allocation.migration_cost import DEFAULT_THRESHOLDS, MigrationThresholds
@@ -13,12 +15,27 @@ from clusterd.core.allocation.suspend import serve_claims
 from clusterd.core.allocation.target_sizes import by_work, shares
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.job_forecast import Curves, JobForecast, forecast_job, take_inventory
-from clusterd.core.estimates.request_forecast import forecast_request
+from clusterd.core.estimates.request_forecast import RequestCurves, forecast_request
 from clusterd.core.placement.cpu_cores import Cores
 from clusterd.core.placement.heterogeneous_search import HeterogeneousEstimates, HeterogeneousSearch
 from clusterd.core.queueing.order import order
 from clusterd.core.view import Proposal, View
 from clusterd.types import JobId
+
+QUEUE_ROUND_S = 30.0
+"""Seconds between two passes while a job waits for devices and nothing happens: rights and pauses depend on time."""
+
+
+class _Forecasts(dict[JobId, JobForecast]):
+    """Forecasts by job; those of jobs without a performance model are made when they are asked for first."""
+
+    def __init__(self, known: Mapping[JobId, JobForecast], make: Callable[[JobId], JobForecast]) -> None:
+        super().__init__(known)
+        self._make = make
+
+    def __missing__(self, job: JobId) -> JobForecast:
+        found = self[job] = self._make(job)
+        return found
 
 
 class Default:
@@ -35,6 +52,7 @@ class Default:
     def __init__(self, thresholds: MigrationThresholds = DEFAULT_THRESHOLDS) -> None:
         self.thresholds = thresholds
         self._curves = Curves()
+        self._requests = RequestCurves()
         self._estimates = HeterogeneousEstimates()
 
     def propose(self, view: View) -> Proposal:
@@ -43,13 +61,13 @@ class Default:
         Last the cores, which hold nobody up: they follow the devices.
         """
         there = take_inventory(view)
-        forecasts: dict[JobId, JobForecast] = {}
+        known: dict[JobId, JobForecast] = {}
         for job in [*view.queued, *view.running]:
-            curve = self._curves.of(job, view, there)
             is_due = job.attempt is not None or job.not_before_s <= view.now_s
-            modelled = forecast_job(job, curve, view) if curve is not None and is_due else None
-            forecasts[job.id] = modelled or forecast_request(job, view, there)
-        known = {job: p for job, p in forecasts.items() if not p.curve.is_request}
+            curve = self._curves.of(job, view, there) if is_due else None
+            if curve is not None:
+                known[job.id] = forecast_job(job, curve, view)
+        forecasts = _Forecasts(known, lambda job: forecast_request(view.jobs[job], view, there, self._requests))
         running = [known[j.id] for j in view.running if j.id in known and is_settled(j)]
         waiting = [known[j.id] for j in view.queued if j.id in known]
         cores = Cores(view, running)
@@ -74,18 +92,20 @@ class Default:
             spare=total - sum(sizes.values()),
         )
         evacuate(ctx)
-        claims = serve_claims(ctx, forecasts)
+        claims = serve_claims(ctx)
         # A claim is met first: its devices are free for nobody else.
         ordered_jobs = order(view, forecasts)
         for job in [*(j for j in ordered_jobs if j.id in claims), *(j for j in ordered_jobs if j.id not in claims)]:
-            start_waiting(ctx, forecasts[job.id], claims)
+            start_waiting(ctx, job, forecasts, claims)
         if ctx.backfill is None and view.reservation is not None:
             proposal.ends_reservation = True
         exchange_devices(ctx)
-        short = [refusal.devices for refusal in proposal.refusals if forecasts[refusal.job].curve.is_request]
+        short = [refusal.devices for refusal in proposal.refusals if refusal.job not in known]
         if not any(short):
             scale_up(ctx)
             rebalance(ctx)
         proposal.moves += resize_unmodelled.growth(view, short, skip={*known, *(move.job for move in proposal.moves)})
         cores.share_out(proposal)
+        if not view.has_round and any(refusal.is_shortage for refusal in proposal.refusals):
+            proposal.again_s = QUEUE_ROUND_S
         return proposal

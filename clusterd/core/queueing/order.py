@@ -29,8 +29,8 @@ STARVED_S = 1800.0
 
 def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
     """Queued jobs in the order in which they are considered; a requeued job keeps its time of submission."""
-    known = {job: p for job, p in forecasts.items() if not p.curve.is_request}
     queued = view.queued
+    known = {job.id: p for job in queued if (p := forecasts.get(job.id)) is not None and not p.curve.is_request}
     service = {job.id: attained_s(job, view.now_s) for job in queued}
     by_service = ranks(service)
     foreseeable = [job for job in queued if job.id in known and job.predictable is not False]
@@ -40,7 +40,7 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
 
     def key(job: Job) -> tuple[object, ...]:
         score = by_service[job.id] + by_gain.get(job.id, by_service[job.id])
-        starved = is_starved(forecasts[job.id], view.now_s)
+        starved = is_starved(job, forecasts, view.now_s)
         return (
             -job.priority,
             not starved,
@@ -57,9 +57,12 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
     return sorted(queued, key=key)
 
 
-def is_starved(p: JobForecast, now_s: float) -> bool:
+def is_starved(job: Job, forecasts: Mapping[JobId, JobForecast], now_s: float) -> bool:
     """True where a job has waited long, and long in relation to its run time."""
-    waited_s = now_s - p.job.queued_s
+    waited_s = now_s - job.queued_s
+    if waited_s <= STARVED_S:
+        return False
+    p = forecasts[job.id]
     expected_s = p.left_s(next(iter(p.curve.points.values())))
     return waited_s > max(STARVED_S, STARVED_TIMES * expected_s)
 
