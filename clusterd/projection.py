@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from clusterd.core.allocation.rights import requested_devices
 from clusterd.core.decisions import Decision
 from clusterd.core.estimates.attained_service import is_predictable, steps_left
 from clusterd.core.estimates.heterogeneous_speed import believed
@@ -48,6 +49,8 @@ def job_row(job: Job, state: State) -> Row:
         "devices": list(last.devices) if last else [],
         "hosts": list(last.hosts) if last else [],
         "holds_devices": running is not None,
+        "on_loan": _on_loan(job),
+        "promise": promise_row(job.id, state),
         "step": job.step,
         "steps": (job.shape or {}).get("steps"),
         "first_loss": job.first_loss,
@@ -73,6 +76,22 @@ def job_row(job: Job, state: State) -> Row:
         "migrating": migration_row(running.migration) if running and running.migration else None,
         "migrations": [migration_row(m) for m in job.migrations],
     }
+
+
+def _on_loan(job: Job) -> int:
+    """Devices that a running elastic job holds beyond its request; they go to whoever waits for them."""
+    if job.attempt is None or job.attempt.plan is None or job.pinned is not None:
+        return 0
+    return max(len(job.attempt.devices) - requested_devices(job), 0)
+
+
+def promise_row(job: JobId, state: State) -> Row | None:
+    """Promised start of a queued job and the jobs that it waits for; None: it has no reservation."""
+    promise = state.reservation
+    if promise is None or promise.job != job:
+        return None
+    after = [state.jobs[other].spec.name for other in promise.after]
+    return {"at_s": promise.at_s, "latest_s": promise.latest_s, "after": after}
 
 
 def left_s(job: Job) -> float | None:

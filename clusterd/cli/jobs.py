@@ -72,7 +72,10 @@ def _check_state(state: str) -> None:
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
-    devices = compact_devices(row["devices"]) if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
+    loan = f" ({row['on_loan']} on loan)" if row.get("on_loan") else ""
+    devices = (
+        compact_devices(row["devices"]) + loan if row["holds_devices"] else f"({row['asked']})" if row["asked"] else ""
+    )
     step = f"{row['step']}/{row['steps']}" if row["steps"] else (row["step"] or "")
     loss = f"{row['loss']:.4f}" if row["loss"] is not None else ""
     left_s = row.get("left_s")  # absent from the reply of an older daemon
@@ -226,6 +229,11 @@ def why(job: str, output: str) -> None:
     print(click.style(text, bold=True) if use_colour() else text)
     if silence := _silence(answer):
         print_line(f"  {silence}")
+    if promise := promised(answer):
+        print_line(f"  {promise}")
+    if loan := answer.get("on_loan"):  # absent from the reply of an older daemon
+        held = len(answer["devices"])
+        print_line(f"  holds {held} devices, asked for {held - loan}: {loan} on loan until another job waits for them")
     for host, reason in answer.get("unfit", {}).items():  # absent from the reply of an older daemon
         print_line(f"  {host} is excluded: {reason}")
     for plan, reason in answer.get("refused", {}).items():
@@ -244,6 +252,28 @@ def why(job: str, output: str) -> None:
         first, *others = group  # repeated, as for several hosts
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(first["at_s"]))
         print_line(f"  {at}  {readable_kind(kind)}: {reason}{f' ({1 + len(others)} times)' if others else ''}")
+
+
+def promised(job: dict[str, Any]) -> str:
+    """Sentence about the promised start of a queued job; empty without a reservation."""
+    promise = job.get("promise")
+    if not promise:
+        return ""
+    names = promise["after"]
+    ends = f" when {' and '.join(names[:3])}{' ...' if len(names) > 3 else ''} end{'s' * (len(names) == 1)}" * bool(
+        names
+    )
+    if promise["at_s"] < time.time():
+        return f"next to start,{ends or ' as soon as devices are free'}: expected since {_clock(promise['at_s'])}"
+    latest_s = promise["latest_s"]
+    latest = f", by {_clock(latest_s)} at the latest" if latest_s is not None else ""
+    return f"starts at about {_clock(promise['at_s'])}{latest},{ends}; nobody may delay it"
+
+
+def _clock(at_s: float) -> str:
+    """Time of day, with the date where it is not today's."""
+    at = time.localtime(at_s)
+    return time.strftime("%H:%M" if at[:3] == time.localtime()[:3] else "%m-%d %H:%M", at)
 
 
 def _silence(job: dict[str, Any]) -> str:

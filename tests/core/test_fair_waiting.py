@@ -101,6 +101,22 @@ def test_an_elastic_job_of_unknown_speed_gets_back_what_others_have_on_loan(lab:
     assert shrink is not None and len(shrink.new_ranks) == 2
 
 
+def test_a_loan_goes_back_though_the_request_is_slower_than_fewer_devices(lab: Lab) -> None:
+    """As where devices are slots of few cores: two are slower than one, and only four are faster."""
+    times = {1: 4.0, 2: 4.1, 4: 2.2}
+    odd = tuple(replace(x, step_time_s=times[x.devices]) for x in known().estimates if x.devices in times)
+    lab.host("a", gpus=4, cores=16)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=odd), why="trials"))
+    job, _ = submit(lab, "borrower", 30_000, devices=2)
+    progress(lab, job, 10)
+    lab.now_s += 60.0
+    command, decided = lab.submit("command", devices=2)
+    shrink = d.StartMigration.match(decided, job=job)
+    assert shrink is not None and len(shrink.new_ranks) == 1
+    moved(lab, shrink)
+    assert lab.state(command) == "starting"
+
+
 def test_nobody_gets_more_than_the_loan_by_right(lab: Lab, borrower: JobId) -> None:
     """Three devices are more than the two on loan."""
     _, decided = lab.submit("command", devices=3)

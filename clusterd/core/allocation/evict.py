@@ -135,9 +135,14 @@ def _cheapest(
     search = VictimSearch(ctx.ledger, p, victims, suspension)
 
     def sizes(v: JobForecast) -> tuple[Estimate, ...]:
-        offers = v.curve.offers if v.curve.is_request else v.curve.upto(len(v.devices))
         fewest = least.get(v.job.id)
-        return tuple(x for x in offers if fewest is not None and fewest <= x.devices < len(v.devices))
+        if fewest is None:
+            return ()
+        fastest: dict[object, Estimate] = {}
+        for x in v.curve.offers:
+            if fewest <= x.devices < len(v.devices):
+                fastest.setdefault((x.types, x.shape), x)
+        return tuple(fastest.values())
 
     found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in p.curve.offers[:OFFERS_TRIED] if offer.devices]
     return min((e for e in found if e is not None and e.changes), key=lambda e: e.lost_s, default=None)

@@ -36,7 +36,11 @@ def least_by_right(victim: JobForecast, job: Job) -> int | None:
         return victim.curve.least
     if not on_loan(victim):
         return None
-    return next((n for n in sorted(victim.curve.points) if n >= requested_devices(victim.job)), None)
+    requested = requested_devices(victim.job)
+    offers = victim.curve.offers
+    # The fastest way to run within its request may use fewer devices still.
+    within = [x.devices for x in offers if x.devices <= requested]
+    return within[0] if within else min((x.devices for x in offers), default=None)
 
 
 def claim(victim: Job, job: Job) -> str:
