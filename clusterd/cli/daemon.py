@@ -190,6 +190,8 @@ def status(system: bool, output: str) -> None:
     print(f"  state    {answer['state_dir']} ({answer['events']} events)")
     print(f"  socket   {answer['socket']}")
     print(f"  settings {answer['config'] or 'defaults (no file found or given)'}")
+    if aside := answer.get("set_aside"):
+        print(f"  bug      {aside} events could not be handled and were set aside: see the daemon's log, and report it")
     if trouble := answer.get("trouble"):  # absent from the reply of an older daemon
         print(f"  trouble  events of hosts cannot be journaled yet: {trouble}")
     if answer["recovering"]:

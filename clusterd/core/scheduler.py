@@ -54,7 +54,7 @@ class Scheduler:
 
     @state.setter
     def state(self, state: State) -> None:
-        self._context.state = state
+        self._context.state, self._context.pass_due = state, False
 
     def handle(self, *events: e.Event) -> list[d.Decision]:
         """Take in what happened at one instant, and decide once about all of it.

@@ -127,9 +127,8 @@ class PassContext:
         return p.job.id not in self.moved and self.costs.may_move(p)
 
     def yielding(self) -> list[JobForecast]:
-        """Running jobs that may give devices by right: those that may migrate, with or without a performance model."""
-        requests = [v for v in self.holding if v.curve.is_request and v.job.id not in self.moved]
-        return [*self.migratable(), *(v for v in requests if can_migrate(v.job, self.view) is not None)]
+        """Running jobs that may give devices by right: without the long pauses of migrations that are to pay."""
+        return [v for v in self.holding if v.job.id not in self.moved and can_migrate(v.job, self.view) is not None]
 
     def migratable(self) -> list[JobForecast]:
         """Running jobs that may migrate now; cached until one migrates, as every waiting job asks."""

@@ -155,6 +155,7 @@ class JobVerbs:
             "scheduling_s": self._engine.scheduling_s,
             "recovering": sorted(state.recovering),
             "trouble": self._engine.trouble,
+            "set_aside": self._engine.set_aside,
         }
 
     async def stop(self, peer: Peer) -> dict[str, Any]:

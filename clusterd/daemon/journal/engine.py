@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import anyio
 import anyio.abc
@@ -17,6 +18,7 @@ import anyio.abc
 from clusterd.core.decisions import Decision
 from clusterd.core.events import ClockSet, Event, EventId
 from clusterd.core.scheduler import Scheduler
+from clusterd.core.state import State
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
 from clusterd.errors import ClusterError
@@ -82,6 +84,8 @@ class Engine:
         self._pending_rows: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start."""
+        self.set_aside = journal.count_set_aside()
+        """Events that the scheduler could not handle; they are stored beside the journal."""
         self.trouble = ""
         """Reason why events wait to be written; empty: none waits."""
 
@@ -175,9 +179,7 @@ class Engine:
         try:
             decisions = self.scheduler.handle(*events)
         except Exception:
-            # Nobody was told that it is done. Kept, it would end every later daemon too, in its replay.
-            await self._keep(self.journal.retract(events[0].id))
-            raise
+            return await self._set_aside(batch, events)
         self.scheduling_s += time.process_time() - started_s
         self._keep_proposal(events[0].id)
         self._on_handled(events, decisions)
@@ -187,6 +189,42 @@ class Engine:
             self._pending_rows.clear()
         if self._last_id - self._snapshot_at >= SNAPSHOT_EVERY:
             await self.snapshot()
+        return True
+
+    async def _set_aside(self, batch: list[_Posted], events: Sequence[Event]) -> bool:
+        """Go on from the last good state without the event that raises in the scheduler; one event must not end all.
+
+        Nobody was told that the batch is done; in the journal it would end every later daemon too, in its replay.
+
+        Returns:
+            False: the journal cannot be written; the batch waits.
+        """
+        why = traceback.format_exc()
+        try:
+            await self.journal.retract(events[0].id)
+            await self.journal.execute(self._pending_rows)  # the replay below needs the newest proposals
+            self._pending_rows.clear()
+            if len(batch) == 1:
+                await self.journal.set_aside(events[0], why)
+        except ClusterError as error:
+            log.error("%s", error)
+            self._put_off(batch, error)
+            return False
+        before = self.scheduler.state
+        self.scheduler.state = State()
+        self.restore()
+        for each in fields(State):  # others hold this very object
+            setattr(before, each.name, getattr(self.scheduler.state, each.name))
+        self.scheduler.state = before
+        if len(batch) > 1:  # one of them raises: the others happen
+            results = [await self._handle([posted]) for posted in batch]
+            return all(results)
+        kind = type(events[0]).__name__
+        log.error("a bug: the scheduler cannot handle %s, which is set aside; please report this:\n%s", kind, why)
+        self.set_aside += 1
+        if not batch[0].has_happened:
+            batch[0].error = ClusterError(f"a bug of clusterd: it cannot handle this {kind}; see the daemon's log")
+        batch[0].done.set()
         return True
 
     async def snapshot(self) -> None:

@@ -53,6 +53,12 @@ SCHEMA = f"""
     COMMIT;
 """
 
+SET_ASIDE = """
+    CREATE TABLE IF NOT EXISTS set_aside (
+        id INTEGER PRIMARY KEY, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, why TEXT NOT NULL
+    )
+"""
+
 SELECT_BATCHES = """
     SELECT events.batch, events.kind, events.body, proposals.body
     FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > ? ORDER BY events.id
@@ -101,6 +107,8 @@ class Journal:
             raise self._unusable("it is a database of another program")
         if version == 0:
             db.executescript(SCHEMA)
+        if version in (0, FORMAT):
+            db.execute(SET_ASIDE)
         elif version > FORMAT:
             raise ClusterError(
                 f"{self.path} was written by a newer clusterd (format {version}, this one knows {FORMAT}): "
@@ -148,6 +156,15 @@ class Journal:
     async def retract(self, first: int) -> None:
         """Remove the events from `first` on, which nobody has seen; rows beside them go at the next start."""
         await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
+
+    async def set_aside(self, event: Event, why: str) -> None:
+        """Store an event that the scheduler cannot handle outside of the journal, with the reason, for a bug report."""
+        row = (event.at_s, type(event).__name__, codec.encode(event), why)
+        await self._transaction([("INSERT INTO set_aside (at_s, kind, body, why) VALUES (?, ?, ?, ?)", row)])
+
+    def count_set_aside(self) -> int:
+        """Number of events that were set aside."""
+        return int(self._at_start(lambda: self._db.execute("SELECT count(*) FROM set_aside").fetchone())[0])
 
     async def record(self, at_s: float, decisions: Sequence[Any], extra: Iterable[Statement] = ()) -> None:
         """Store decisions with their reasons, for display: a replay makes them again from the proposals."""
