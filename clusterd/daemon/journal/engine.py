@@ -77,6 +77,7 @@ class Engine:
         self.scheduler = scheduler
         self._on_handled = on_handled
         self._posted: list[_Posted] = []
+        self._one_by_one = 0  # waiting events of a batch in which one raised
         self._wake = anyio.Event()
         self._last_id = 0
         self._snapshot_at = 0
@@ -142,7 +143,9 @@ class Engine:
             self.mind_the_clock()
             is_written = True
             while self._posted and is_written:
-                batch, self._posted = self._posted[:BATCH_MAX], self._posted[BATCH_MAX:]
+                most = 1 if self._one_by_one else BATCH_MAX
+                self._one_by_one = max(self._one_by_one - 1, 0)
+                batch, self._posted = self._posted[:most], self._posted[most:]
                 is_written = await self._handle(batch)
 
     def mind_the_clock(self) -> None:
@@ -217,8 +220,10 @@ class Engine:
             setattr(before, each.name, getattr(self.scheduler.state, each.name))
         self.scheduler.state = before
         if len(batch) > 1:  # one of them raises: the others happen
-            results = [await self._handle([posted]) for posted in batch]
-            return all(results)
+            for posted in batch:
+                posted.extra = ()  # the rows beside it are written already
+            self._posted, self._one_by_one = [*batch, *self._posted], len(batch)
+            return True
         kind = type(events[0]).__name__
         log.error("a bug: the scheduler cannot handle %s, which is set aside; please report this:\n%s", kind, why)
         self.set_aside += 1
