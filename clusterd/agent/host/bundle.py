@@ -14,7 +14,15 @@ from typing import NamedTuple
 from clusterd.agent.host import programs
 
 _WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "plans")
-_SINGLE = ("__init__.py", "exit_reasons.py", "datasets.py", "errors.py", "niceness.py")
+_SINGLE = (
+    "__init__.py",
+    "datasets.py",
+    "errors.py",
+    "exit_reasons.py",
+    "niceness.py",
+    "socket_files.py",
+    "timeouts.py",
+)
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 

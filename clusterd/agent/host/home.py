@@ -119,19 +119,6 @@ def attempt_name(job: str, attempt: int, generation: int) -> str:
     return f"{job}.{attempt:d}" if generation <= 1 else f"{job}.{attempt:d}.{generation:d}"
 
 
-def inode(path: Path) -> int | None:
-    """Inode number of the file at `path`; None if there is none."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None
-
-
-def is_still(path: Path, made: int | None) -> bool:
-    """True if the file at `path` still has the inode `made`; false if it was removed or replaced."""
-    return made is not None and inode(path) == made
-
-
 def forget_directory(sockets: Path) -> None:
     """Remove an empty directory of sockets below /tmp."""
     if sockets.parent == Path("/tmp"):
