@@ -18,16 +18,18 @@ from profiling.table import TableError, read_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 2 for input that cannot be used."""
+    """Run one command and return its exit code: 2 for unusable input."""
     parser = argparse.ArgumentParser(prog="python -m profiling", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("evaluate", help="pick trials from a table of measured step times, predict the rest")
-    command.add_argument("table", type=Path, help="CSV file, one measured plan a row")
+    command.add_argument("table", type=Path, help="CSV file with one measured plan per row")
     command.add_argument("--budget", type=int, default=7, help="trials per model (default 7)")
     command.add_argument("--seeds", type=int, default=20, help="repeats per model (default 20)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument("--fast", action="store_true", help="without leave_one_model_out_error")
-    command.add_argument("--one-cluster", action="store_true", help="models share what they show of links and cards")
+    command.add_argument("--fast", action="store_true", help="skip leave_one_model_out_error")
+    command.add_argument(
+        "--one-cluster", action="store_true", help="models share their estimates of links and network cards"
+    )
     given = parser.parse_args(arguments)
     for name, least in (("budget", 1), ("seeds", 1)):
         if getattr(given, name) < least:
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    """Tables: the figures beside their aims, and each model and family."""
+    """Print two tables: the figures with their aims, and the errors of each model and family."""
     table = Table(title=f"{result['budget']} trials per model, {result['seeds']} seeds", title_justify="left")
     for column in ("figure", "measured", "aim", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")

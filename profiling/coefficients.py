@@ -1,7 +1,7 @@
-"""The coefficients of the performance model: what each means, its unit, and what is believed of it before measuring.
+"""Coefficients of the performance model: meaning, unit and prior of each.
 
-All are positive and fitted as logarithms: a prior of width 0.7 says "within a factor of 2, two times in three".
-Figures of a data sheet or of a probe narrow the hardware's; what depends on the model stays wide.
+All are positive and fitted as logarithms: a prior of width 0.7 means "within a factor of 2 with probability 2/3". Data
+sheets and probes narrow the priors of the hardware's coefficients; those that depend on the model stay wide.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Coefficient:
-    """One number of the model, and the prior of it."""
+    """One coefficient of the performance model, with its prior."""
 
     name: str
     unit: str
@@ -66,7 +66,7 @@ ALL: tuple[Coefficient, ...] = (
         0.04,
         0.8,
         "model",
-        "part of the compute that tensor parallelism does not cut",
+        "part of the compute that tensor parallelism does not shard",
         "norms, dropout, residuals: a few percent",
     ),
     Coefficient(
@@ -85,7 +85,7 @@ ALL: tuple[Coefficient, ...] = (
         0.01,
         "hardware",
         "power with which ranks on one host slow each other's compute",
-        "none between GPUs, which share nothing that they compute with; CPU devices share caches and memory",
+        "none between GPUs; CPU devices share caches and memory",
     ),
     Coefficient(
         "sharded_path", "1", 1.0, 0.04, "model", "slowness of forward and backward under ZeRO", "hooks and buckets"
@@ -96,7 +96,7 @@ ALL: tuple[Coefficient, ...] = (
         0.4,
         1.2,
         "model",
-        "gradient traffic hides behind the backward pass: norm of 1 + this (1: in turn; infinite: fully)",
+        "overlap of gradient traffic with the backward pass: norm of 1 + this (0: none; infinite: full)",
         "Pollux, section 3.2",
     ),
     Coefficient(
@@ -105,10 +105,12 @@ ALL: tuple[Coefficient, ...] = (
         120e9,
         1.0,
         "hardware",
-        "of one rank's collective inside a host",
+        "bandwidth of one rank's collective inside a host",
         "PCIe 12, NVLink 50 to 300 GB/s",
     ),
-    Coefficient("network_rate", "byte/s", 10e9, 1.0, "hardware", "through one network card", "10 Gbit/s to 400 Gbit/s"),
+    Coefficient(
+        "network_rate", "byte/s", 10e9, 1.0, "hardware", "bandwidth of one network card", "10 Gbit/s to 400 Gbit/s"
+    ),
     Coefficient(
         "card_growth",
         "1",
@@ -116,10 +118,16 @@ ALL: tuple[Coefficient, ...] = (
         0.25,
         "hardware",
         "power with which network bandwidth grows with the cards in use",
-        "1: rails of their own; 0: one shared link",
+        "1: a link per card; 0: one shared link",
     ),
     Coefficient(
-        "local_latency_s", "s", 2e-5, 1.0, "hardware", "of one hop of a collective inside a host", "NCCL, 10 to 50 us"
+        "local_latency_s",
+        "s",
+        2e-5,
+        1.0,
+        "hardware",
+        "latency of one hop of a collective inside a host",
+        "NCCL, 10 to 50 us",
     ),
     Coefficient(
         "network_latency_s",
@@ -127,7 +135,7 @@ ALL: tuple[Coefficient, ...] = (
         2.5e-3,
         0.8,
         "hardware",
-        "of a step's gradient traffic per further host",
+        "latency that each further host adds to a step's gradient traffic",
         "tens of buckets, 20 to 100 us each",
     ),
     Coefficient(
@@ -136,7 +144,7 @@ ALL: tuple[Coefficient, ...] = (
         1.0,
         0.4,
         "model",
-        "tensor-parallel traffic over what bytes and bandwidth say",
+        "time of tensor-parallel traffic, relative to bytes over bandwidth",
         "small messages, 2 or 4 bytes a number",
     ),
     Coefficient(
@@ -145,8 +153,8 @@ ALL: tuple[Coefficient, ...] = (
         1.0,
         0.6,
         "model",
-        "delays of tensor-parallel sums, relative to those of a hop",
-        "what the framework does for each sum: on CPU hosts more than the sum takes",
+        "latency of a tensor-parallel all-reduce, relative to that of a hop",
+        "overhead of the framework per all-reduce: on CPU hosts more than the all-reduce itself",
     ),
     Coefficient(
         "pipe_slowness",
@@ -154,7 +162,7 @@ ALL: tuple[Coefficient, ...] = (
         1.5,
         0.6,
         "model",
-        "pipeline traffic over what bytes and bandwidth say",
+        "time of pipeline traffic, relative to bytes over bandwidth",
         "no pipelining inside a message; 2 or 4 bytes a number",
     ),
     Coefficient(
@@ -163,7 +171,7 @@ ALL: tuple[Coefficient, ...] = (
         1.0,
         0.4,
         "model",
-        "ZeRO's gathering of parameters, relative to scattering gradients",
+        "time of ZeRO's all-gather of parameters, relative to the reduce-scatter of gradients",
         "2 or 4 bytes a number, fewer buckets",
     ),
     Coefficient(
@@ -172,7 +180,7 @@ ALL: tuple[Coefficient, ...] = (
         2.5,
         0.6,
         "model",
-        "delays of ZeRO's gathering of parameters, relative to those of summing gradients",
+        "latency of ZeRO's all-gather of parameters, relative to that of the gradients' all-reduce",
         "a message per tensor or partition instead of one per bucket",
     ),
     Coefficient(
@@ -181,7 +189,7 @@ ALL: tuple[Coefficient, ...] = (
         1.0,
         0.2,
         "model",
-        "delays of scattering one micro-batch's gradients, relative to half of summing them",
+        "latency of a micro-batch's reduce-scatter of gradients, relative to half an all-reduce",
         "buckets on GPUs; a message per block with FSDP over gloo",
     ),
     Coefficient(
@@ -190,7 +198,7 @@ ALL: tuple[Coefficient, ...] = (
         1.2e10,
         1.0,
         "model",
-        "optimizer on the device",
+        "optimizer step on the device",
         "Adam moves about 28 bytes a parameter",
     ),
     Coefficient(
@@ -199,7 +207,7 @@ ALL: tuple[Coefficient, ...] = (
         1.5e9,
         0.8,
         "model",
-        "optimizer on one host, all its cores in one rank",
+        "optimizer step on one host, all its cores in one rank",
         "DeepSpeed's CPU Adam, 1 to 2 billion a second",
     ),
     Coefficient(
@@ -208,7 +216,7 @@ ALL: tuple[Coefficient, ...] = (
         2.5e8,
         0.7,
         "model",
-        "optimizer on the host, one thread",
+        "optimizer step on the host, one thread",
         "a core moves 7 to 10 GB/s, Adam about 28 bytes a parameter",
     ),
     Coefficient(
@@ -218,10 +226,16 @@ ALL: tuple[Coefficient, ...] = (
         0.5,
         "model",
         "power with which ranks on one host slow each other's update",
-        "0: each has cores of its own; 1: memory-bound",
+        "0: bound by each rank's own cores; 1: bound by the host's memory",
     ),
     Coefficient(
-        "copy_rate", "byte/s", 8e9, 0.8, "model", "between device and host, one rank", "PCIe 3 and 4, 6 to 25 GB/s"
+        "copy_rate",
+        "byte/s",
+        8e9,
+        0.8,
+        "model",
+        "copies of one rank between device and host",
+        "PCIe 3 and 4, 6 to 25 GB/s",
     ),
     Coefficient(
         "offload_whole_rate",
@@ -229,8 +243,8 @@ ALL: tuple[Coefficient, ...] = (
         6e9,
         0.8,
         "model",
-        "of what each rank does for all it holds before sharding, when it offloads",
-        "norms, casts, flattening of gradients on the way",
+        "work of an offloading rank on its unsharded parameters",
+        "norms, casts and flattening of gradients",
     ),
     Coefficient(
         "offload_s",
@@ -238,17 +252,19 @@ ALL: tuple[Coefficient, ...] = (
         1e-2,
         1.0,
         "model",
-        "of offloading, whatever the size",
+        "constant time of offloading per step",
         "synchronisation of streams, pinned buffers",
     ),
-    Coefficient("step_s", "s", 5e-3, 1.0, "model", "of a step, whatever the plan", "logging, gradient norm, Python"),
+    Coefficient(
+        "step_s", "s", 5e-3, 1.0, "model", "constant time of a step under any plan", "logging, gradient norm, Python"
+    ),
     Coefficient(
         "sample_core_s",
         "core*s",
         1e-5,
         2.0,
         "model",
-        "to load and prepare one sample on one CPU core",
+        "time to load and prepare one sample on one CPU core",
         "tokens: microseconds; images: milliseconds",
     ),
 )
@@ -260,17 +276,20 @@ HARDWARE: tuple[int, ...] = tuple(i for i, c in enumerate(ALL) if c.of == "hardw
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Belief before any measurement: mean and width of each logarithm, in the order of `NAMES`."""
+    """Prior of the coefficients: mean and standard deviation of each logarithm, shape (coefficients,), as `NAMES`."""
 
     mean: Array
     width: Array
 
     @classmethod
     def typical(cls, *, known: Mapping[str, float] | None = None, known_width: float = 0.25) -> Prior:
-        """Of any accelerator; `known` are figures of a data sheet or of probes, in the coefficients' units.
+        """Prior for any accelerator, narrowed by `known`.
 
+        Args:
+            known: figures of a data sheet or of probes by coefficient, in its unit.
+            known_width: largest standard deviation of the logarithm of a known coefficient.
         Raises:
-            ValueError: a name that is no coefficient, or a figure that is not positive.
+            ValueError: a name is not a coefficient, or a figure is not positive.
         """
         mean = np.array([math.log(c.typical) for c in ALL])
         width = np.array([c.width for c in ALL])
@@ -284,11 +303,11 @@ class Prior:
         return cls(mean, width)
 
     def holding(self, name: str, typical: float, width: float) -> Prior:
-        """The same beliefs but for one coefficient."""
+        """The same prior with another value and width for one coefficient."""
         mean, widths = self.mean.copy(), self.width.copy()
         mean[INDEX[name]], widths[INDEX[name]] = math.log(typical), width
         return Prior(mean, widths)
 
     def scaled(self, factor: float) -> Prior:
-        """The same beliefs, held less (above 1) or more firmly."""
+        """The same prior with all widths multiplied by `factor`."""
         return Prior(self.mean, self.width * factor)

@@ -1,6 +1,6 @@
-"""Throughput curves of a job over each resource, on which allocation decides.
+"""Throughput curves of a job over each resource, for allocation decisions and display.
 
-A point is the best plan on one allocation. Envelopes are monotone: whoever is given more may leave it unused.
+A point is the best plan on one allocation. Envelopes are monotone, because a job need not use all it is granted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Fits = Callable[[Plan, Allocation], bool]
 class Point:
     """The best plan on one allocation."""
 
-    amount: float  # of the resource along the curve, in its unit
-    allocation: Allocation  # that the plan would use
+    amount: float  # of the curve's resource, in its unit
+    allocation: Allocation
     plan: Plan
     step_time_s: float
     lower_s: float  # of the 90% interval
@@ -36,7 +36,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Best points over growing amounts of one resource. Amounts on which nothing can run are left out."""
+    """Best points over increasing amounts of one resource, without amounts on which no plan can run."""
 
     resource: str
     points: tuple[Point, ...]
@@ -46,7 +46,7 @@ class Curve:
         return max((p for p in self.points if p.amount <= amount), key=lambda p: p.amount, default=None)
 
     def gain(self, amount: float) -> float:
-        """Samples/s more per further unit, to the next better point; 0 where more does not help."""
+        """Gain in samples/s per additional unit, to the best later point; 0 if more does not help."""
         here = self.at(amount)
         now = here.throughput if here is not None else 0.0
         slopes = [(p.throughput - now) / (p.amount - amount) for p in self.points if p.amount > amount]
@@ -56,7 +56,11 @@ class Curve:
 def best_points(
     fit: Fit, workload: Workload, choices: Sequence[tuple[float, Allocation, Iterable[Plan]]], fits: Fits | None = None
 ) -> tuple[Point, ...]:
-    """The best plan for each (amount, allocation, plans), all predicted in one call; those with none are left out."""
+    """Best plan for each (amount, allocation, plans), predicted in one call; choices without a usable plan are omitted.
+
+    Args:
+        fits: whether a plan fits in the memory of an allocation; default: every plan does.
+    """
     rows: list[Row] = []
     owners: list[int] = []
     for index, (_, allocation, plans) in enumerate(choices):
@@ -70,7 +74,7 @@ def best_points(
     low, high = prediction.interval(0.9)
     times = prediction.median_s
     owned = np.array(owners)
-    # Of each choice the fastest row, and of equals the first listed.
+    # The fastest row of each choice; the first of equals.
     order = np.lexsort((np.arange(len(rows)), times, owned))
     first = order[np.unique(owned[order], return_index=True)[1]]
     return tuple(
@@ -88,7 +92,7 @@ def best_points(
 
 
 def envelope(resource: str, points: Iterable[Point]) -> Curve:
-    """Points that beat every one with less; a point that more would not improve stands for the larger amounts too."""
+    """Points that are faster than every point with less of the resource, in order of the amount."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.amount, -p.throughput)):
         if not best or point.throughput > best[-1].throughput:
@@ -101,7 +105,7 @@ def envelope(resource: str, points: Iterable[Point]) -> Curve:
 def packed(
     devices: int, per_host: int, *, cores_per_device: int = 0, device_type: str = "", speed: float = 1.0
 ) -> Allocation:
-    """So many devices on as few hosts as can be: what a curve supposes, before placement says otherwise."""
+    """Allocation of `devices` devices on the fewest hosts, which curves assume because placement comes later."""
     counts = [per_host] * (devices // per_host) + ([devices % per_host] if devices % per_host else [])
     return Allocation(tuple(HostShare(n, n * cores_per_device, device_type, speed) for n in counts))
 
@@ -118,7 +122,13 @@ def over_devices(
     speed: float = 1.0,
     fits: Fits | None = None,
 ) -> Curve:
-    """Over the number of devices. `plans` lists the legal ones for a number of devices (`plans.enumerate`)."""
+    """Throughput over the number of devices, packed on hosts of `per_host` devices.
+
+    Args:
+        plans: legal plans for a number of devices (`plans.enumerate`).
+        counts: numbers of devices to evaluate.
+        speed: of one device, relative to the type for which `fit` was made.
+    """
     choices = [
         (
             float(n),
@@ -138,7 +148,7 @@ def over_cores(
     cores: Iterable[int],
     fits: Fits | None = None,
 ) -> Curve:
-    """Over CPU cores per host, on the same devices."""
+    """Throughput over the total number of CPU cores, on the devices of `allocation`; `cores`: cores per host."""
     choices = [
         (
             float(n * len(allocation.hosts)),
@@ -159,7 +169,7 @@ def over_host_memory(
     amounts_bytes: Iterable[int],
     needs_bytes: Callable[[Plan], int],
 ) -> Curve:
-    """Over memory of each host. `needs_bytes`: what a plan takes of a host's memory (offload)."""
+    """Throughput over the memory of each host; `needs_bytes`: host memory that a plan needs, for example to offload."""
     needs = {plan: needs_bytes(plan) for plan in plans}
     choices = [(float(amount), allocation, [p for p in plans if needs[p] <= amount]) for amount in amounts_bytes]
     return envelope("host memory", best_points(fit, workload, choices))
@@ -168,7 +178,7 @@ def over_host_memory(
 def over_bandwidth(
     fit: Fit, workload: Workload, plans: Sequence[Plan], allocation: Allocation, factors: Iterable[float]
 ) -> Curve:
-    """Over the network's bandwidth, as a multiple of what was fitted."""
+    """Throughput over the network's bandwidth, as multiples of the fitted one."""
     points: list[Point] = []
     for factor in factors:
         points += best_points(with_bandwidth(fit, factor), workload, [(factor, allocation, plans)])
@@ -176,13 +186,13 @@ def over_bandwidth(
 
 
 def with_bandwidth(fit: Fit, factor: float) -> Fit:
-    """The fit, were the network so many times as fast.
+    """The fit with the network's bandwidth multiplied by `factor`.
 
     Raises:
-        ValueError: a factor that is not positive.
+        ValueError: the factor is not positive.
     """
     if not factor > 0:
-        raise ValueError(f"a network {factor} times as fast cannot be; give a factor above 0")
+        raise ValueError(f"the bandwidth factor is {factor}; give a factor above 0")
     shift = np.zeros(len(fit.best.logs))
     shift[INDEX["network_rate"]] = np.log(factor)
     return replace(fit, posteriors=tuple(replace(p, logs=p.logs + shift) for p in fit.posteriors))

@@ -1,7 +1,7 @@
-"""Design of trials: the most informative ones about relevant plans per second of device time.
+"""Design of trials: the plans whose measurement is most informative per device-second.
 
-Greedy V-optimal: the next trial is the one whose measurement, under the model as it stands, most reduces the mean
-variance of the predictions that will be asked for; less a price per device-second, and per further host.
+Greedy V-optimal design: the next trial is the one whose measurement, under the current fit, most reduces the mean
+variance of the target predictions, less a price for device-seconds and for a second host.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class DesignOptions:
     budget: int = 7  # trials
     most_hosts: int = 2
     batch: int = 1  # trials between refits
-    price: float = 0.08  # gain that a trial must bring more, for each doubling of its device-seconds
-    host_price: float = 0.1  # ... for a second host
-    jitter: float = 0.0  # of scores, so that repeats differ
+    price: float = 0.08  # log gain that each doubling of device-seconds must bring
+    host_price: float = 0.1  # log gain that using more than one host must bring
+    jitter: float = 0.0  # standard deviation of noise added to scores, so that repeats differ
 
 
 DEFAULT_DESIGN = DesignOptions()
@@ -43,11 +43,11 @@ def next_trials(
     """Indices of the candidates to run next, best first; empty when the budget is spent.
 
     Args:
-        targets: what predictions will be asked for.
-        candidates: what could be tried.
-        hosts: of each candidate.
-        device_seconds: expected cost of each candidate.
-        done: candidates that have been tried.
+        targets: rows whose prediction matters.
+        candidates: rows that could be measured.
+        hosts: number of hosts of each candidate, shape (candidates,).
+        device_seconds: expected cost of each candidate, shape (candidates,).
+        done: indices of candidates that have been measured.
     """
     wanted = min(options.batch, options.budget - len(done))
     allowed = (hosts <= options.most_hosts).astype(bool)
@@ -77,9 +77,10 @@ def next_trials(
 
 
 def _covariance(fit: Fit, targets: Rows, candidates: Rows) -> Array:
-    """Of the logarithms of all predictions, targets first.
+    """Covariance of the logarithms of the predictions, targets first: shape (rows, rows).
 
-    Over all structures that may be: where they disagree on two rows alike, measuring one tells of the other.
+    Taken over all possible structures: if these disagree about two rows in the same way, measuring one row informs
+    about the other.
     """
     rows = targets
     if candidates is not targets:

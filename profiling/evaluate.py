@@ -1,7 +1,7 @@
-"""Evaluation of the performance model: pick trials from a table of step times, predict the other rows.
+"""Evaluation of the performance model: choose trials from a table of step times, predict the other rows.
 
-The picker sees which plans on which allocations there are, never their times before it has chosen them; the fit sees
-the chosen rows' step times and nothing else. Models share nothing.
+The choice of trials sees the plans and allocations of all rows, but the step times of chosen rows only; so does the
+fit. Models share nothing unless the caller asks for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ AIMS: Mapping[str, tuple[float, float]] = {
     "regret_within_5pct": (0.9, 1.0),
     "coverage_90": (0.80, 0.98),
 }
-"""Least and most that each figure should be."""
+"""Smallest and largest acceptable value of each figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Everything that is chosen before a table is seen."""
+    """All settings that are fixed before the table is read."""
 
     prior: Prior
     fit: FitOptions = DEFAULT_FIT
@@ -42,20 +42,20 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One profiling of one model, held against what was measured."""
+    """Result of profiling one model once, compared with all its measurements."""
 
     chosen: tuple[int, ...]
     fit: Fit
     prediction: Prediction
-    held_out: Array  # indices of rows
-    errors: Array  # relative, signed, of every row
-    covered: NDArray[np.bool_]  # whether each row is inside its 90% interval
-    regrets: tuple[float, ...]  # one for each allocation with a choice of plans
-    device_seconds: float  # of one step of each trial
+    held_out: Array  # indices of the rows that were not trials
+    errors: Array  # relative, signed; shape (rows,)
+    covered: NDArray[np.bool_]  # true for rows inside their 90% interval; shape (rows,)
+    regrets: tuple[float, ...]  # relative loss by the chosen plan, per allocation with several plans
+    device_seconds: float  # sum over one step of each trial
 
 
 def default_method() -> Method:
-    """As the product has it, for hardware of which nothing is known."""
+    """Settings of the product, for unknown hardware."""
     return Method(Prior.typical())
 
 
@@ -63,13 +63,13 @@ def profile(rows: Sequence[Measured], method: Method, budget: int, seed: int) ->
     """Choose trials, fit, predict.
 
     Args:
-        seed: of the small random part of each choice: which of two near-equal trials is run first.
+        seed: of the jitter of scores, which decides between nearly equal trials.
     """
     features = Rows.of(m.row for m in rows)
     times = np.array([m.step_time_s for m in rows])
     hosts = np.array([m.hosts for m in rows])
     devices = np.array([m.row.allocation.devices for m in rows])
-    # Of a small table a third is left to be predicted.
+    # At least a third of a small table is held out.
     affordable = min(budget, max(1, len(rows) - max(1, len(rows) // 3)))
     options = replace(method.design, budget=affordable)
     random = np.random.default_rng(seed)
@@ -140,11 +140,13 @@ def evaluate(
     leave_one_out: bool = True,
     one_cluster: bool = False,
 ) -> dict[str, Any]:
-    """Figures overall (each model counts the same), by model and by family; plain values, for JSON.
+    """Evaluate all models; returns figures overall (models weighted equally), by model and by family, as plain values.
 
     Args:
-        one_cluster: all models ran on the same hosts: what the trials of the others showed of links and network cards
-            is believed of each, as it is in a running cluster. Otherwise models share nothing.
+        models: measured rows by model.
+        one_cluster: all models ran on the same hosts: each model's prior uses the estimates of links and network cards
+            from the other models' trials, as in a running cluster. Otherwise models share nothing.
+        leave_one_out: compute `leave_one_model_out_error` too, which takes most of the time.
     Raises:
         ValueError: no model has two rows.
     """
@@ -207,7 +209,7 @@ def evaluate(
 
 
 def _once(rows: Sequence[Measured]) -> list[Measured]:
-    """Repeats as one row, their median: what was measured in a trial is not there to be predicted."""
+    """Merge repeated rows into one with the median time, so that no held-out row repeats a trial."""
     repeats: dict[Row, list[Measured]] = {}
     for one in rows:
         repeats.setdefault(one.row, []).append(one)
@@ -233,7 +235,7 @@ def _without_regret(tally: _Tally) -> dict[str, float | None]:
 
 
 def variants(method: Method) -> list[Method]:
-    """Other beliefs that one could have held: firmer and looser priors, more and less noise, dearer large trials."""
+    """Alternatives to `method`: narrower and wider priors, less and more noise."""
     return [
         replace(method, prior=method.prior.scaled(width), fit=replace(method.fit, noise=noise, misfit=noise * 1.2))
         for width in (0.7, 1.0, 1.4)
@@ -244,7 +246,7 @@ def variants(method: Method) -> list[Method]:
 def leave_one_model_out(
     models: Mapping[str, Sequence[Measured]], *, budget: int, method: Method, seeds: int = 3
 ) -> float | None:
-    """Mean error of each model under the beliefs that suit the *other* models best; None with fewer than two models."""
+    """Mean error of each model under the variant that is best for the *other* models; None with fewer than two."""
     if len(models) < 2:
         return None
     errors: dict[str, list[float]] = {}

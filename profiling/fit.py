@@ -1,8 +1,8 @@
-"""Coefficients from measured step times, and how far to trust what they predict.
+"""Fit of the coefficients to measured step times, and predictions with their uncertainty.
 
 Bounded robust least squares on the logarithm of the step time, with the prior as further residuals; the posterior is
-taken as normal around the optimum (Laplace). Where the cluster's structure is not known, each possibility is fitted
-and weighs by its evidence, so that predictions are mixtures and their intervals tell that the structure is uncertain.
+approximated as normal around the optimum (Laplace). If the cluster's structure is unknown, each possible structure is
+fitted and weighted by its evidence: predictions are mixtures, and their intervals include the uncertain structure.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ _STEP = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """Beliefs about the structure's errors, not about any model or cluster."""
+    """Assumed errors of measurements and of the performance model, for any model and cluster.
 
-    noise: float = 0.025  # of a measured step time, as a standard deviation of its logarithm
-    misfit: float = 0.025  # of the structure itself on a plan unlike the measured ones, likewise
-    beyond: float = 0.06  # likewise, for each doubling of hosts beyond those measured
-    few: float = 5.0  # measurements below which the misfit counts for much more
-    robust: float = 2.0  # residuals of so many noises begin to count less
-    overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # likewise, how well traffic hides
+    Errors are standard deviations of the logarithm of the step time.
+    """
+
+    noise: float = 0.025  # of a measurement
+    misfit: float = 0.025  # of the performance model, on a plan unlike the measured ones
+    beyond: float = 0.06  # of the performance model, per doubling of hosts beyond those measured
+    few: float = 5.0  # number of measurements below which the misfit counts for much more
+    robust: float = 2.0  # residuals above this many noises count less
+    overlaps: tuple[tuple[float, float], ...] = ((0.1, 0.4), (0.5, 0.3), (2.0, 0.3))  # overlap: prior weights
     overlap_width: float = 0.6
     cards: tuple[tuple[int, float], ...] = ((1, 0.25), (2, 0.45), (4, 0.3))  # devices per network card: prior weights
 
@@ -49,13 +52,13 @@ class Posterior:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Step times with their uncertainty: log-normal around the median."""
+    """Log-normal distributions of predicted step times; arrays of shape (rows,)."""
 
     median_s: Array
-    width: Array  # standard deviation of the logarithm, noise of a measurement included
+    width: Array  # standard deviation of the logarithm, including the noise of a measurement
 
     def interval(self, share: float = 0.9) -> tuple[Array, Array]:
-        """Within which a measurement falls with this probability."""
+        """Central interval into which a measurement falls with probability `share`, in seconds: lower, upper."""
         z = float(scipy.special.ndtri(0.5 + share / 2.0))
         return self.median_s * np.exp(-z * self.width), self.median_s * np.exp(z * self.width)
 
@@ -66,17 +69,17 @@ class Fit:
 
     posteriors: tuple[Posterior, ...]
     options: FitOptions
-    noise: float  # pooled from belief and residuals
-    measured: int
-    most_hosts: int  # of a measurement; 0: none
+    noise: float  # of a measurement, pooled from the assumed noise and the residuals
+    measured: int  # number of measurements
+    most_hosts: int  # most hosts of a measurement; 0 without measurements
 
     @property
     def best(self) -> Posterior:
-        """Of the likeliest structure."""
+        """Posterior under the most likely structure."""
         return max(self.posteriors, key=lambda p: p.weight)
 
     def predict(self, rows: Rows) -> Prediction:
-        """Step times of these rows."""
+        """Predict the step times of `rows`."""
         means, variances, weights = [], [], []
         for p in self.posteriors:
             if p.weight < 1e-3:
@@ -88,7 +91,7 @@ class Fit:
         w = np.array(weights)[:, None] / sum(weights)
         mean = (w * np.array(means)).sum(axis=0)
         spread = (w * (np.array(variances) + (np.array(means) - mean) ** 2)).sum(axis=0)
-        # Few measurements cannot have shown where the structure is wrong.
+        # With few measurements, errors of the performance model have not shown yet.
         untested = 1.0 + (self.options.few / max(self.measured, 1)) ** 2
         further = np.maximum(np.log2(rows.column("hosts") / max(self.most_hosts, 1)), 0.0)
         beyond = (self.options.beyond * further) ** 2 * (self.noise / DEFAULT_FIT.noise)
@@ -103,10 +106,13 @@ def fit(
     *,
     start: Fit | None = None,
 ) -> Fit:
-    """Coefficients from measurements; with none, the prior.
+    """Fit the coefficients to measurements; without any, the result is the prior.
 
+    Args:
+        step_times_s: measured seconds of each row, shape (rows,).
+        start: an earlier fit with the same structures, whose optima the search starts from.
     Raises:
-        ValueError: a step time that is not positive and finite.
+        ValueError: a row has no step time that is positive and finite.
     """
     times = np.asarray(step_times_s, dtype=np.float64)
     if times.shape != (len(rows),) or not np.all(np.isfinite(times)) or np.any(times <= 0):
@@ -114,7 +120,7 @@ def fit(
     found = _fit_structures(rows, np.log(times), prior, options, start)
     noise = _pooled_noise(found.residuals, options)
     if noise > 1.3 * options.noise:
-        # The measurements, or the structure, are worse than believed: everything learned from them is less certain.
+        # Measurements or performance model are less accurate than assumed: fit again with a larger noise.
         looser = replace(options, noise=noise, misfit=options.misfit * noise / options.noise)
         found = _fit_structures(rows, np.log(times), prior, looser, found)
         noise = max(noise, _pooled_noise(found.residuals, options))
@@ -126,7 +132,7 @@ def fit(
 @dataclass(frozen=True, slots=True)
 class _Found:
     posteriors: tuple[Posterior, ...]
-    residuals: Array  # of the likeliest structure
+    residuals: Array  # under the most likely structure
 
 
 def _fit_structures(
@@ -156,12 +162,15 @@ def _fit_structures(
 
 
 def _pooled_noise(residuals: Array, options: FitOptions) -> float:
-    """The prior takes up most of what few measurements say of noise: the belief counts as ten of them."""
+    """Noise estimated from the residuals, with the assumed noise weighted as ten measurements.
+
+    The weight is needed because a fit to few measurements leaves small residuals, whatever the noise.
+    """
     return math.sqrt((10.0 * options.noise**2 + float(residuals @ residuals)) / (10.0 + len(residuals)))
 
 
 def linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Array]:
-    """Logarithm of the step times, and its derivatives by the coefficients' logarithms (rows x coefficients)."""
+    """Logarithms of the step times, shape (rows,), and their Jacobian by `logs`, shape (rows, coefficients)."""
     moved = np.vstack([logs, logs + _STEP * np.eye(len(logs))])
     log_s = np.log(predict(moved, rows, structure))
     return log_s[0], ((log_s[1:] - log_s[0]) / _STEP).T
@@ -170,14 +179,14 @@ def linearise(logs: Array, rows: Rows, structure: Structure) -> tuple[Array, Arr
 def _optimise(
     rows: Rows, target: Array, prior: Prior, options: FitOptions, structure: Structure, starts: list[Array]
 ) -> tuple[Array, float]:
-    """Optimum, and the negative logarithm of the posterior there but for constants."""
+    """Optimum, and the negative logarithm of the posterior there up to a constant."""
     if not len(target):
         return prior.mean.copy(), 0.0
     low, high = prior.mean - 4.0 * prior.width, prior.mean + 4.0 * prior.width
 
     def scaled(log_s: Array, logs: Array) -> tuple[Array, Array]:
         z = (log_s - target) / options.noise
-        # Soft-L1 as a residual: its square is the loss, so that the prior's residuals can stay plain squares.
+        # Soft-L1 loss written as a residual, whose square is the loss: the prior's residuals stay plain squares.
         size = np.sqrt(1.0 + (z / options.robust) ** 2)
         soft = np.sign(z) * options.robust * np.sqrt(2.0 * (size - 1.0))
         return soft, (logs - prior.mean) / prior.width
@@ -225,9 +234,9 @@ _ROUGH = (INDEX["compute_rate"], INDEX["network_rate"])
 
 
 def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Array:
-    """Starting point: the best of a grid over the least known coefficients.
+    """Starting point: the best of a grid over the two most uncertain coefficients.
 
-    From far off, a term that is too small to matter has no slope, and the fit would make others pay for it.
+    Far from the optimum a term that is too small to matter has no gradient, and the fit would adjust others instead.
     """
     tries = np.tile(prior.mean, (len(_GRID) ** 2, 1))
     steps = np.stack(np.meshgrid(_GRID, _GRID), axis=-1).reshape(-1, 2)
@@ -238,9 +247,13 @@ def _rough(rows: Rows, target: Array, prior: Prior, structure: Structure) -> Arr
 
 
 def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1.3) -> Prior:
-    """The prior for a further model on hardware that other models were measured on.
+    """Prior for a model on hardware on which other models were measured.
 
-    Only the hardware's coefficients are taken over; efficiency and overlap of one model say nothing of another's.
+    Only coefficients of the hardware are shared: efficiency and overlap differ between models.
+
+    Args:
+        fits: of the other models, by name.
+        discount: factor on their standard deviations.
     """
     mean, width = prior.mean.copy(), prior.width.copy()
     for index in HARDWARE:
@@ -248,7 +261,7 @@ def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1
         values = [prior.mean[index]]
         for known in fits.values():
             variance = known.best.covariance[index, index] * discount**2 + 0.05**2
-            # What measurements added to the prior, so that it is not counted once per model.
+            # Precision that measurements added to the prior, so that the prior is not counted once per model.
             added = max(1.0 / variance - 1.0 / prior.width[index] ** 2, 0.0)
             weights.append(added)
             values.append(float(known.best.logs[index]))
@@ -258,7 +271,7 @@ def share_hardware(prior: Prior, fits: Mapping[str, Fit], *, discount: float = 1
 
 
 def share_cards(options: FitOptions, fits: Mapping[str, Fit]) -> FitOptions:
-    """Weights of how many devices share a network card, after what other models on the same hosts have shown."""
+    """Options whose weights of devices per network card follow the fits of other models on the same hosts."""
     logs = {card: math.log(weight) for card, weight in options.cards}
     total = sum(weight for _, weight in options.cards)
     for known in fits.values():
@@ -266,6 +279,6 @@ def share_cards(options: FitOptions, fits: Mapping[str, Fit]) -> FitOptions:
             found = sum(p.weight for p in known.posteriors if p.structure.devices_per_card == card)
             logs[card] += math.log(max(found, 0.02) / (weight / total))
     most = max(logs.values())
-    # None is ever given up: what few runs have shown may be chance.
+    # No possibility is excluded, because a few runs may mislead by chance.
     weights = {card: max(math.exp(log - most), 0.01) for card, log in logs.items()}
     return replace(options, cards=tuple((card, w / sum(weights.values())) for card, w in weights.items()))

@@ -1,4 +1,4 @@
-"""Device types of a cluster, and the shapes of allocation that a job may get."""
+"""Device types of a cluster, and the shapes of allocations on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from profiling.fit import DEFAULT_FIT, FitOptions
 from profiling.placement import Allocation, HostShare
 
 EVERY_COUNT_UP_TO = 16
-"""Larger allocations are looked at in powers of two and whole hosts."""
+"""Every number of devices up to this one is considered; above it, powers of two and whole hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,27 +19,29 @@ class DeviceType:
 
     name: str
     kind: str  # "cuda" or "cpu"
-    per_host: tuple[int, ...]  # of it on each host that has some, most first
-    memory_bytes: int  # of one device, the smallest
-    cores_per_device: int  # host CPU cores that come with one; 0: not known
-    cores_most: int = 0  # of a host, for jobs to share; 0: devices have their own, or it is not known
+    per_host: tuple[int, ...]  # devices on each host that has some, largest first
+    memory_bytes: int  # of the smallest device
+    cores_per_device: int  # a device's share of its host's CPU cores; 0 if unknown
+    cores_most: int = 0  # CPU cores of a host that jobs share; 0 if unknown or if a device is CPU cores
 
     @property
     def devices(self) -> int:
-        """In all."""
+        """Total number of devices."""
         return sum(self.per_host)
 
     def allocation(self, shape: Iterable[int], cores: int | None = None) -> Allocation:
-        """So many devices on each of so many hosts, each with so many cores, by default its share of the host's."""
+        """Allocation with `shape` devices on each host, and `cores` per device (default: the device's share)."""
         each = self.cores_per_device if cores is None else cores
         return Allocation(tuple(HostShare(n, n * each, self.name) for n in shape))
 
 
 def shapes(fleet: DeviceType, most: int | None = None) -> list[tuple[int, ...]]:
-    """Shapes that the hosts allow: for each count the fewest hosts, and even spreads over more; small ones all.
+    """Shapes of allocations that the hosts allow, as devices on each host, largest first.
+
+    For each number of devices: packed on the fewest hosts, and spread evenly over more; up to 4 devices, every shape.
 
     Args:
-        most: devices, at most; default: all there are.
+        most: largest number of devices; default: all devices.
     """
     limit = min(fleet.devices, most or fleet.devices)
     found: dict[tuple[int, ...], None] = {}
@@ -98,17 +100,17 @@ def _partitions(count: int, most: int | None = None) -> list[tuple[int, ...]]:
 def beliefs(kind: str) -> FitOptions:
     """Noise and misfit assumed for a kind of device.
 
-    Ranks on CPU devices share caches, memory and often cores, which the structure does not know: what it foretold there
-    was off by 15 to 25% where seven plans had been measured.
+    Ranks on CPU devices share caches, memory and often cores, which the performance model does not describe: with seven
+    measured plans, its predictions were wrong by 15 to 25%.
     """
     return replace(DEFAULT_FIT, noise=0.05, misfit=0.12) if kind == "cpu" else DEFAULT_FIT
 
 
 def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
-    """Beliefs about a kind of device before anything is measured; `known` are what probes of it found.
+    """Prior for a kind of device; `known`: figures from probes by coefficient.
 
-    A CPU core does 20 to 60 billion operations a second and moves 5 to 20 GB/s; gloo sends a few GB/s through the
-    loopback interface in messages of a tenth of a millisecond.
+    A CPU core does 20 to 60 billion operations per second and moves 5 to 20 GB/s; gloo sends a few GB/s over the
+    loopback interface, with a latency of 0.1 ms per message.
     """
     if kind != "cpu":
         wide = Prior.typical()
@@ -131,9 +133,9 @@ def prior(kind: str, known: dict[str, float] | None = None) -> Prior:
         "offload_s": 1e-3,
     }
     wide = Prior.typical(known=cpu, known_width=0.9).holding("crowding", 0.3, 0.5).holding("tp_messages", 1.0, 1.0)
-    # FSDP gathers and scatters block by block, and each takes milliseconds of Python on a core that has none to spare.
+    # FSDP gathers and scatters block by block, and each block takes milliseconds of Python on a busy core.
     wide = wide.holding("gather_messages", 10.0, 0.8).holding("scatter_messages", 15.0, 0.8)
     for name, value in (known or {}).items():
-        # A probe is the best case of one kernel; a model's are smaller and many.
+        # A probe measures the best case of one large kernel; a model runs many smaller ones.
         wide = wide.holding(name, value * (0.6 if name == "compute_rate" else 1.0), 0.7)
     return wide

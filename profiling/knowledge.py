@@ -21,16 +21,16 @@ from profiling.online import OnlineFit
 from profiling.workload import Workload
 
 USABLE_SHARE = 0.92
-"""Of a device's memory: fragmentation and the driver take the rest."""
+"""Usable part of a device's memory; fragmentation and the driver take the rest."""
 
 BUDGET = 7
-"""Plans that are tried of one model on one type of device."""
+"""Most plans tried of one model on one type of device."""
 
 WORTH_KNOWING = 0.02
-"""Expected loss of step time, for want of knowing better, below which no trial is worth its moves."""
+"""Expected relative gain in step time below which a trial is not worth its migrations."""
 
 WORTH_CORES = 0.03
-"""Of the step time: what more CPU cores must save at least."""
+"""Smallest part of the step time that more CPU cores must save."""
 
 _CORES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _ACCUMULATIONS = tuple(2**i for i in range(11))
@@ -39,38 +39,38 @@ _LISTED = 400
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """One plan on one shape of allocation, with what is believed of it."""
+    """Prediction for one plan on one shape of allocation."""
 
     plan: Plan
     shape: tuple[int, ...]
     step_time_s: float
     lower_s: float  # of the 90% interval
     upper_s: float
-    width: float  # of the logarithm, without a measurement's noise
+    width: float  # standard deviation of the logarithm, without the noise of a measurement
     memory: MemoryEstimate
-    core_times: tuple[tuple[int, float], ...] = ()  # step time by cores beside each device; empty: all alike
+    core_times: tuple[tuple[int, float], ...] = ()  # step time by cores per device; empty: independent of cores
 
 
 @dataclass(slots=True)
 class Knowledge:
-    """A model (by its shape), a type of device, and the fit that goes on learning."""
+    """Shape of a model, a type of device, and the online fit of their measurements."""
 
     model: ModelShape
     workload: Workload
     devices: DeviceType
     online: OnlineFit
-    refused: set[Plan] = field(default_factory=set)  # ran out of memory, or could not be run, when tried
+    refused: set[Plan] = field(default_factory=set)  # ran out of memory or failed in a trial
     _plans: dict[int, list[Plan]] = field(default_factory=dict)
     _memory: dict[Plan, MemoryEstimate] = field(default_factory=dict)
 
     def plans(self, count: int) -> list[Plan]:
-        """Legal ones on exactly so many devices."""
+        """Legal plans on exactly `count` devices."""
         if count not in self._plans:
             self._plans[count] = legal_plans(self.model, count, kind=self.devices.kind, accumulations=_ACCUMULATIONS)
         return self._plans[count]
 
     def memory(self, plan: Plan) -> MemoryEstimate:
-        """Of its largest rank."""
+        """Estimated memory of the plan's largest rank."""
         if plan not in self._memory:
             self._memory[plan] = estimate(plan, self.model, kind=self.devices.kind)
         return self._memory[plan]
@@ -80,7 +80,7 @@ class Knowledge:
         return plan not in self.refused and self.memory(plan).device_bytes <= self.devices.memory_bytes * USABLE_SHARE
 
     def is_needless(self, plan: Plan) -> bool:
-        """True if the plan saves memory needlessly: without that it fits and is never slower."""
+        """True if the plan saves memory needlessly: without the saving it fits too and is never slower."""
         if plan.checkpointing and self.fits(replace(plan, checkpointing=False)):
             return True
         if plan.offload == "none":
@@ -89,11 +89,11 @@ class Knowledge:
         return self.fits(plain)
 
     def row(self, plan: Plan, shape: Iterable[int], cores: int | None = None) -> Row:
-        """For the performance model; with so many cores beside each device, by default its share of the host's."""
+        """Row for the performance model, with `cores` per device (default: the device's share of its host's)."""
         return Row(self.workload, plan, self.devices.allocation(shape, cores))
 
     def ranked(self, shapes: Sequence[tuple[int, ...]], keep: int, always: Iterable[Plan] = ()) -> list[Ranked]:
-        """For each shape the `keep` fastest plans that fit, and those of `always` that have its number of ranks."""
+        """For each shape the `keep` fastest plans that fit, and the plans of `always` with its number of ranks."""
         wanted = list(always)
         pairs = [(plan, shape) for shape in shapes for plan in self._of(sum(shape), wanted)]
         if not pairs:
@@ -122,7 +122,7 @@ class Knowledge:
         return found
 
     def with_cores(self, found: list[Ranked]) -> list[Ranked]:
-        """The same, with step times on fewer and on more cores where these differ; devices with their own have none."""
+        """Add step times by cores per device to plans whose speed depends on them; CPU devices are left as they are."""
         if not self.devices.cores_most:
             return found
 
@@ -158,15 +158,17 @@ class Knowledge:
         least: int = 5,
         budget: int = BUDGET,
     ) -> tuple[Ranked, str] | None:
-        """The plan whose measurement on one of these shapes would teach most, and why; None: nothing is worth a trial.
+        """Next plan to try on one of these shapes, and the reason; None if no trial is worth its cost.
 
-        From `least` on, when the model as a whole is known, the one from which most is expected over what looks best.
+        The first `least` trials are the most informative ones about the whole model. Later trials must offer an
+        expected gain over the plan with the best prediction.
 
         Args:
-            shapes: that the job's own devices allow.
-            tried: plans that were measured, or tried in vain.
-            beside: plan whose ranks train on those devices until the tried plan's are ready: both must fit.
-            least: trials before it is asked whether more are worth it.
+            shapes: shapes of the job's devices.
+            tried: number of plans that were measured or failed in a trial.
+            beside: plan whose ranks train on these devices until those of the tried plan are ready: both must fit.
+            least: number of trials that need no expected gain.
+            budget: most trials.
         """
         if tried >= budget:
             return None
@@ -188,7 +190,7 @@ class Knowledge:
         rows = Rows.of(self.row(c.plan, c.shape) for c in choices)
         cost = np.array([c.step_time_s * sum(c.shape) for c in choices])
         hosts = np.array([len(c.shape) for c in choices])
-        # What matters more is predicted better: slow plans are not candidates for anything.
+        # Only fast plans are targets of the predictions: a slow plan will not be chosen, however well it is predicted.
         best = {c.shape: c.step_time_s for c in reversed(choices)}
         for c in choices:
             best[c.shape] = min(best[c.shape], c.step_time_s)
@@ -200,10 +202,11 @@ class Knowledge:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A plan beside the one that looks best on the same shape.
+    """A plan that may be faster than the plan with the best prediction on the same shape.
 
     Attributes:
-        gain: relative step time that is expected to be lost by running the best-looking one without knowing this one.
+        index, best: indices of this plan and of the best prediction.
+        gain: expected relative improvement of the step time over the best prediction, 0 if this plan is slower.
     """
 
     index: int
@@ -212,9 +215,9 @@ class Rival:
 
 
 def rivals(choices: Sequence[Ranked]) -> list[Rival]:
-    """Every plan but the best-looking of each shape.
+    """Every plan but the one with the best prediction, of each shape.
 
-    Errors are taken as independent: an upper bound, as errors of plans alike go together.
+    Prediction errors are treated as independent, which makes `gain` an upper bound: those of similar plans correlate.
     """
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, choice in enumerate(choices):

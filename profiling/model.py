@@ -1,18 +1,20 @@
-"""Step time of any plan on any allocation.
+"""Performance model: step time of any plan on any allocation, from the coefficients.
 
     step  = max'(forward + backward' + pipe + gather + update + constant, input)
     with s samples in the largest share, m micro-batches, p stages, t shards, d replicas, n = d t p ranks:
 
-    forward, backward   (m + p - 1) slots of one micro-batch on one stage each: operations, cut by t but for a small
-                        share, a launch time that does not shrink with the micro-batch, and tensor-parallel sums
-    backward'           gradient traffic hides softly behind the last micro-batch's backward pass: (a^k + b^k)^(1/k)
-    gradient traffic    2 (d-1)/d of the gradients in a ring inside a host, or through the network cards that the
-                        busiest host has in use; ZeRO scatters half of it and gathers the rest after the update
-    pipe                boundaries crossed one after the other, twice
-    update              on the device; or on the host, whose cores the ranks there share, with copies over PCIe
-    input               samples prepared by the job's cores, while the step runs
+    forward, backward   (m + p - 1) slots of one micro-batch on one stage each: operations, of which tensor parallelism
+                        shards all but a small part; a launch time independent of the micro-batch's size; all-reduces
+                        of tensor parallelism
+    backward'           gradient traffic overlaps with the last micro-batch's backward pass: (a^k + b^k)^(1/k)
+    gradient traffic    2 (d-1)/d of the gradients in a ring inside a host, or through the network cards in use on the
+                        busiest host; ZeRO does half of it as a reduce-scatter, and gathers after the update
+    pipe                stage boundaries crossed one after another, forward and backward
+    update              on the device; or on the host, whose cores its ranks share, with copies over PCIe
+    input               samples prepared by the job's cores while the step runs
 
-Everything is vectorised over rows (plan on allocation) and over sets of coefficients: a Jacobian is one call.
+All functions are vectorised over rows (a plan on an allocation) and over sets of coefficients, so that one call
+computes a Jacobian.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One plan on one allocation, for one workload: what a step time is predicted or measured for."""
+    """One plan on one allocation for one workload, for which a step time is predicted or measured."""
 
     workload: Workload
     plan: Plan
@@ -72,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Discrete facts of the cluster, known or inferred among a few possibilities."""
+    """Discrete properties of the cluster, inferred among a few possibilities."""
 
     devices_per_card: int = 2  # devices that share a network card on a host
 
@@ -81,12 +83,12 @@ DEFAULT_STRUCTURE = Structure()
 
 
 class Rows:
-    """Features of many rows, by name, as arrays."""
+    """Features of many rows as one array of shape (features, rows)."""
 
     __slots__ = ("values",)
 
     def __init__(self, values: Array) -> None:
-        self.values = values  # (columns, rows)
+        self.values = values  # shape (features, rows), in the order of _COLUMNS
 
     def __len__(self) -> int:
         return int(self.values.shape[1])
@@ -95,15 +97,15 @@ class Rows:
         return Rows(self.values[:, np.asarray(chosen, dtype=np.intp)])
 
     def column(self, name: str) -> Array:
-        """Of all rows."""
+        """One feature of all rows, shape (rows,)."""
         return np.asarray(self.values[_COLUMNS.index(name)])
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Rows:
-        """Features of these rows.
+        """Compute the features of `rows`.
 
         Raises:
-            ValueError, PlanError: a plan does not fit its allocation or its batch.
+            ValueError, PlanError: a plan does not match its allocation or its batch.
         """
         table = [_features(row) for row in rows]
         return cls(np.array(table, dtype=np.float64).T.reshape(len(_COLUMNS), len(table)))
@@ -116,7 +118,7 @@ def _features(row: Row) -> tuple[float, ...]:
     batch = load.global_batch
     if plan.shares or batch % plan.dp == 0:
         share = allocation.slowest_share(plan.dp, plan.tp, plan.pp, plan.batch_shares(batch))
-    else:  # a batch that the replicas cannot share evenly: the largest share sets the pace
+    else:  # the batch is not divisible: the replica with the largest share is the slowest
         share = -(-batch // plan.dp) / allocation.slowest_speed()
     return (
         share,
@@ -154,11 +156,11 @@ def _features(row: Row) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of a step by what they are for; arrays (coefficient sets x rows). They add up to `step_s`."""
+    """Seconds of a step by phase, which add up to `step_s`; arrays of shape (..., rows)."""
 
     forward_s: Array
     backward_s: Array
-    sync_s: Array  # gradient traffic that the backward pass does not hide
+    sync_s: Array  # gradient traffic that does not overlap with the backward pass
     pipe_s: Array
     gather_s: Array
     update_s: Array
@@ -167,7 +169,7 @@ class Phases:
 
     @property
     def step_s(self) -> Array:
-        """The whole step."""
+        """Seconds of the whole step."""
         total = self.forward_s
         for f in fields(self)[1:]:
             total = total + getattr(self, f.name)
@@ -175,17 +177,16 @@ class Phases:
 
 
 def predict(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) -> Array:
-    """Step times in seconds: of each row under each set of coefficients.
+    """Step times in seconds of each row under each set of coefficients, shape (..., rows).
 
     Args:
-        logs: logarithms of the coefficients, in the order of `coefficients.NAMES`: (..., coefficients).
-    Returns: (..., rows).
+        logs: logarithms of the coefficients, shape (..., coefficients), in the order of `coefficients.NAMES`.
     """
     return phases(logs, rows, structure).step_s
 
 
 def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) -> Phases:
-    """As `predict`, by phase."""
+    """Step times by phase; arguments as of `predict`."""
     k = np.exp(np.clip(logs, -80.0, 80.0))
 
     def c(name: str) -> Array:
@@ -197,7 +198,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     local, network, growth = c("local_rate"), c("network_rate"), c("card_growth")
 
     def through_network(flows: Array, devices: Array) -> Array:
-        """Bytes per second that each of `flows` gets."""
+        """Bandwidth of each of `flows` in byte/s."""
         return network * np.ceil(devices / structure.devices_per_card) ** growth / flows
 
     parallel = (tp > 1) | (pp > 1)
@@ -232,8 +233,8 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
     one_way = ring / rate + delay
     gather = np.where(zero > 0, c("gather_ratio") * ring / rate + c("gather_messages") * delay, 0.0)
     scatter = ring / rate + c("scatter_messages") * delay
-    # Sharded gradients (ZeRO-2, 3) are scattered after each micro-batch, whole ones summed after the last; ZeRO-3
-    # gathers for the forward and the backward pass of each micro-batch, hidden behind compute as gradients are.
+    # ZeRO-2 and 3 reduce-scatter gradients after each micro-batch; other plans all-reduce them after the last. ZeRO-3
+    # gathers parameters for the forward and backward pass of each micro-batch, overlapped like gradient traffic.
     hidden = np.where(zero > 1, micro * scatter, 2.0 * one_way) + np.where(zero > 2, 2.0 * micro * gather, 0.0)
     gather = np.where(zero > 2, 0.0, gather)
     norm = 1.0 + c("overlap")
@@ -246,7 +247,7 @@ def phases(logs: Array, rows: Rows, structure: Structure = DEFAULT_STRUCTURE) ->
 
     mine = parameters / (tp * pp) / np.where(zero > 0, dp, 1.0)
     on_device = mine / c("update_rate") / speed
-    # A rank's threads, until together they take what the host's memory gives.
+    # A rank's threads speed the update up until the host's memory bandwidth limits it.
     threads = cores / (dp * tp * pp)
     on_threads = np.where(cores > 0, mine / c("thread_update_rate") / np.maximum(threads, 1.0), 0.0)
     on_host = (

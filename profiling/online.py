@@ -1,4 +1,4 @@
-"""A fit that goes on learning from every step the job really runs, and notices when the world has changed."""
+"""Online fit: updated with every step that a job runs, and with detection of drift."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from profiling.fit import DEFAULT_FIT, Fit, FitOptions, fit
 from profiling.model import Row, Rows
 
 DRIFT_NOISES = 4.0
-"""A change is believed when the sum of deviations passes so many noises (Page's test)."""
+"""A drift is detected when the sum of deviations passes this many noises (Page's test)."""
 SLACK_NOISES = 0.75
-"""Deviations up to this are not summed up: they are what noise looks like."""
+"""Part of each deviation that is attributed to noise and not summed."""
 STEPS = 20
-"""Steps whose median makes one measurement: one step's time is mostly noise."""
+"""Number of steps whose median makes one measurement; the time of a single step is too noisy."""
 _OBSERVATIONS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Step time of one plan on one allocation, from some steps."""
+    """Measured step time of one plan on one allocation."""
 
     row: Row
     step_time_s: float
-    trial: bool = True  # measured by a trial run; False: seen while the job ran
+    trial: bool = True  # measured in a trial; False: while the job ran normally
 
 
 @dataclass(frozen=True, slots=True)
 class OnlineFit:
-    """The model of one job on one kind of hardware, with what it learned from."""
+    """Fit of one model on one type of device, with its observations."""
 
     prior: Prior
     fit: Fit
@@ -43,19 +43,19 @@ class OnlineFit:
     pending_row: Row | None = None
     slower: float = 0.0  # sums of Page's test, in noises
     faster: float = 0.0
-    drifts: int = 0  # times that a change was believed
+    drifts: int = 0  # number of drifts detected
     reasons: tuple[str, ...] = field(default=())
 
     @classmethod
     def start(
         cls, prior: Prior, observations: Sequence[Observation] = (), options: FitOptions = DEFAULT_FIT
     ) -> OnlineFit:
-        """From trials, or from none."""
+        """Fit the given observations, or return the prior if there are none."""
         retained = tuple(observations)
         return cls(prior, _fit(retained, prior, options), retained, options)
 
     def observe(self, *observations: Observation) -> OnlineFit:
-        """With further trials."""
+        """Add observations and fit again."""
         return replace(
             self,
             observations=(retained := self.observations + observations),
@@ -63,15 +63,16 @@ class OnlineFit:
         )
 
     def update(self, row: Row, step_times_s: Sequence[float]) -> OnlineFit:
-        """With steps that the job ran under `row`.
+        """Add steps that the job ran under `row`.
 
-        A measurement is the median of `STEPS` steps; the fit follows. When measurements of one plan keep being slower
-        (or faster) than before, the world has changed (a neighbour, a hot device, a slow link): what was measured
-        earlier is scaled to what is seen now, so that all predictions follow at once, and the new measurement replaces
-        earlier ones of the same plan. `drifts` counts such changes, `reasons` says them in words.
+        The median of `STEPS` steps makes one measurement, to which the model is fitted again. If measurements of one
+        plan are persistently slower (or faster) than before, the hardware has drifted (another load on the host, a hot
+        device, a slow link): earlier measurements are scaled by the same factor, so that all predictions follow at
+        once, and the new measurement replaces those of the same plan. `drifts` counts such drifts, `reasons` describes
+        them.
 
         Raises:
-            ValueError: a step time that is not positive and finite.
+            ValueError: a step time is not positive and finite.
         """
         if any(not math.isfinite(t) or t <= 0 for t in step_times_s):
             raise ValueError("step times must be above 0 seconds")
@@ -95,7 +96,7 @@ class OnlineFit:
         faster = max(0.0, self.faster - deviation - SLACK_NOISES)
         if max(slower, faster) < DRIFT_NOISES:
             retained = (*self.observations, Observation(row, step_time_s, trial=False))[-_OBSERVATIONS_MAX:]
-            # A steady run says the same again and again: the fit follows at the 1st, 2nd, 4th, 8th ... time.
+            # Repeated measurements of one plan add little: fit again only after the 1st, 2nd, 4th, 8th, ...
             again = len(same) & (len(same) - 1) == 0
             fitted = _fit(retained, self.prior, self.options) if again else self.fit
             return replace(self, observations=retained, fit=fitted, slower=slower, faster=faster)
@@ -118,7 +119,7 @@ class OnlineFit:
 
 
 def _scatter(times_s: Sequence[float]) -> float:
-    """Of repeated measurements, as a standard deviation of the logarithm, robustly; of few, what is common: 5%."""
+    """Robust standard deviation of the logarithm of repeated measurements; 5% for fewer than five, a common value."""
     if len(times_s) < 5:
         return 0.05
     logs = np.log(times_s)

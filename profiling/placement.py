@@ -1,4 +1,4 @@
-"""Placement of a plan's ranks, and the network traffic that follows from it."""
+"""Placement of a plan's ranks on hosts, and the resulting network traffic."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class HostShare:
     """Part of an allocation on one host."""
 
     devices: int
-    cores: int = 0  # CPU cores for the job there; 0: not known, taken as enough
+    cores: int = 0  # CPU cores of the job; 0: unknown, assumed to be enough
     device_type: str = ""
-    speed: float = 1.0  # of a device, relative to the type that the coefficients are for
+    speed: float = 1.0  # of a device, relative to the type for which the coefficients hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Allocation:
 
     @classmethod
     def of(cls, counts: Sequence[int], *, cores_per_device: int = 0, device_type: str = "") -> Allocation:
-        """Alike devices: so many on each host."""
+        """Allocation of equal devices: `counts` on each host."""
         return cls(tuple(HostShare(n, n * cores_per_device, device_type) for n in counts))
 
     @property
     def spread(self) -> str:
-        """Devices of each host, ``4+4``."""
+        """Devices on each host as text, such as ``4+4``."""
         return "+".join(map(str, self.counts))
 
     @property
@@ -47,16 +47,16 @@ class Allocation:
 
     @property
     def devices(self) -> int:
-        """In all."""
+        """Total number of devices."""
         return sum(h.devices for h in self.hosts)
 
     @property
     def cores(self) -> int:
-        """In all; 0 where one host's are not known."""
+        """Total number of CPU cores; 0 if unknown for a host."""
         return sum(h.cores for h in self.hosts) if all(h.cores for h in self.hosts) else 0
 
     def slowest_share(self, dp: int, tp: int, pp: int, shares: Sequence[int]) -> float:
-        """Samples times slowness of the replica that everyone waits for; with alike devices the largest share."""
+        """Largest ratio of a replica's samples to the speed of its slowest device; `shares`: samples by replica."""
         if all(h.speed == 1.0 for h in self.hosts):
             return float(max(shares))
         speeds = [h.speed for h in self.hosts for _ in range(h.devices)]
@@ -67,31 +67,33 @@ class Allocation:
         return worst
 
     def slowest_speed(self) -> float:
-        """Of the slowest device."""
+        """Relative speed of the slowest device."""
         return min(h.speed for h in self.hosts)
 
 
 class Traffic(NamedTuple):
-    """Traffic of a plan that crosses the network, by placement alone."""
+    """Network traffic of a plan, as determined by its placement."""
 
     tp_crosses: bool  # a tensor-parallel group spans hosts
-    tp_flows: int  # groups sending through the busiest host's network, if they do
-    tp_devices: int  # in use on that host
-    dp_hosts: int  # the most hosts that one data-parallel group spans
-    dp_flows: int  # rings through the network of the host where they have least room; 0: none leaves its host
-    dp_devices: int  # in use on that host
-    pp_local_hops: int  # boundaries between stages that stay on one host
-    pp_far_hops: int  # ... that do not
-    pp_flows: int  # ranks of one stage sending through the busiest host's network
-    pp_devices: int  # in use on that host
+    tp_flows: int  # groups that send through the busiest host's network, if they span hosts
+    tp_devices: int  # devices in use on that host
+    dp_hosts: int  # most hosts that one data-parallel group spans
+    dp_flows: int  # rings through the network of the host with most rings per device; 0 if no ring leaves its host
+    dp_devices: int  # devices in use on that host
+    pp_local_hops: int  # stage boundaries inside a host
+    pp_far_hops: int  # stage boundaries between hosts
+    pp_flows: int  # ranks of one stage that send through the busiest host's network
+    pp_devices: int  # devices in use on that host
 
 
 @lru_cache(maxsize=65536)
 def traffic(dp: int, tp: int, pp: int, counts: tuple[int, ...]) -> Traffic:
-    """Ranks are numbered as in `plans.plan`, and fill the hosts in order.
+    """Network traffic of a plan whose ranks, numbered as in `plans.plan`, fill the hosts in order.
 
+    Args:
+        counts: devices on each host.
     Raises:
-        ValueError: the allocation has another number of devices than the plan has ranks.
+        ValueError: the number of devices is not the number of ranks.
     """
     ranks = dp * tp * pp
     if sum(counts) != ranks:

@@ -1,8 +1,8 @@
 """Forecast of a job's remaining training, and its predictability (after AITurbo).
 
 The loss of stochastic gradient descent falls as ``loss(k) = 1 / (b0 k + b1) + b2`` (Optimus, section 3.1). A job is
-predictable when its owner has done this before (features at submission), or when the curve fitted on the older steps
-foretells the newer ones; it stops being so when the curve fails, later than it began (hysteresis).
+predictable if its features at submission make that likely, or if the curve fitted to older steps predicts the newer
+ones. Demotion has a larger error threshold than promotion (hysteresis).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class LossCurve:
 
     b0: float
     b1: float
-    b2: float  # the loss that it tends to
-    error: float  # typical relative error on the points it was fitted to
+    b2: float  # limit of the loss
+    error: float  # typical relative error on the fitted points
 
     def loss(self, step: float) -> float:
-        """After so many steps."""
+        """Loss after `step` steps."""
         return 1.0 / (self.b0 * step + self.b1) + self.b2
 
     def step_of(self, loss: float) -> float | None:
-        """The step at which the curve reaches `loss`; None: never."""
+        """Step at which the curve reaches `loss`; None if it never does."""
         if loss <= self.b2 or self.b0 <= 0:
             return None
         return max((1.0 / (loss - self.b2) - self.b1) / self.b0, 0.0)
 
 
 def fit_loss(steps: Sequence[float], losses: Sequence[float]) -> LossCurve | None:
-    """The curve through measured losses; None with fewer than `LEAST_POINTS` usable ones or none that fits.
+    """Fit a curve to measured losses; None if fewer than `LEAST_POINTS` are finite or no curve can be fitted.
 
-    Losses are smoothed by a median of three, thinned to a few hundred, and fitted with newer ones counting more.
+    Losses are smoothed by a median of three, thinned to a few hundred, and weighted more the newer they are.
     """
     k, y = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     usable = np.isfinite(k) & np.isfinite(y)
@@ -59,7 +59,7 @@ def fit_loss(steps: Sequence[float], losses: Sequence[float]) -> LossCurve | Non
         parts = np.array_split(np.arange(len(k)), _FITTED)
         k, y = np.array([k[p].mean() for p in parts]), np.array([np.median(y[p]) for p in parts])
     top, low = float(y.max()), float(y.min())
-    # A loss may be negative (likelihoods of densities): the curve is fitted above a floor that it cannot pass.
+    # A loss may be negative (log-likelihoods of densities): subtract a floor below all losses before the fit.
     offset = min(low, 0.0) - 0.01 * (top - low) if low <= 0 else 0.0
     y = y - offset
     top, low = top - offset, low - offset
@@ -95,7 +95,7 @@ def _median_of_three(y: Array) -> Array:
 
 
 def held_out_error(steps: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Mean relative error on the newest fifth of a curve fitted to the rest; None with too few points."""
+    """Mean relative error on the newest fifth of the points of a curve fitted to the rest; None with too few points."""
     newest = max(len(steps) // 5, 2)
     curve = fit_loss(steps[:-newest], losses[:-newest])
     if curve is None:
@@ -110,33 +110,33 @@ def held_out_error(steps: Sequence[float], losses: Sequence[float]) -> float | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """Features of a job that are known when it is submitted."""
+    """Features of a job at submission."""
 
     submitted_before: bool = False  # by the same owner, with the same command
-    steps: int = 0  # that it asks for; 0: not said
-    target_loss: float | None = None  # at which it is done
-    devices: int = 1  # asked for
+    steps: int = 0  # requested number of steps; 0: not given
+    target_loss: float | None = None  # loss at which the job ends
+    devices: int = 1  # requested number of devices
     learning_rate: float | None = None
-    known_model: bool = False  # measured before on this cluster
+    known_model: bool = False  # the model was measured before on this cluster
 
 
-# Log-odds of being predictable. Of 8,692 jobs 15% were not: 41% of first submissions, 4% of later ones; most of those
-# were short explorations that failed. ln(0.59/0.41) = 0.36 and ln(0.96/0.04) = 3.2 fix the first two; the rest are
-# small steps in the directions that the same data shows.
+# Log-odds of being predictable. Of 8,692 jobs (AITurbo) 15% were not: 41% of first submissions, 4% of later ones; most
+# of those were short explorations that failed. ln(0.59/0.41) = 0.36 and ln(0.96/0.04) = 3.2 determine the first two
+# weights; the others are small, with the signs that the same data shows.
 INTERCEPT = 0.1
 WEIGHTS = {
     "submitted_before": 2.8,
     "known_model": 0.8,
     "says_when_done": 0.5,
-    "long": 0.4,  # ten thousand steps or more: nobody explores so
-    "short": -0.5,  # fewer than 200: a try
+    "long": 0.4,  # 10,000 steps or more: not an exploration
+    "short": -0.5,  # fewer than 200 steps: likely an exploration
     "several_devices": 0.3,
-    "odd_learning_rate": -0.8,  # above 0.1: diverges more often than not
+    "odd_learning_rate": -0.8,  # above 0.1: usually diverges
 }
 
 
 def probability_predictable(job: Submission) -> float:
-    """By submit-time features alone."""
+    """Probability that a job is predictable, from its features at submission."""
     features = {
         "submitted_before": job.submitted_before,
         "known_model": job.known_model,
@@ -152,21 +152,21 @@ def probability_predictable(job: Submission) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Predictability:
-    """Predictability of a job's end, with the reason."""
+    """Predictability of a job's last step, with the reason."""
 
     predictable: bool
     reason: str
-    good: int = 0  # held-out errors in a row that were small
-    bad: int = 0  # ... large
+    good: int = 0  # consecutive small held-out errors
+    bad: int = 0  # consecutive large held-out errors
 
     @classmethod
     def at_submission(cls, job: Submission) -> Predictability:
-        """By features."""
+        """Predictability from the features at submission."""
         p = probability_predictable(job)
         return cls(p >= 0.5, f"{p:.0%} of jobs submitted like this are predictable")
 
     def observe(self, error: float | None) -> Predictability:
-        """With one more held-out error of the loss curve (`held_out_error`); None changes nothing."""
+        """Update with one more held-out error of the loss curve (`held_out_error`); None changes nothing."""
         if error is None:
             return self
         good = self.good + 1 if error <= PROMOTE_ERROR else 0

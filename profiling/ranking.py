@@ -12,10 +12,10 @@ from profiling.curves import Curve, Point, envelope
 from profiling.knowledge import USABLE_SHARE, Knowledge, Ranked
 
 LISTED = 30
-"""Plans of one answer; the slowest are cut."""
+"""Most plans of one answer; slower ones are omitted."""
 
 RESOURCES = ("devices", "cores", "memory", "bandwidth")
-"""Along which a curve can be drawn: devices, cores per host, bytes of host memory, times the network's bandwidth."""
+"""Resources of curves: devices, CPU cores, bytes of host memory, multiples of the network's bandwidth."""
 
 
 def plan_rows(
@@ -24,8 +24,8 @@ def plan_rows(
     """Plans on `count` devices, those that can run first and fastest first.
 
     Args:
-        shape: devices on each host; default: as few hosts as can be.
-        current: is marked, and listed whatever its rank.
+        shape: devices on each host; default: the fewest hosts.
+        current: plan of the running job, which is marked and always listed.
     """
     shapes = [s for s in fleet.shapes(known.devices) if sum(s) == count] or [(count,)]
     chosen = shape if shape is not None and sum(shape) == count else shapes[0]
@@ -55,7 +55,7 @@ def _row(known: Knowledge, one: Ranked, current: Plan | None) -> dict[str, Any]:
 
 
 def _out(known: Knowledge, count: int, current: Plan | None) -> list[dict[str, Any]]:
-    """One plan of each family that cannot run, and those that were tried in vain, with the reason."""
+    """Plans that cannot run, one of each family and those that failed in a trial, with the reason."""
     rows: list[dict[str, Any]] = []
     families = (Plan(dp=count), Plan(tp=count), Plan(pp=count), Plan(dp=count, zero=1), Plan(dp=count, zero=3))
     tried = sorted((plan for plan in known.refused if plan.ranks == count), key=str)
@@ -96,7 +96,7 @@ def _point(known: Knowledge, one: Ranked) -> Point:
 
 
 def on_types(on_each: Iterable[Knowledge], count: int) -> tuple[Point, ...]:
-    """The best plan for `count` devices of each type, on as few hosts as can be, the fastest type first."""
+    """Best plan for `count` devices of each type on the fewest hosts, fastest type first."""
     found: list[Point] = []
     for known in on_each:
         shapes = [shape for shape in fleet.shapes(known.devices) if sum(shape) == count]
@@ -105,7 +105,7 @@ def on_types(on_each: Iterable[Knowledge], count: int) -> tuple[Point, ...]:
 
 
 def resource_curve(known: Knowledge, over: str, count: int) -> Curve:
-    """Samples per second over one resource, the others as they are: `count` devices on as few hosts as can be."""
+    """Samples per second over one resource; the others are those of `count` devices on the fewest hosts."""
     if over == "devices":
         return device_curve(known)
     shape = next((s for s in fleet.shapes(known.devices) if sum(s) == count), (count,))
@@ -125,6 +125,6 @@ def resource_curve(known: Knowledge, over: str, count: int) -> Curve:
 
 
 def _newest(known: Knowledge, plan: Plan, shape: tuple[int, ...]) -> float | None:
-    """As measured there, whatever cores it had."""
+    """Newest measured step time of a plan on a shape, with any number of cores; None if there is none."""
     newest = reversed(known.online.observations)
     return next((o.step_time_s for o in newest if (o.row.plan, o.row.allocation.counts) == (plan, shape)), None)

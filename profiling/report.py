@@ -17,7 +17,7 @@ _BLOCKS = "▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One plan: what was foretold, and what was measured, if it was."""
+    """One plan with its predicted and, if known, measured step time."""
 
     plan: str
     allocation: str
@@ -25,18 +25,18 @@ class Line:
     lower_s: float
     upper_s: float
     measured_s: float | None = None
-    phases: tuple[tuple[str, float], ...] = ()  # where a measured step's time went: name, seconds
+    phases: tuple[tuple[str, float], ...] = ()  # of a measured step: name, seconds
 
     @property
     def spent(self) -> str:
-        """Its phases in words, the longest first, but for what is less than a hundredth."""
+        """Shares of the phases as text, longest first, without those below 1%."""
         whole = sum(part_s for _, part_s in self.phases)
         longest = sorted(self.phases, key=lambda part: -part[1])
         return ", ".join(f"{name} {part_s / whole:.0%}" for name, part_s in longest if part_s >= 0.01 * whole > 0)
 
     @property
     def error(self) -> float | None:
-        """Relative."""
+        """Relative error of the prediction; None without a measurement."""
         return None if self.measured_s is None else self.predicted_s / self.measured_s - 1.0
 
 
@@ -46,7 +46,12 @@ def lines(
     measured_s: Sequence[float | None],
     phases: Mapping[Row, tuple[tuple[str, float], ...]] | None = None,
 ) -> list[Line]:
-    """Of each row, fastest first; `phases` of those of which they were measured."""
+    """Lines of the report, fastest prediction first.
+
+    Args:
+        measured_s: measured step time of each row, None if there is none.
+        phases: measured phases by row.
+    """
     if not rows:
         return []
     prediction = fit.predict(Rows.of(rows))
@@ -67,7 +72,7 @@ def lines(
 
 
 def seconds(value: float) -> str:
-    """Readable at a glance."""
+    """Format seconds with three digits and the unit s, ms or us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -75,7 +80,7 @@ def seconds(value: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """With a prefix, where the unit takes one."""
+    """Format a value with three digits and, if its unit takes one, a metric prefix."""
     if unit.startswith("s"):
         return seconds(value) + unit[1:]
     if unit == "1" or not value:
@@ -85,7 +90,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def coefficient_rows(fit: Fit) -> list[tuple[str, str, str, str]]:
-    """Name, value with its uncertainty, how much was learned, meaning."""
+    """Rows of the table of coefficients: name, value with its uncertainty, reduction of the prior's width, meaning."""
     best = fit.best
     found = []
     for index, c in enumerate(ALL):
@@ -97,7 +102,7 @@ def coefficient_rows(fit: Fit) -> list[tuple[str, str, str, str]]:
 
 
 def to_html(title: str, fit: Fit, plans: Sequence[Line], curve: Curve | None = None) -> str:
-    """One self-contained page: no script, nothing loaded from elsewhere."""
+    """Self-contained HTML page without scripts and external resources."""
 
     def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
         cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
@@ -142,7 +147,7 @@ _W, _H, _M = 560, 320, 56
 
 
 def scatter_svg(plans: Sequence[Line]) -> str:
-    """Predicted over measured, both logarithmic; the diagonal is where they agree."""
+    """Scatter plot of predicted over measured step times on logarithmic axes, with the diagonal."""
     given = [(line.measured_s, line) for line in plans if line.measured_s is not None]
     ends = [v for m, line in given for v in (m, line.predicted_s)]
     low, high = math.log(min(ends)) - 0.1, math.log(max(ends)) + 0.1
@@ -167,9 +172,9 @@ def scatter_svg(plans: Sequence[Line]) -> str:
 
 
 def curve_svg(curve: Curve) -> str:
-    """Throughput over the resource, with the 90% interval."""
+    """Plot of throughput over the resource, with the 90% interval."""
     most_x = max(p.amount for p in curve.points)
-    # The interval is of the time: its ends swap for throughput.
+    # The interval is one of times, so the lower end of the time is the upper end of the throughput.
     ends = [(p.throughput * p.step_time_s / p.upper_s, p.throughput * p.step_time_s / p.lower_s) for p in curve.points]
     most_y = max(high for _, high in ends)
 

@@ -1,4 +1,4 @@
-"""Measurements that outlive their jobs: by model, device type, environment and link, in one SQLite file."""
+"""Store of measurements by model, device type, environment and link, in one SQLite file."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _COLUMNS = ("signature", "device_type", "environment", "link", "plan", "allocati
             "step_time_s", "steps", "phases", "device_peak_bytes", "host_peak_bytes", "at_s")  # fmt: skip
 KINDS = ("measured", "out-of-memory")
 _ENDLESS = float(1 << 62)
-"""Bound of SQLite's integers for stored numbers."""
+"""Upper bound of stored numbers, because SQLite's integers have 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Among which measurements can be shared."""
+    """Key of comparable measurements, which jobs can share."""
 
-    signature: str  # of the model: same shape, same global batch
+    signature: str  # of the model: its shape and global batch
     device_type: str
-    environment: str = ""  # of the software: torch version, interpreter
-    link: str = ""  # between hosts, where there are several and it is known
+    environment: str = ""  # software: torch version, interpreter
+    link: str = ""  # network between the hosts; empty for one host or if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One plan tried on one allocation."""
+    """Measurement of one plan on one allocation."""
 
     key: Key
     row: Row
-    step_time_s: float  # median; 0 where it ran out of memory
-    kind: str = "measured"  # or "out-of-memory": a measurement too
-    steps: int = 0  # that the median is of
+    step_time_s: float  # median; 0 if the plan ran out of memory
+    kind: str = "measured"  # or "out-of-memory"
+    steps: int = 0  # number of steps of which `step_time_s` is the median
     phases: tuple[tuple[str, float], ...] = ()  # name, seconds
     device_peak_bytes: int = 0
     host_peak_bytes: int = 0
@@ -64,17 +64,17 @@ class Measurement:
             *self.phases,
         ):
             if not 0 <= value < _ENDLESS:
-                raise ValueError(f"{name} is {value}; it must be 0 or more, and have an end")
+                raise ValueError(f"{name} is {value}; it must be 0 or more, and finite")
 
 
 class Store:
-    """An open store. One process writes; closing it, or leaving it in a `with`, is safe at any time."""
+    """An open store, also a context manager. Only one process may write."""
 
     def __init__(self, path: Path | str = ":memory:") -> None:
-        """Open or create.
+        """Open or create a store.
 
         Raises:
-            TableError: the file is no store, or one of a newer version.
+            TableError: the file is not a store, or was written by a newer version.
         """
         self._database = sqlite3.connect(path)
         try:
@@ -95,7 +95,7 @@ class Store:
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise TableError(
-                f"{path}: no store of measurements ({error}); move it away, or give another file"
+                f"{path}: not a store of measurements ({error}); move it away, or give another file"
             ) from None
         except TableError:
             self._database.close()
@@ -112,14 +112,18 @@ class Store:
         self._database.close()
 
     def add(self, *measurements: Measurement) -> None:
-        """All or none."""
+        """Add measurements in one transaction."""
         with self._database:
             self._database.executemany(
                 f"INSERT INTO measurements VALUES ({', '.join('?' * len(_COLUMNS))})", map(_pack, measurements)
             )
 
     def find(self, key: Key, *, any_environment: bool = False) -> list[Measurement]:
-        """Of this key, oldest first; those that know of no link hold over every one."""
+        """Measurements of this key, oldest first; those without a link match every link.
+
+        Args:
+            any_environment: ignore environment and link.
+        """
         where, given = "signature = ? AND device_type = ?", [key.signature, key.device_type]
         if not any_environment:
             where += " AND environment = ? AND link IN ('', ?)"
@@ -136,7 +140,7 @@ class Store:
             return [Key(*values) for values in rows]
 
     def to_csv(self) -> tuple[str, int]:
-        """Everything, one measurement a row; and how many."""
+        """All measurements as CSV, one per row, and their number."""
         with closing(self._database.execute("SELECT * FROM measurements ORDER BY rowid")) as rows:
             found = rows.fetchall()
         text = io.StringIO(newline="")
@@ -144,16 +148,16 @@ class Store:
         return text.getvalue(), len(found)
 
     def add_csv(self, text: str, name: str) -> int:
-        """Import the output of `to_csv`, all or nothing; known measurements are skipped.
+        """Import the output of `to_csv` in one transaction; known measurements are skipped.
 
         Args:
-            name: of the file that it is from.
+            name: of the file, for error messages.
 
         Returns:
-            How many were new.
+            Number of new measurements.
 
         Raises:
-            TableError: file, line and what is wrong.
+            TableError: a line is malformed; the message names file, line and error.
         """
         reader = csv.DictReader(io.StringIO(text, newline=""))
         if missing := [column for column in _COLUMNS if column not in (reader.fieldnames or [])]:

@@ -1,4 +1,4 @@
-"""Measured step times as a CSV table: what a row must have, and one clear line for each thing that is wrong."""
+"""Reader of CSV tables of measured step times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from profiling.workload import Workload
 
 
 class TableError(ValueError):
-    """A table that cannot be used: file, line, column, and what to do."""
+    """A table is unusable; the message names file, line, column and remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Measured:
 
     row: Row
     step_time_s: float
-    family: str  # how its author groups it; only for reports
-    line: int  # in the file it came from; 0: from none
+    family: str  # group of rows in reports
+    line: int  # in the file; 0 if the row is from no file
 
     @property
     def hosts(self) -> int:
@@ -40,14 +40,14 @@ REQUIRED = (
 )  # fmt: skip
 MOST_S = 86_400.0
 LEAST_S = 1e-6
-"""Seconds that a step may take."""
+"""Limits of a step time, in seconds."""
 
 
 def read_text(path: Path) -> str:
-    """Of a CSV file.
+    """Read the text of a CSV file.
 
     Raises:
-        TableError: it cannot be read, or is no text.
+        TableError: the file cannot be read or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
@@ -56,10 +56,10 @@ def read_text(path: Path) -> str:
 
 
 def numbered(name: str, reader: csv.DictReader[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """The rows of a CSV file, and the line where each ends.
+    """Yield the rows of a CSV file, each with the number of its last line.
 
     Raises:
-        TableError: it is no CSV any more.
+        TableError: the file is not valid CSV.
     """
     try:
         for values in reader:
@@ -69,10 +69,10 @@ def numbered(name: str, reader: csv.DictReader[str]) -> Iterator[tuple[int, dict
 
 
 def read_table(path: Path) -> dict[str, list[Measured]]:
-    """Rows by model, in the order of the file.
+    """Read a table; returns its rows by model, in the order of the file.
 
     Raises:
-        TableError: it cannot be read, or a value is missing, no number, or outside what can be.
+        TableError: the file cannot be read, or a value is missing, not a number, or out of range.
     """
     reader = csv.DictReader(io.StringIO(read_text(path), newline=""))
     header = reader.fieldnames or []
@@ -98,7 +98,7 @@ def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
         try:
             value = float(text)
         except ValueError:
-            raise wrong(column, f"{text!r} is no number; {hint}") from None
+            raise wrong(column, f"{text!r} is not a number; {hint}") from None
         if not math.isfinite(value) or not least <= value <= most:
             raise wrong(column, f"{text} is outside {least:g} to {most:g}; {hint}")
         return value
@@ -159,5 +159,5 @@ def _read_row(path: Path, line: int, values: dict[str, str]) -> Measured:
 
 
 def families(rows: Iterable[Measured]) -> list[str]:
-    """Named in the rows, each once, in order."""
+    """Families of the rows, without duplicates, in order."""
     return list(dict.fromkeys(r.family for r in rows))

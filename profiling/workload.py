@@ -1,4 +1,4 @@
-"""Workload of a job, for the performance model: sizes, and the work of one sample."""
+"""Workload of a job for the performance model: sizes of the model, and operations and bytes per sample."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from plans.model_shape import ModelShape
 
 _PLACES = 150.0
-"""Times that a convolutional network uses a parameter per sample: 80 (ResNet-50) to 500 (YOLO)."""
+"""Uses of a parameter per sample in a convolutional network: 80 (ResNet-50) to 500 (YOLO)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One model, trained with one global batch. Zero means: not known, the fit finds out from measurements."""
+    """One model with one global batch. Operations and bytes of 0 are unknown; the fit covers them."""
 
     name: str
     parameters: int  # of the whole model
     global_batch: int  # samples per step
-    layers: int = 1  # blocks that tensor parallelism cuts and that a pipeline is cut between
+    layers: int = 1  # blocks that tensor parallelism shards and between which pipeline stages are split
     flops_per_sample: float = 0.0  # of the forward pass
     boundary_bytes: float = 0.0  # per sample, from one pipeline stage to the next
-    tp_bytes: float = 0.0  # per sample, summed over shards in one forward pass of the whole model
-    bytes_per_parameter: float = 4.0  # of a gradient as it is sent
+    tp_bytes: float = 0.0  # per sample, all-reduced in one forward pass of the whole model
+    bytes_per_parameter: float = 4.0  # of a gradient on the network
 
     def __post_init__(self) -> None:
         if self.parameters < 1 or self.global_batch < 1 or self.layers < 1:
@@ -33,19 +33,18 @@ class Workload:
 
     @property
     def gradient_bytes(self) -> float:
-        """Of the whole model."""
+        """Bytes of the gradients of the whole model."""
         return self.parameters * self.bytes_per_parameter
 
     @classmethod
     def from_sizes(
         cls, name: str, *, parameters: int, layers: int, hidden: int, seq_len: int, global_batch: int
     ) -> Workload:
-        """From a model card. A convolutional network has no width or sequence: give 0 for what it has not.
+        """Workload from the figures of a model card; `hidden` and `seq_len` are 0 for a convolutional network.
 
-        A transformer block does 2 operations per parameter and token plus attention; it adds up its result over the
-        shards twice in the forward pass, 2 bytes a number (Megatron-LM, section 3). A convolution uses each parameter
-        at every place of the picture, some hundred times; how often is left to the fit, whose prior of operations per
-        second is wide for that reason.
+        A transformer block does 2 operations per parameter and token, plus attention; its forward pass has two
+        all-reduces of activations of 2 bytes (Megatron-LM, section 3). A convolution uses each parameter some hundred
+        times per sample; the exact number is left to the fit, whose prior of operations per second is therefore wide.
         """
         tokens, width, depth = max(seq_len, 1), max(hidden, 0), max(layers, 1)
         activations = 2.0 * tokens * width
@@ -62,7 +61,7 @@ class Workload:
 
     @classmethod
     def from_shape(cls, shape: ModelShape, name: str = "model", *, global_batch: int | None = None) -> Workload:
-        """From the description that a rank gave of its own module."""
+        """Workload from the shape of a model that a rank has inspected."""
         trainable = [p for p in shape.parameters if p.trainable]
         size_bytes = sum(p.size_bytes for p in trainable)
         count = sum(p.size_bytes // max(p.dtype_bytes, 1) for p in trainable)

@@ -45,7 +45,7 @@ def test_an_interpreter_without_a_torch_that_will_do(tmp_path: Path, torch: str 
 
 @pytest.mark.parametrize(
     ("script", "said"),
-    [("exit 3", "ended with 3: without a word"), ("echo no such thing >&2; exit 1", "ended with 1: no such thing")],
+    [("exit 3", "exited with 3: no output"), ("echo no such thing >&2; exit 1", "exited with 1: no such thing")],
 )
 def test_what_is_no_interpreter(tmp_path: Path, script: str, said: str) -> None:
     python = tmp_path / "python"

@@ -350,7 +350,7 @@ def test_an_environment_that_takes_too_long_is_given_up_with_a_reason(
 ) -> None:
     """Before the daemon stops waiting for the launch: it would never hear why."""
     (tmp_path / "imports_for_ever.py").write_text("import time; time.sleep(1000)")
-    monkeypatch.setattr(client, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(client, "FORK_SERVER_START_TIMEOUT_S", 1.0)
     home = Home(tmp_path / "agent")
     home.make()
 

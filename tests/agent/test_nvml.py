@@ -98,7 +98,7 @@ def test_a_driver_that_refuses_is_quoted(tmp_path: Path, init: int, words: str) 
 def test_a_gpu_that_fell_off_the_bus_leaves_the_others(tmp_path: Path) -> None:
     gpus, error = Probe(fake_driver(tmp_path, second=15)).gpus()
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
-    assert error == "GPU 1: the NVIDIA driver says: Unknown Error"
+    assert error == "GPU 1: the NVIDIA driver reports: Unknown Error"
 
 
 @pytest.mark.parametrize("memory", [0, 4])  # 4: it may not be told to everybody then
@@ -115,7 +115,7 @@ def test_a_gpu_that_lets_in_one_process_is_told_and_one_that_lets_in_none_is_not
     gpus, error = Probe(fake_driver(tmp_path, "libother.so", compute=2)).gpus()
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-1"]
     assert error is not None
-    assert error.startswith("GPU 1: its compute mode lets nobody in")
+    assert error.startswith("GPU 1: its compute mode prohibits all processes")
 
 
 @pytest.mark.parametrize(("answers", "opened"), [({"mig": 1}, 1), ({"second": 4}, 1), ({"second": 15}, 3)])
@@ -239,7 +239,7 @@ def test_a_gpu_whose_memory_may_not_be_told_leaves_the_others() -> None:
     devices += "GPU-b, 1, A100, 81920, 1, 0, Disabled, Default\n"
     gpus, error = parse_query(devices, "")
     assert [gpu["uuid"] for gpu in gpus] == ["GPU-b"]
-    assert error == "GPU 0: nvidia-smi says of its memory: [Insufficient Permissions]"
+    assert error == "GPU 0: nvidia-smi reports as its memory: [Insufficient Permissions]"
 
 
 def test_a_process_that_the_program_does_not_name_leaves_the_others() -> None:

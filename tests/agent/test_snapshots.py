@@ -72,7 +72,7 @@ def nothing_is_left(store: Workdirs, tmp_path: Path) -> bool:
 def test_a_tar_that_reaches_outside_is_refused_and_leaves_nothing(
     store: Workdirs, tmp_path: Path, members: list[Any]
 ) -> None:
-    with pytest.raises(Refused, match="the snapshot holds"):
+    with pytest.raises(Refused, match="the workdir has"):
         put(store, *members)
     assert nothing_is_left(store, tmp_path)
 
@@ -110,7 +110,7 @@ def test_a_damaged_snapshot_is_refused(store: Workdirs, tmp_path: Path) -> None:
 def test_chunks_after_a_gap_are_refused_and_may_begin_anew(store: Workdirs) -> None:
     digest, data = tar_of({"a": b"x"})
     store.put(digest, 0, data[:100], last=False)
-    with pytest.raises(Refused, match="a chunk for byte 200 came when 100 were here"):
+    with pytest.raises(Refused, match="received a chunk at byte 200, but expected byte 100"):
         store.put(digest, 200, data[200:], last=True)
     store.put(digest, 0, data[:50], last=False)
     store.put(digest, 50, data[50:], last=True)
@@ -118,7 +118,7 @@ def test_chunks_after_a_gap_are_refused_and_may_begin_anew(store: Workdirs) -> N
 
 
 def test_a_digest_cannot_name_another_directory(store: Workdirs) -> None:
-    with pytest.raises(Refused, match="is no sha256"):
+    with pytest.raises(Refused, match="is not a sha256"):
         store.has("../attempts")
 
 
@@ -133,7 +133,7 @@ def test_a_full_disk_is_said_and_nothing_is_kept(
         monkeypatch.setattr(workdirs, "_write", full)
     else:
         monkeypatch.setattr(Workdirs, "_unpack", full)
-    with pytest.raises(Refused, match=r"no space for snapshot .* MB are free; nothing of it was kept") as refused:
+    with pytest.raises(Refused, match=r"no space for workdir .* MB are free; the partial copy is removed") as refused:
         put(store, {"a": b"x"})
     assert refused.value.kind == "disk-full"
     assert nothing_is_left(store, tmp_path)

@@ -266,7 +266,7 @@ def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None
     with pytest.raises(ClusterError, match="cannot be used as the journal"):
         engine_of(Journal(cut))[0].restore()
     opened = Journal(unknown_attempts_notice)
-    with pytest.raises(ClusterError, match=r"holds what this version does not know.*Teleported"):
+    with pytest.raises(ClusterError, match=r"has events that this version does not know.*Teleported"):
         engine_of(opened)[0].restore()
     opened.close()
     with pytest.raises(ClusterError, match="a database of another program"):

@@ -115,7 +115,7 @@ def test_impossible_measurements_are_refused():
 
 def test_another_file_is_not_taken_for_a_store(tmp_path):
     (tmp_path / "notes.txt").write_text("no database at all, but long enough to be read as a header " * 20)
-    with pytest.raises(TableError, match="no store of measurements"):
+    with pytest.raises(TableError, match="not a store of measurements"):
         Store(tmp_path / "notes.txt")
     newer = sqlite3.connect(tmp_path / "newer.sqlite")
     newer.execute("PRAGMA user_version = 99")

@@ -16,9 +16,7 @@ from clusterd import protocol
 from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.home import Home
-
-START_TIMEOUT_S = 300.0
-"""Importing torch from a cold network file system takes minutes."""
+from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 
 _TRANSIENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors that may be gone at the next try; all others are permanent."""
@@ -138,7 +136,7 @@ class ForkServers:
             path.unlink(missing_ok=True)
         process = self._run(programs.command(*arguments, python=python), env, log)
         now_s = asyncio.get_running_loop().time
-        deadline = now_s() + START_TIMEOUT_S
+        deadline = now_s() + FORK_SERVER_START_TIMEOUT_S
         pause_s = 0.005
         while True:
             if path.exists():
@@ -157,7 +155,7 @@ class ForkServers:
                 )
             if now_s() > deadline:
                 process.kill()
-                raise SpawnFailed("environment", f"{python} did not start within {START_TIMEOUT_S:.0f} s")
+                raise SpawnFailed("environment", f"{python} did not start within {FORK_SERVER_START_TIMEOUT_S:.0f} s")
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.1)
 
@@ -210,7 +208,10 @@ class _Server:
 
     @classmethod
     async def connect(
-        cls, path: Path, on_exited: Callable[[str, dict[str, Any]], None], patience_s: float = START_TIMEOUT_S
+        cls,
+        path: Path,
+        on_exited: Callable[[str, dict[str, Any]], None],
+        patience_s: float = FORK_SERVER_START_TIMEOUT_S,
     ) -> _Server:
         reader, writer = await asyncio.open_unix_connection(os.fspath(path))
         server = cls(reader, writer)

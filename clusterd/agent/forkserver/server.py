@@ -27,8 +27,9 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent.forkserver import child, exit_reason
 from clusterd.agent.host import processes
-from clusterd.agent.host.home import forget_directory, inode, is_still, read_json, write_json
+from clusterd.agent.host.home import forget_directory, read_json, write_json
 from clusterd.agent.log import log_line
+from clusterd.socket_files import inode, is_still
 
 IDLE_S = 600.0
 """A fork server without children and without an agent exits after this long."""

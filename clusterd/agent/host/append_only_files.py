@@ -1,4 +1,4 @@
-"""Files that grow, pulled by offset: the daemon asks for what it does not have yet."""
+"""Append-only files (logs, training steps): reading by offset, and trimming of old log data."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 CHUNK_BYTES_MAX = 4 << 20
 
 LOG_BYTES_MAX = 1 << 30
-"""Of one rank's log on disk; what is older than the last half of it goes."""
+"""Largest log of one rank on disk; a larger one is trimmed to its last half of this size."""
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # of fallocate(2)
 
 
 def pull(path: Path, offset: int, limit: int, ended: bool) -> dict[str, Any]:
-    """Bytes of `path` from `offset` on.
+    """Read at most `limit` bytes of `path` from `offset` on.
 
+    Args:
+        ended: the file's writer has ended.
     Returns:
-        data, the offset to ask for next, the file's size, and whether nothing will follow: its writer ended, and
-        this is the last of it. An offset past the end gives nothing, never the file's start again.
+        `data`; `offset`: where the next read starts; `size` of the file; `done`: the writer ended and `data` reaches
+        the end of the file. An offset past the end returns no data, never the start of the file again.
     """
     limit = max(0, min(limit, CHUNK_BYTES_MAX))
     offset = max(0, offset)
@@ -40,12 +42,12 @@ def pull(path: Path, offset: int, limit: int, ended: bool) -> dict[str, Any]:
 
 
 def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:
-    """Give the disk back what is old of a log that takes more than `most` bytes of it; its writer notices nothing.
+    """Free the disk space of the oldest part of a log that occupies more than `most` bytes.
 
-    Offsets stay what they were: the file has a hole where the old part was.
+    The old part becomes a hole in the file: offsets do not change, and the writer is not disturbed.
 
     Returns:
-        Bytes that were dropped; 0 too where the file system knows no holes.
+        Bytes freed; 0 if the log is small enough or the file system does not support holes.
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -67,10 +69,10 @@ def trim(path: Path, most: int = LOG_BYTES_MAX) -> int:
 
 
 def _first_data(descriptor: int, offset: int) -> int:
-    """The first byte from `offset` on that is no hole."""
+    """Offset of the first byte from `offset` on that is not in a hole."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
-    except OSError:  # a file system that cannot tell has none
+    except OSError:  # the file system does not support SEEK_DATA, so it has no holes either
         return offset
 
 

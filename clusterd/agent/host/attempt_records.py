@@ -1,4 +1,4 @@
-"""Attempts and ranks as this host records them: their files and the state read from these."""
+"""Attempts and ranks of this host: their files, and the state read from these files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Report = dict[str, Any]
 
 
 class Refused(Exception):
-    """A request that is not carried out; `kind` is for programs, the message for a person."""
+    """The agent refuses a request; programs read `kind`, people the message."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class Refused(Exception):
 
 @dataclass
 class Rank:
-    """One rank as this agent sees it. `state` stays "running" until the sweep after its end is done."""
+    """State of one rank. `state` is "running" until the sweep for left-over processes after its exit is done."""
 
     rank: int
     pid: int = 0
@@ -38,11 +38,11 @@ class Rank:
     reason: str | None = None
     at_s: float | None = None
     spawner: tuple[int, int] = (0, 0)  # pid and start time of its fork server
-    message: str | None = None  # what the rank said about its failure
-    end: dict[str, Any] | None = None  # the record of its end, until that is told
+    message: str | None = None  # error message that the rank wrote before it exited
+    end: dict[str, Any] | None = None  # exit record not yet reported
 
     def take(self, record: dict[str, Any]) -> None:
-        """Take the fields of a record on disk."""
+        """Set the fields from a record on disk."""
         self.pid = record["pid"]
         self.start_time = record["start_time"]
         self.boot_id = record["boot_id"]
@@ -55,7 +55,7 @@ class Rank:
         self.spawner = (spawner.get("pid", 0), spawner.get("start_time", 0))
 
     def lost(self, at_s: float) -> dict[str, Any]:
-        """Record of a rank that vanished without an exit status."""
+        """Record of a rank whose process disappeared without an exit status."""
         return {
             "pid": self.pid,
             "start_time": self.start_time,
@@ -92,10 +92,10 @@ class Attempt:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
     grace_s: float = 0.0  # of the stop that is under way
-    stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # a launch under way heeds it
-    unmarked_stop_s: float | None = None  # wall time of a stop whose marker the disk did not take
-    step: dict[str, Any] | None = None  # the newest line of steps.jsonl
-    is_shortened: bool = False  # its logs were looked at since it is over
+    stop_asked: asyncio.Event = field(default_factory=asyncio.Event)  # aborts a launch that is under way
+    unmarked_stop_s: float | None = None  # wall time of a stop whose marker could not be written
+    step: dict[str, Any] | None = None  # newest line of steps.jsonl
+    is_shortened: bool = False  # its logs were trimmed after it ended
 
     @property
     def job(self) -> str:
@@ -109,34 +109,34 @@ class Attempt:
 
     @property
     def generation(self) -> int:
-        """Of the lease that it runs under."""
+        """Generation of the lease under which the ranks run."""
         return int(self.launch["generation"])
 
     @property
     def name(self) -> str:
-        """As `home.attempt_name` has it."""
+        """Name of the attempt's directory, as `home.attempt_name` forms it."""
         return self.directory.name
 
     @property
     def running(self) -> bool:
-        """True while a rank runs or its sweep is unfinished."""
+        """True while a rank runs or the sweep after its exit is unfinished."""
         return any(rank.state == "running" for rank in self.ranks.values())
 
     @property
     def sessions(self) -> set[int]:
-        """Each rank leads one of its own, which outlives it as long as a process is left in it."""
+        """Session ids of the ranks; a session outlives its rank while any process is left in it."""
         return {rank.pid for rank in self.ranks.values() if rank.pid and rank.boot_id == processes.boot_id()}
 
     @property
     def held(self) -> set[str]:
-        """Uuids of the devices that its running ranks have."""
+        """Uuids of the devices of the running ranks."""
         running = {rank.rank for rank in self.ranks.values() if rank.state == "running"}
         devices = [given.get("device") or {} for given in self.launch["ranks"] if int(given["rank"]) in running]
         return {uuid for device in devices for uuid in str(device.get("uuid", "")).split(",")}
 
     @property
     def stop_marker(self) -> Path:
-        """Written before the first signal of a stop, so that whoever reaps a rank knows why it ended."""
+        """Path of the marker written before a stop sends its first signal, so that an exit is classified as a stop."""
         return self.directory / "stop.json"
 
     @property
@@ -148,34 +148,34 @@ class Attempt:
         return marker is not None and int(marker.get("generation", 0)) >= self.generation
 
     def judged(self, end: dict[str, Any]) -> dict[str, Any]:
-        """The record of an end, as it would be if the disk had taken the stop's marker."""
+        """Exit record with reason "stopped" if the rank exited after a stop whose marker could not be written."""
         if self.unmarked_stop_s is None or end["state"] != "exited" or end["at_s"] < self.unmarked_stop_s:
             return end
         return {**end, "reason": "stopped"}
 
     def log(self, rank: int) -> Path:
-        """Output of `rank`."""
+        """Path of the output of `rank`."""
         return self.directory / f"rank-{rank:d}.log"
 
     def rank_file(self, rank: int) -> Path:
-        """Rank file of the protocol, read by the rank."""
+        """Path of the rank file of the protocol, which the rank reads."""
         return self.directory / f"rank-{rank:d}.json"
 
     def state_file(self, rank: int) -> Path:
-        """Record of the rank's process."""
+        """Path of the record of the rank's process."""
         return self.directory / f"rank-{rank:d}.state.json"
 
     @property
     def steps(self) -> Path:
-        """One JSON object per training step, appended by rank 0."""
+        """Path of the training steps: one JSON object per line, appended by rank 0."""
         return self.directory / "steps.jsonl"
 
     def store(self) -> None:
-        """Write the launch down; from here on a new agent knows of it."""
+        """Write the launch to disk, where a restarted agent finds it."""
         write_durably(self.directory / "launch.msgpack", protocol.pack(self.launch))
 
     def record_end(self, rank: int, exit_code: int, reason: str, at_s: float) -> None:
-        """Write down the end of a rank that never became a process."""
+        """Write the exit record of a rank whose process was never started."""
         record = {
             "pid": 0,
             "start_time": 0,
@@ -191,7 +191,7 @@ class Attempt:
         self.ranks[rank].take(record)
 
     def read_rank(self, rank: int) -> dict[str, Any] | None:
-        """The record of a rank of this generation; None where there is none."""
+        """Record of a rank of this generation; None if there is none."""
         record = read_json(self.state_file(rank))
         return record if record is not None and record.get("generation") == self.generation else None
 
@@ -208,9 +208,9 @@ class Attempt:
 
 
 def load(directory: Path) -> Attempt | None:
-    """The attempt that an earlier agent left in `directory`; None where its launch was never accepted.
+    """Load the attempt that an earlier agent recorded in `directory`; None if its launch was never accepted.
 
-    Ranks come as the disk tells: running where their record says so, which is still to be compared with the living.
+    Ranks have the state of their records. The caller must check that ranks recorded as running still live.
     """
     try:
         launch = protocol.decode((directory / "launch.msgpack").read_bytes())
@@ -234,7 +234,7 @@ _TAIL_BYTES = 65536
 
 
 def steps_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The complete steps of a steps.jsonl from `offset` on, the newest 64 KiB of them at most, and where they end."""
+    """Complete steps of a steps.jsonl from `offset` on, at most the newest 64 KiB, and the offset where they end."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
@@ -256,13 +256,13 @@ def steps_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def last_step(path: Path) -> dict[str, Any] | None:
-    """The newest complete step in a steps.jsonl."""
+    """Newest complete step in a steps.jsonl; None if there is none."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)
             size = file.tell()
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last newline is not written to its end yet
+            lines = file.read().split(b"\n")[:-1]  # the text after the last newline is still being written
     except OSError:
         return None
     for line in reversed(lines):

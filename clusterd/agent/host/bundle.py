@@ -1,4 +1,4 @@
-"""The code that hosts run, as one content-addressed zip. Made on the head, from whatever clusterd is installed from."""
+"""The code that hosts run, as one content-addressed zip, built on the head node from the installed clusterd."""
 
 from __future__ import annotations
 
@@ -14,34 +14,42 @@ from typing import NamedTuple
 from clusterd.agent.host import programs
 
 _WHOLE = ("clusterd.agent", "clusterd.protocol", "clusterd.train", "plans")
-_SINGLE = ("__init__.py", "exit_reasons.py", "datasets.py", "errors.py", "niceness.py")
+_SINGLE = (
+    "__init__.py",
+    "datasets.py",
+    "errors.py",
+    "exit_reasons.py",
+    "niceness.py",
+    "socket_files.py",
+    "timeouts.py",
+)
 _MSGPACK = ("__init__.py", "exceptions.py", "ext.py", "fallback.py")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 class Bundle(NamedTuple):
-    """The zip, and what names it."""
+    """A zip and its digest."""
 
     sha256: str
     data: bytes
 
     @property
     def version(self) -> str:
-        """Version that an agent of this code reports; the name of its directory ends with it."""
+        """Version reported by an agent that runs this code; the name of its directory ends with it."""
         return self.sha256[:16]
 
 
 @lru_cache(maxsize=1)
 def bundle() -> Bundle:
-    """The bundle of the installed code; the same bytes wherever and whenever it is made from the same files."""
+    """Build the bundle of the installed code; the same files give the same bytes on every machine."""
     files = sorted(_files())
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files:
             entry = zipfile.ZipInfo(name, _EPOCH)
             entry.external_attr = 0o644 << 16
-            # Level and library version would make the bytes depend on the head's zlib; stored, they do not. SSH
-            # compresses nothing here either: it is a few hundred KB, once per host and version.
+            # Entries are stored: compressed bytes would depend on the head node's zlib. The bundle is a few hundred KB,
+            # sent once per host and version.
             entry.compress_type = zipfile.ZIP_STORED
             archive.writestr(entry, data)
     data = buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Active checks of a host: reachability of other hosts, a Python environment, survival of the logout."""
+"""Active checks of a host: reachability of other hosts, a Python environment, whether processes survive logout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clusterd.agent.host import programs
 
 REACH_TIMEOUT_S = 5.0
 PYTHON_TIMEOUT_S = 120.0
-"""Importing torch from a cold network file system takes minutes, but not from one that is to be worked with."""
+"""Limit of `import torch`; a network file system that takes longer is too slow to train from."""
 
 LOGIND_TIMEOUT_S = 5.0
 AT_ONCE = 32
@@ -43,9 +43,10 @@ def check(peers: Mapping[str, Sequence[Any]], python: str | None) -> dict[str, A
     """Run all checks; blocks until they are done.
 
     Args:
-        peers: address and port at which other hosts' agents serve slices, by host.
-        python: an interpreter or a virtual environment, as jobs name it; None: not asked for.
-    Returns: `peers`, each with `seconds` or an `error`; `ends_at_logout`, None where nobody can say; `environment`.
+        peers: address and port at which the agents of other hosts serve tensor slices, by host.
+        python: an interpreter or a virtual environment, as jobs name it; None: not checked.
+    Returns:
+        `peers`, each with `seconds` or an `error`; `ends_at_logout`, None if unknown; `environment`, if checked.
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reached = pool.map(lambda place: _reach(str(place[0]), int(place[1])), peers.values())
@@ -66,7 +67,7 @@ def _reach(address: str, port: int) -> dict[str, Any]:
 
 
 def _environment(python: str) -> dict[str, Any]:
-    """Versions of Python and torch there, and how many GPUs torch sees; `error`: what keeps elastic jobs from it."""
+    """Versions of Python and torch, and the number of GPUs torch sees; `error`: why elastic jobs cannot run there."""
     try:
         interpreter = programs.interpreter(python)
         done = subprocess.run(
@@ -80,9 +81,7 @@ def _environment(python: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
         if not found:
             errors = done.stderr.decode(errors="replace").strip().splitlines()
-            found = {
-                "error": f"{interpreter} ended with {done.returncode}: {errors[-1] if errors else 'without a word'}"
-            }
+            found = {"error": f"{interpreter} exited with {done.returncode}: {errors[-1] if errors else 'no output'}"}
     except subprocess.TimeoutExpired:
         found = {"error": f"importing torch takes more than {PYTHON_TIMEOUT_S:.0f} s"}
     except (OSError, ValueError) as error:
@@ -91,14 +90,14 @@ def _environment(python: str) -> dict[str, Any]:
 
 
 def _ends_at_logout() -> bool | None:
-    """True if logind kills a user's processes at logout, agents and ranks among them; None if unknown."""
+    """True if logind kills this user's processes, so agents and ranks, at logout; None if unknown."""
     kills = _logind("KillUserProcesses")
     if kills is None:
         return None
     only, spared = _logind("KillOnlyUsers") or "", _logind("KillExcludeUsers") or ""
     try:
         user = f'"{pwd.getpwuid(os.getuid()).pw_name}"'
-    except KeyError:  # a user of whom only the number is known
+    except KeyError:  # a uid without an entry in the user database
         user = f'"{os.getuid()}"'
     return kills.split() == ["b", "true"] and user not in spared and (user in only or '"' not in only)
 

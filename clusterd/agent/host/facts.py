@@ -1,4 +1,4 @@
-"""Facts of this host, from /proc, /sys and the GPU driver; no program but Python is needed."""
+"""Facts of this host, read from /proc, /sys and the GPU driver."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def gather(probe: Probe, disk: Path, held: Collection[str] = (), own_tag: str = 
     """The Facts of the protocol.
 
     Args:
-        disk: a path on the file system that jobs write to.
-        held: uuids of the GPUs that ranks of ours run on.
-        own_tag: the variable that marks processes as ours; every other user of a GPU is foreign.
+        disk: a path on the file system to which jobs write.
+        held: uuids of the GPUs on which ranks of this agent run.
+        own_tag: environment variable that marks processes of clusterd; every other process on a GPU is foreign.
     """
     memory = memory_bytes()
     gpus, gpu_error = probe.gpus()
@@ -61,16 +61,16 @@ def gather(probe: Probe, disk: Path, held: Collection[str] = (), own_tag: str = 
 
 
 def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, Any]:
-    """The process and whose it is.
+    """The process with its user, and whether it belongs to clusterd.
 
-    In a container the driver may tell pids of outside, which cannot be looked up. On a GPU with a rank of ours they are
-    taken for that rank's.
+    In a container the driver may report pids of the outer pid namespace, which cannot be looked up. On a GPU that is
+    leased to one of clusterd's ranks such a process counts as that rank's.
     """
     pid = process["pid"]
     try:
         user = _user(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
-        # In another container, outside of ours, or just gone.
+        # A pid of another namespace, or a process that has just exited.
         return {"pid": pid, "user": "?", "memory_bytes": process["memory_bytes"], "ours": held}
     environment = processes.environment(pid)
     ours = any(entry.startswith(f"{own_tag}=".encode()) for entry in environment.split(b"\0"))
@@ -78,7 +78,7 @@ def _with_owner(process: dict[str, Any], own_tag: str, held: bool) -> dict[str, 
 
 
 def _unlisted_bytes(gpu: dict[str, Any]) -> int:
-    """GPU memory used by no listed process: the driver may omit processes of other containers."""
+    """GPU memory in use beyond that of the listed processes: the driver may omit processes of other containers."""
     listed = sum(process["memory_bytes"] or 0 for process in gpu["processes"])
     return max((gpu["memory_used_bytes"] or 0) - listed, 0)
 
@@ -91,7 +91,7 @@ def _user(uid: int) -> str:
 
 
 def cpu_cores() -> int:
-    """Cores that processes of ours may really use at once: the affinity mask, cut by the cgroup's quota."""
+    """Number of cores this process may use at once: size of the affinity mask, limited by the cgroup's quota."""
     cores = len(os.sched_getaffinity(0))
     for quota in _cgroup_values("cpu.max", "cpu", "cpu.cfs_quota_us"):
         cores = min(cores, max(1, quota))
@@ -99,7 +99,7 @@ def cpu_cores() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Total and available memory, of the machine or of the cgroup, whichever is less."""
+    """Total and available memory: the minimum of the machine's and the cgroups'."""
     total, available = processes.machine_memory_bytes()
     for limit, used in _memory_limits():
         if limit < total:
@@ -109,7 +109,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _cgroup_directories(controller: str) -> list[Path]:
-    """The cgroup of this process and its ancestors, in version 2 or 1."""
+    """Directories of this process' cgroup and its ancestors, for cgroup version 2 or 1."""
     found = []
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -150,7 +150,7 @@ def _memory_limits() -> list[tuple[int, int]]:
 
 
 def _reclaimable(directory: Path) -> int:
-    """Cached file pages count as used in a cgroup, but go when memory is needed."""
+    """Bytes of cached file pages, which count as used in a cgroup but are freed when memory is needed."""
     for line in _read(directory / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -159,7 +159,7 @@ def _reclaimable(directory: Path) -> int:
 
 
 def addresses() -> list[dict[str, Any]]:
-    """IPv4 address of each interface that has one, loopback included, and its speed in Mbit/s, where that is known."""
+    """IPv4 address of each interface that has one, loopback included, and its speed in Mbit/s if known."""
     found: list[dict[str, Any]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _index, name in socket.if_nameindex():
@@ -167,8 +167,8 @@ def addresses() -> list[dict[str, Any]]:
             try:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
             except OSError:
-                continue  # an interface that is down, or has no IPv4 address
-            speed = _read(f"/sys/class/net/{name}/speed").strip()  # of virtual ones it cannot be read, or is -1
+                continue  # the interface is down or has no IPv4 address
+            speed = _read(f"/sys/class/net/{name}/speed").strip()  # unreadable or -1 for virtual interfaces
             entry = {"interface": name, "address": socket.inet_ntoa(answer[20:24])}
             found.append({**entry, "speed_mbit": int(speed)} if speed.isdigit() else entry)
     return found

@@ -1,4 +1,4 @@
-"""Files that a job wrote into its working directory on this host: listing, reading in chunks, removal."""
+"""Files that a job wrote to its working directory on this host: listing, reading in chunks, removal."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
 
 FILES_MAX = 10_000
-"""That are named; who writes more than so many fetches them by other means."""
+"""Most files in one listing; the listing counts the rest."""
 
 _NOISE = {"__pycache__", ".git"}
 
 
 def written(generations: list[Attempt]) -> dict[str, Any]:
-    """Files that are newer than the launch: those with a name to send, with path, bytes and time, and how many more.
+    """List the files that are newer than the launch.
 
-    The copy of what was submitted keeps its times, so what the job did not touch is older.
+    Files of the submitted workdir keep their modification times, so a file that the job did not write is older.
 
     Args:
-        generations: of one attempt, the oldest first.
+        generations: those of one attempt on this host, oldest first.
+    Returns:
+        `files`: path, bytes and modification time of at most `FILES_MAX` files, sorted by path; `more`: number of files
+        left out, among them those whose name is not valid text.
     """
     newest: dict[str, dict[str, Any]] = {}
     for work, since_s in _works(generations).items():
@@ -40,12 +43,12 @@ def written(generations: list[Attempt]) -> dict[str, Any]:
 
 
 def _works(generations: list[Attempt]) -> dict[Path, float]:
-    """Working directories, each with when the first generation was launched that worked there."""
+    """Working directories, each with the launch time of its first generation."""
     works: dict[Path, float] = {}
     for attempt in generations:
         try:
             since_s = (attempt.directory / "launch.msgpack").stat().st_mtime
-        except FileNotFoundError:  # somebody made room by hand
+        except FileNotFoundError:  # the directory was deleted by hand
             continue
         works.setdefault(rank_environment.work_of(attempt), since_s)
     return works
@@ -67,11 +70,11 @@ def _newer(work: Path, since_s: float) -> Iterator[dict[str, Any]]:
             try:
                 known = path.lstat()
                 at_s = known.st_mtime
-                if stat.S_ISLNK(known.st_mode) and _leads_within(path, work):  # as `last.pt` to the newest of many
+                if stat.S_ISLNK(known.st_mode) and _leads_within(path, work):  # such as `last.pt` -> `step-900.pt`
                     known = path.stat()
                     at_s = max(at_s, known.st_mtime)
             except OSError:
-                continue  # gone meanwhile, or leads nowhere
+                continue  # removed meanwhile, or a dangling link
             if not stat.S_ISREG(known.st_mode) or at_s < since_s:
                 continue
             yield {"path": str(path.relative_to(work)), "bytes": known.st_size, "at_s": at_s}
@@ -82,10 +85,12 @@ def _leads_within(link: Path, work: Path) -> bool:
 
 
 def read(generations: list[Attempt], path: str, offset: int, limit: int) -> dict[str, Any]:
-    """Bytes of a file below the working directory, and its size now; of several the one that was written last.
+    """Read bytes of a file below the working directory, and its current size.
+
+    If several generations have their own working directory, the file that was written last is read.
 
     Raises:
-        Refused: (``path``) it is not there, is no regular file, or leads out of the working directory.
+        Refused: (``path``) the file does not exist, is not a regular file, or lies outside the working directory.
     """
     works = _works(generations) or [rank_environment.work_of(generations[-1])]
     work = max(works, key=lambda work: _written_s(work / path)).resolve()
@@ -95,7 +100,7 @@ def read(generations: list[Attempt], path: str, offset: int, limit: int) -> dict
     try:
         with open(target, "rb", opener=_without_waiting) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise Refused("path", f"{path} is no regular file")
+                raise Refused("path", f"{path} is not a regular file")
             size = file.seek(0, 2)
             file.seek(min(max(offset, 0), size))
             return {"data": file.read(max(0, min(limit, CHUNK_BYTES_MAX))), "size": size}
@@ -111,15 +116,15 @@ def _written_s(path: Path) -> float:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens what is there; of a pipe no writer is waited for."""
+    """Opener that does not block: opening a pipe for reading would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def remove_tree(tree: Path) -> int:
-    """Remove a directory, whatever permissions the job set; log what cannot be removed.
+    """Remove a directory even if the job made parts of it read-only; log what cannot be removed.
 
     Returns:
-        Bytes freed on the disk.
+        Bytes freed on disk.
     """
     before = _taken_bytes(tree)
 

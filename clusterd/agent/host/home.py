@@ -1,4 +1,4 @@
-"""The agent's directory on a host, and how records get there: whole or not at all."""
+"""The agent's directory on a host, and atomic writes of its records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 SOCKET_PATH_BYTES_MAX = 100
-"""A Unix socket's path has 108 bytes on Linux; a longer one is moved below /tmp."""
+"""Longest path used for a Unix socket (Linux allows 108 bytes); sockets with a longer path are made below /tmp."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 class UnsafeDirectory(Exception):
-    """A directory for sockets exists, but others could put their own there."""
+    """The directory for sockets belongs to another user, who could put sockets of their own there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Home:
 
     @property
     def lock(self) -> Path:
-        """Held by flock for as long as an agent lives here."""
+        """Lock file that the running agent holds with flock."""
         return self.root / "agent.lock"
 
     @property
@@ -42,22 +42,22 @@ class Home:
 
     @property
     def log(self) -> Path:
-        """Log of the agent."""
+        """Log file of the agent."""
         return self.root / "agent.log"
 
     @property
     def attempts(self) -> Path:
-        """One directory per attempt."""
+        """Directory with one directory per attempt."""
         return self.root / "attempts"
 
     @property
     def snapshots(self) -> Path:
-        """One directory per snapshot, named by its digest."""
+        """Directory of the unpacked workdirs, each in a directory named by its digest."""
         return self.root / "snapshots"
 
     @property
     def sockets(self) -> Path:
-        """Of the agent and its fork servers; a short path below /tmp where this one is too long for a socket."""
+        """Directory of the sockets of the agent and its fork servers; below /tmp if this path is too long."""
         longest = os.fsencode(self.root / "sockets" / ("0" * 16 + ".sock"))
         if len(longest) <= SOCKET_PATH_BYTES_MAX:
             return self.root / "sockets"
@@ -71,17 +71,17 @@ class Home:
         return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / "agent.sock"
 
     def attempt(self, job: str, attempt: int, generation: int = 1) -> Path:
-        """The directory of one generation of an attempt; during a move two of them run here side by side.
+        """Directory of one generation of an attempt; during a migration two generations may run on one host.
 
         Raises:
-            ValueError: a job id that is no plain name.
+            ValueError: the job id is not a plain name.
         """
         if not _NAME.fullmatch(job):
             raise ValueError(f"{job!r} is no job id: letters, digits, '.', '_' and '-' only")
         return self.attempts / attempt_name(job, attempt, generation)
 
     def identity(self) -> str:
-        """Of the agent of this home, made once and kept."""
+        """Id of this home's agent, created at the first call and the same after restarts."""
         path = self.root / "identity.json"
         known = read_json(path)
         if known is None:
@@ -90,10 +90,10 @@ class Home:
         return str(known["agent"])
 
     def make(self) -> None:
-        """Create what is missing, for this user alone.
+        """Create the missing directories with access for this user alone.
 
         Raises:
-            UnsafeDirectory: the directory for sockets is someone else's, or open to others.
+            UnsafeDirectory: the directory for sockets belongs to another user.
         """
         for directory in (self.root, self.attempts, self.snapshots, self.sockets):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -106,8 +106,8 @@ class Home:
 
 
 def listen(home: Home) -> socket.socket:
-    """The agent's socket, for this user alone."""
-    home.socket.unlink(missing_ok=True)  # of an agent that was killed: the lock says that none lives
+    """Open the agent's socket, with access for this user alone. The caller holds the home's lock."""
+    home.socket.unlink(missing_ok=True)  # left by an agent that was killed: the lock proves that none runs
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(os.fspath(home.socket))
     home.socket.chmod(0o600)
@@ -115,35 +115,23 @@ def listen(home: Home) -> socket.socket:
 
 
 def attempt_name(job: str, attempt: int, generation: int) -> str:
-    """``<job>.<attempt>``, and of later generations ``<job>.<attempt>.<generation>``."""
+    """``<job>.<attempt>`` for the first generation, ``<job>.<attempt>.<generation>`` for later ones."""
     return f"{job}.{attempt:d}" if generation <= 1 else f"{job}.{attempt:d}.{generation:d}"
 
 
-def inode(path: Path) -> int | None:
-    """Inode number of the file at `path`; None if there is none."""
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return None
-
-
-def is_still(path: Path, made: int | None) -> bool:
-    """True if the file at `path` still has the inode `made`; false if it was removed or replaced."""
-    return made is not None and inode(path) == made
-
-
 def forget_directory(sockets: Path) -> None:
-    """Removes the directory of sockets after the last of them, where it was made below /tmp for its short path."""
+    """Remove an empty directory of sockets below /tmp."""
     if sockets.parent == Path("/tmp"):
-        with contextlib.suppress(OSError):  # others are there still
+        with contextlib.suppress(OSError):  # not empty
             sockets.rmdir()
 
 
 def default_home() -> Home:
     """`$CLUSTERD_AGENT_HOME`, or a directory per host name and cluster in the user's state directory.
 
-    The host name is part of it because homes are shared between hosts over NFS, while an agent's sockets, locks and
-    process ids are one machine's; the cluster, because each numbers its jobs from 1, and ends what it does not know.
+    The host name is part of the path because hosts may share a home over NFS, while sockets, locks and process ids
+    belong to one machine. The cluster is part of it because each cluster numbers its jobs from 1 and ends attempts it
+    does not know.
     """
     given = os.environ.get("CLUSTERD_AGENT_HOME")
     if given:
@@ -156,7 +144,7 @@ def default_home() -> Home:
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Replace `path` so that after a crash it holds either the old bytes or all of the new ones."""
+    """Replace `path` atomically: after a crash it has either the old content or the new."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
@@ -175,7 +163,7 @@ def write_durably(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames and creations in `path` survive a power cut."""
+    """Flush renames and creations in directory `path` to disk, so that they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -184,12 +172,12 @@ def sync_directory(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any, mode: int = 0o600) -> None:
-    """`write_durably` of a JSON value."""
+    """Write a JSON value with `write_durably`."""
     write_durably(path, json.dumps(value, separators=(",", ":")).encode(), mode)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`; None where there is no such file, or none of ours."""
+    """JSON object in `path`; None if there is no such file or it has other content."""
     try:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,7 +1,7 @@
-"""GPUs of this host: through the driver's NVML library, or where that cannot be loaded, through `nvidia-smi`.
+"""GPUs of this host, read through the driver's NVML library, or through `nvidia-smi` if that cannot be loaded.
 
-Read-only. Names and structures: NVML API Reference; drivers since 2021 (510) have the entry points that are not looked
-for first.
+Names and structures follow NVIDIA's NVML API Reference. Entry points that every driver since 510 (2021) has are called
+without checking that they exist.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _LIBRARY_MISMATCH = 18
 _NOT_AVAILABLE = (1 << 64) - 1
 _PROCESSES_MAX = 1024
 _MODE_EXCLUSIVE, _MODE_PROHIBITED = 3, 2
-_MIG_IS_ON = "MIG is on: a GPU that is cut into instances is not offered (off: `nvidia-smi -mig 0`)"
-_PROHIBITED = "its compute mode lets nobody in (`nvidia-smi -c 0` as root does)"
+_MIG_IS_ON = "MIG is on: GPUs partitioned into instances are not used (turn it off with `nvidia-smi -mig 0`)"
+_PROHIBITED = "its compute mode prohibits all processes (`nvidia-smi -c 0` as root allows them)"
 _NO_SUCH_VALUE = ("[N/A]", "[Not Supported]")
 
 
 class NvmlError(Exception):
-    """The driver answers, but with an error."""
+    """The driver returned an error."""
 
 
 class _NotOffered(NvmlError):
-    """A GPU that is well, and not for us: to ask the driver anew would change nothing."""
+    """A healthy GPU that clusterd may not use; reloading the library would not change that."""
 
 
 class _Memory(ctypes.Structure):
@@ -56,10 +56,10 @@ Gpu = dict[str, Any]
 
 
 class Nvml:
-    """The loaded library. One per agent: its first call costs the driver tens of milliseconds.
+    """The loaded NVML library. An agent holds one: initialising it takes the driver tens of milliseconds.
 
     Attributes:
-        is_stale: something is wrong that the driver may have mended for those who load it anew.
+        is_stale: a call failed in a way that reloading the library may cure.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -68,18 +68,18 @@ class Nvml:
         self._check(self._call("nvmlInit_v2"))
 
     def close(self) -> None:
-        """Let go of the driver: it counts those who hold it, and looks anew only for the first of them."""
+        """Shut the library down. It is reference-counted: only the first `nvmlInit` after the last shutdown rescans."""
         self._call("nvmlShutdown")
 
     def gpus(self) -> tuple[list[Gpu], str | None]:
-        """Devices, with the processes that use their memory: pid and bytes (None: the driver does not say).
+        """List the GPUs, each with the pids and bytes of the processes that use its memory (None: bytes unknown).
 
-        What is used of a memory that is the host's too, is not said: anything may be in it.
+        `memory_used_bytes` is None for a GPU that shares the host's memory, where other data may lie as well.
 
         Returns:
-            Those that answer, and what is wrong with the others.
+            The GPUs that respond, and the errors of the others, joined; None if there are none.
         Raises:
-            NvmlError: the driver refused, as after its upgrade under a running kernel.
+            NvmlError: the driver refused, for example because it was upgraded while its old kernel module is loaded.
         """
         count = ctypes.c_uint()
         self.is_stale = True
@@ -89,7 +89,7 @@ class Nvml:
         for index in range(count.value):
             try:
                 found.append(self._gpu(index))
-            except NvmlError as error:  # one that fell off the bus leaves the others as they are
+            except NvmlError as error:  # a GPU that fell off the bus does not affect the others
                 wrong.append(f"GPU {index}: {error}")
                 self.is_stale |= not isinstance(error, _NotOffered)
         return found, "; ".join(wrong) or None
@@ -108,12 +108,12 @@ class Nvml:
         memory = _Memory()
         code = self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
         if code == _NOT_SUPPORTED:
-            memory = _Memory(total=processes.machine_memory_bytes()[0])  # it has none of its own
+            memory = _Memory(total=processes.machine_memory_bytes()[0])  # the GPU has no memory of its own
         else:
             self._check(code)
         utilisation = _Utilisation()
         known = self._supports("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilisation))
-        # Where its memory is a NUMA node of the host, the kernel keeps there what nobody uses any more.
+        # If the GPU's memory is a NUMA node of the host, the kernel's page cache may occupy it.
         shared = code == _NOT_SUPPORTED or self._supports(
             "nvmlDeviceGetNumaNodeId", handle, ctypes.byref(ctypes.c_uint())
         )
@@ -168,20 +168,20 @@ class Nvml:
         self._library.nvmlErrorString.restype = ctypes.c_char_p
         text = self._library.nvmlErrorString(code)
         kind = _NotOffered if code == _NO_PERMISSION else NvmlError
-        raise kind(f"the NVIDIA driver says: {text.decode(errors='replace') if text else f'error {code}'}")
+        raise kind(f"the NVIDIA driver reports: {text.decode(errors='replace') if text else f'error {code}'}")
 
 
 class Probe:
-    """Asks for the GPUs of this host, by the way that works here."""
+    """Lists the GPUs of this host, with NVML or `nvidia-smi`, whichever works."""
 
     def __init__(self, library: str = "libnvidia-ml.so.1", program: str = "nvidia-smi") -> None:
         self._library = library
         self._program = program
         self._nvml: Nvml | None = None
-        self._lock = threading.Lock()  # no look closes what another one uses
+        self._lock = threading.Lock()  # so that no thread closes the library while another uses it
 
     def gpus(self) -> tuple[list[Gpu], str | None]:
-        """GPUs, and what is wrong with them; a host without NVIDIA's driver has none, and nothing is wrong."""
+        """List the GPUs and their errors; without an NVIDIA driver the list is empty, and that is not an error."""
         with self._lock:
             return self._gpus()
 
@@ -196,7 +196,7 @@ class Probe:
             found, wrong = [], str(error)
         if self._nvml is not None and self._nvml.is_stale:
             self._nvml.close()
-            self._nvml = None  # to be loaded anew at the next look: a reset, or a driver that came back
+            self._nvml = None  # the next call reloads it: the GPU may have been reset, or the driver restarted
         return found, wrong
 
     def _by_program(self) -> tuple[list[Gpu], str | None]:
@@ -214,7 +214,7 @@ class Probe:
         try:
             return parse_query(devices, apps)
         except ValueError as error:
-            return [], f"nvidia-smi answers in an unknown form: {error}"
+            return [], f"nvidia-smi printed an unknown format: {error}"
 
     def _query(self, query: str) -> str:
         command = [self._program, query, "--format=csv,noheader,nounits"]
@@ -222,7 +222,7 @@ class Probe:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20, check=False
         )
         text = (done.stdout + done.stderr).strip()
-        if text.startswith("No devices were found"):  # some versions call it a success
+        if text.startswith("No devices were found"):  # some versions exit with 0 then
             return ""
         if done.returncode != 0:
             if "version mismatch" in text:
@@ -232,15 +232,15 @@ class Probe:
 
 
 def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
-    """GPUs out of the two lists of `nvidia-smi`, and what is wrong with the others.
+    """Parse the two lists of `nvidia-smi`: the usable GPUs, and the errors of the others, joined.
 
     Raises:
-        ValueError: a line that is none of its.
+        ValueError: a line has another format.
     """
     users: dict[str, list[dict[str, Any]]] = {}
     for line in filter(None, map(str.strip, apps.splitlines())):
         uuid, pid, used = (part.strip() for part in line.split(","))
-        if pid.isdigit():  # of a process that it may not name, there is nothing to tell
+        if pid.isdigit():  # nvidia-smi hides the pid of a process that this user may not see
             users.setdefault(uuid, []).append({"pid": int(pid), "memory_bytes": _mebibytes(used)})
     gpus, wrong = [], []
     for line in filter(None, map(str.strip, devices.splitlines())):
@@ -250,9 +250,9 @@ def parse_query(devices: str, apps: str) -> tuple[list[Gpu], str | None]:
             continue
         memory_bytes = _mebibytes(total)
         if total in _NO_SUCH_VALUE:
-            memory_bytes, _ = processes.machine_memory_bytes()  # it has none of its own
+            memory_bytes, _ = processes.machine_memory_bytes()  # the GPU has no memory of its own
         if memory_bytes is None:
-            wrong.append(f"GPU {index}: nvidia-smi says of its memory: {total}")
+            wrong.append(f"GPU {index}: nvidia-smi reports as its memory: {total}")
             continue
         gpus.append(
             {

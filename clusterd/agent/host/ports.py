@@ -14,17 +14,17 @@ from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
 
 FIRST, LAST = 20000, 32767
-"""Below the range from which the kernel takes ports for outgoing connections: those would take a leased one."""
+"""Range of the leased ports, below the kernel's range of ephemeral ports, which could collide with a lease."""
 
 UNUSED_S = 600.0
-"""A lease whose generation never came here ends after this long."""
+"""A lease ends after this long if its generation was never launched on this host."""
 
 
 class Ports:
-    """Leases of this agent, on disk, and claimed among all agents that share the machine's network.
+    """Port leases of this agent, stored on disk and exclusive among all agents of the network namespace.
 
-    The claim is an abstract Unix socket named after the port: such names belong to the same network namespace as ports
-    do, and end with their holder.
+    An agent claims a port by binding an abstract Unix socket named after it: abstract names belong to the same network
+    namespace as ports, and the kernel releases them when the process exits.
     """
 
     def __init__(self, file: Path) -> None:
@@ -42,10 +42,12 @@ class Ports:
         self._next = port
 
     def lease(self, name: str, generation: int) -> int:
-        """A free port for this generation of attempt `name`; another one at every call, as after one was found taken.
+        """Lease a free port to this generation of attempt `name`.
+
+        Every call returns another port, so that a launch whose port turned out to be taken can ask again.
 
         Raises:
-            Refused: none is free.
+            Refused: no port is free.
         """
         for _ in range(LAST - FIRST + 1):
             port = self._next
@@ -59,7 +61,7 @@ class Ports:
         raise Refused("ports", f"no port between {FIRST} and {LAST} is free on this host")
 
     def release(self, over: Callable[[str, int, float], bool]) -> None:
-        """End the leases for which ``over(attempt, generation, age_s)``."""
+        """End the leases for which ``over(attempt, generation, age_s)`` is true."""
         now = time.time()
         ended = [
             port for port, (name, generation, since) in self._leases.items() if over(name, generation, now - since)
@@ -70,11 +72,11 @@ class Ports:
         if ended:
             try:
                 self._write()
-            except OSError as error:  # the next agent will find them ended
+            except OSError as error:  # the next agent releases these leases again
                 log_line(f"agent: cannot write {self._file}: {error}")
 
     def close(self) -> None:
-        """Give the claims up; the leases stay on disk for the next agent."""
+        """Release the claims; the leases stay on disk for the next agent."""
         for claim in self._claims.values():
             claim.close()
         self._claims.clear()
@@ -102,6 +104,6 @@ def _is_free(port: int) -> bool:
                 probe.bind((address, port))
         except OSError as error:
             if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                continue  # a host without IPv6
+                continue  # the host has no IPv6
             return False
     return True

@@ -1,6 +1,6 @@
-"""Processes as /proc shows them: who lives, since when, and under which tag; and the memory that they share.
+"""Processes in /proc: liveness, start time, session and tag; and the memory of the machine.
 
-A pid alone names nobody: pids are reused. A process is known by pid, start time and boot id together.
+Pids are reused, so a process is identified by pid, start time and boot id together.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ TAG = "CLUSTERD_TAG"
 
 
 class Stat(NamedTuple):
-    """Fields of /proc/PID/stat that are used here."""
+    """The fields of /proc/PID/stat that clusterd uses."""
 
     state: str  # "Z" and "X" are dead
     parent: int
     group: int
     session: int
     start_time: int  # clock ticks since boot
-    memory_bytes: int  # of addresses; none left: it is on its way out
+    memory_bytes: int  # size of the address space; 0 while the process is exiting
 
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """Changes with every boot of this machine."""
+    """Id of the current boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def machine() -> str:
-    """This boot of this machine, or of this container: those of one kernel share its boot id."""
+    """Id of this boot and pid namespace: containers on one kernel share the boot id."""
     return f"{boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def machine_memory_bytes() -> tuple[int, int]:
-    """Total and available memory of the whole machine, whatever a cgroup leaves of it."""
+    """Total and available memory of the whole machine, without cgroup limits."""
     with open("/proc/meminfo", encoding="ascii") as file:
         values = {name: int(rest.split()[0]) << 10 for name, rest in (line.split(":", 1) for line in file)}
     return values["MemTotal"], values["MemAvailable"]
 
 
 def stat(pid: int) -> Stat | None:
-    """None where no such process is."""
+    """Read /proc/PID/stat; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    # The command's name stands in parentheses and may hold spaces and parentheses itself.
+    # The command's name is in parentheses and may contain spaces and parentheses itself.
     fields = text[text.rindex(b")") + 2 :].split()
     return Stat(fields[0].decode(), int(fields[1]), int(fields[2]), int(fields[3]), int(fields[19]), int(fields[20]))
 
 
 def lives(pid: int, start_time: int, boot: str | None = None) -> bool:
-    """True if exactly this process still runs; a zombie does not."""
+    """True if this very process still runs; false for a zombie."""
     if boot is not None and boot != boot_id():
         return False
     found = stat(pid)
@@ -72,7 +72,7 @@ def everyone() -> Iterator[int]:
 
 
 def environment(pid: int) -> bytes:
-    """The environment `pid` was started with; empty where it is gone, a zombie, or another user's."""
+    """Initial environment of `pid`; empty if the process is gone, a zombie, or another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -80,7 +80,7 @@ def environment(pid: int) -> bytes:
 
 
 def tagged(tag: str) -> list[int]:
-    """Pids whose environment carries `tag`, wherever they were re-parented to; never the caller's own."""
+    """Pids of the processes whose environment has `tag`, whoever their parent is now; never the caller's own."""
     wanted = f"{TAG}={tag}".encode()
     own = os.getpid()
     found = []
@@ -92,11 +92,11 @@ def tagged(tag: str) -> list[int]:
 
 
 def ending(sessions: Container[int]) -> list[int]:
-    """Pids in these sessions that have given back their memory, but not yet what else they hold.
+    """Pids in these sessions that have released their memory, but still hold files and devices.
 
-    The kernel takes a process' memory first, and with it its environment, by which `tagged` knows it; then closes its
-    files, the devices among them, which for a GPU with a full memory takes seconds. A process whose first thread has
-    ended shows as a zombie while others run on.
+    On exit the kernel first frees a process' memory, with the environment by which `tagged` finds it, and then closes
+    its files. Closing a GPU whose memory is full takes seconds. A process whose main thread has ended appears as a
+    zombie while its other threads run.
     """
     found = []
     for pid in everyone():
@@ -116,7 +116,7 @@ def _threads(pid: int) -> int:
 
 
 def tags(prefix: str) -> set[str]:
-    """Tags that begin with `prefix` and that some living process carries; one look at all of them."""
+    """Tags of running processes that begin with `prefix`, from one scan of /proc."""
     begin = f"{TAG}={prefix}".encode()
     own = os.getpid()
     entries = (entry for pid in everyone() if pid != own for entry in environment(pid).split(b"\0"))
@@ -129,10 +129,10 @@ def in_session(session: int) -> list[int]:
 
 
 def send(pid: int, start_time: int, number: int) -> bool:
-    """Signal exactly this process; False where it is gone.
+    """Signal this very process; false if it is gone.
 
-    The pidfd is opened first and the start time compared after: between the two the pid cannot change hands. Kernels
-    before 5.3 have none; there it can, within microseconds.
+    The start time is checked after the pidfd is opened, so the signal cannot reach a process that reuses the pid.
+    Kernels before 5.3 have no pidfds; there a window of microseconds remains.
     """
     try:
         handle = os.pidfd_open(pid)
@@ -156,11 +156,11 @@ def send(pid: int, start_time: int, number: int) -> bool:
 
 
 def claim_environment(name: str, value: str) -> bool:
-    """Write `value` over the placeholder that this process was started with under `name`.
+    """Write `value` over the placeholder that this process inherited in its environment under `name`.
 
-    A process forked without exec keeps showing its parent's first environment in /proc/PID/environ, whatever
-    `os.environ` says. The parent is therefore started with a placeholder of spaces under `name`, and the child writes
-    over its own copy of that memory. Returns False where there is no placeholder, or the value is longer.
+    /proc/PID/environ of a process forked without exec shows the environment its parent was started with, regardless of
+    `os.environ`. The parent is therefore started with a placeholder of spaces under `name`, and the child overwrites
+    its own copy of that memory. Returns false if there is no placeholder or the value is longer than it.
     """
     try:
         # man 5 proc_pid_stat: fields 50 and 51 are env_start and env_end; the state, after the name, is field 3.
@@ -177,12 +177,12 @@ def claim_environment(name: str, value: str) -> bool:
             if len(written) > capacity:
                 return False
             memory.seek(start + begin - 1)
-            # Zero bytes after the value: readers split at zeros and see empty entries, which carry nothing.
+            # Zero bytes after the value: readers split at zeros and ignore empty entries.
             memory.write(written.ljust(capacity, b"\0"))
     except (OSError, ValueError):
-        return False  # a kernel that hides its addresses, or was started without a placeholder
+        return False  # the kernel hides the addresses, or the process was started without a placeholder
     return True
 
 
 PLACEHOLDER = " " * 160
-"""Room for a tag in the environment of a process that forks ranks."""
+"""Placeholder for a tag in the environment of a process that forks ranks."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from clusterd.agent import CODE_ROOT
 
-# What runs when a directory of pushed code is given to Python as its program; `bundle` puts it there. The directory is
-# first on the path then, and nothing of it reaches the environment that jobs inherit.
+# `bundle` adds this as `__main__.py`, so that Python can run the directory of pushed code as a program. Python puts the
+# directory first on sys.path, and no variable of the environment that jobs inherit has to name it.
 MAIN = """\
 import sys
 
@@ -24,23 +24,23 @@ from clusterd.agent.__main__ import main
 sys.exit(main())
 """
 
-# The same for a source tree, which is no program.
+# The same for a source tree, which has no `__main__.py`.
 _FROM_SOURCE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from clusterd.agent.__main__ import main; sys.exit(main())"
 )
 
 
 def version() -> str:
-    """Of the code that runs: the digest it was pushed under, or ``source``."""
+    """Version of the running code: the digest under which it was pushed, or ``source``."""
     pushed = re.fullmatch(r"agent-([0-9a-f]{16})", CODE_ROOT.name)
     return pushed[1] if pushed else "source"
 
 
 def command(*arguments: str, python: str | None = None, heeds_environment: bool = True) -> list[str]:
-    """The command line of ``clusterd.agent`` with `arguments`, under `python` (default: this one).
+    """Command line of ``clusterd.agent`` with `arguments`, under `python` (default: this interpreter).
 
     Args:
-        heeds_environment: what PYTHONPATH and its like say, as they are meant to for jobs.
+        heeds_environment: PYTHONPATH and similar variables apply, as jobs expect; false: they are ignored (-E).
     """
     begin = [python or sys.executable, *(() if heeds_environment else ("-E",))]
     if (CODE_ROOT / "__main__.py").exists():
@@ -49,10 +49,10 @@ def command(*arguments: str, python: str | None = None, heeds_environment: bool 
 
 
 def interpreter(given: str | None) -> str:
-    """The interpreter that a job's ``python`` names: a program, or a virtual environment's directory.
+    """Path of the interpreter that a job's ``python`` names: a program, or the directory of a virtual environment.
 
     Raises:
-        FileNotFoundError: there is none; the message says where it was looked for.
+        FileNotFoundError: there is no such interpreter; the message names the path.
     """
     if not given:
         return sys.executable
@@ -72,5 +72,5 @@ def interpreter(given: str | None) -> str:
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that jobs inherit: without those of the SSH login and of clusterd."""
+    """Variables of `environ` that jobs inherit: all but those of the SSH login and of clusterd."""
     return {k: v for k, v in environ.items() if not k.startswith(("SSH_", "CLUSTERD_"))}

@@ -22,21 +22,21 @@ _OF_RANKS = (
 SURVIVES_PEERS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # of the watchdog, which ends the process before its script has said why
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # for which the watchdog keeps the process from anything else, for a minute
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else the watchdog ends the process before the script reports its error
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else the watchdog blocks the process for a minute to write its dump
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
 }
-"""torch would end a process whose NCCL peer is gone; a rank of ours is told, and hands over what it holds."""
+"""Settings that stop torch from ending a process whose NCCL peer is gone: the rank must hand over its state first."""
 
 LARGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""torch asks for pages of 2 MiB for large tensors in host memory: steps on CPUs are faster."""
+"""Makes torch use pages of 2 MiB for large tensors in host memory, which speeds up steps on CPUs."""
 
 
 def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of one rank.
+    """Complete environment of one rank.
 
-    The job's own variables win over our defaults (threads, network interface), ours win over the job's where the ranks
-    would not find each other otherwise.
+    The job's variables override clusterd's defaults (threads, network interface). Clusterd's override the job's where
+    the rendezvous of the ranks depends on them.
     """
     launch = attempt.launch
     device = rank.get("device") or {}
@@ -44,11 +44,11 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     env["OMP_NUM_THREADS"] = str(device.get("threads") or 1)
     if interface := rank.get("interface"):
         env["GLOO_SOCKET_IFNAME"] = str(interface)
-        env["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without it, NCCL takes whatever begins so
+        env["NCCL_SOCKET_IFNAME"] = f"={interface}"  # without "=" NCCL matches prefixes
     if launch["kind"] == "elastic":
         env.update(SURVIVES_PEERS | LARGE_PAGES)
     else:
-        env["PYTHONUNBUFFERED"] = "1"  # a log that is followed shows lines as they come
+        env["PYTHONUNBUFFERED"] = "1"  # so that `logs -f` shows lines immediately
     if launch.get("python"):
         _activate(env, programs.interpreter(launch["python"]))
     env.update(launch.get("env") or {})
@@ -74,16 +74,17 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
         env["MASTER_ADDR"] = str(rank["master_addr"])
         env["MASTER_PORT"] = str(rank["master_port"])
     if launch["kind"] == "command" and rank["world_size"] == 1:
-        # A lone command is no rank of anything: torchrun or accelerate inside it make their own world.
+        # Without these variables, torchrun or accelerate inside a single-process command set up their own world.
         forget_rank(env)
     return env
 
 
 def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
-    """The GPUs that a rank may see.
+    """Value of CUDA_VISIBLE_DEVICES for a rank.
 
-    Its own, and where a script is started as by torchrun those of all its ranks on this host: LOCAL_RANK is the place
-    of its own among them. By index for programs that are not ours, as some know no other names (vLLM, DeepSpeed).
+    A rank sees its own GPU. A rank of a checkpointable job sees the GPUs of all its ranks on this host and picks one by
+    LOCAL_RANK, as under torchrun. Other programs than elastic ones get indices instead of uuids, because some accept
+    nothing else (vLLM, DeepSpeed).
     """
     ranks = [rank]
     if launch["kind"] == "checkpointable":
@@ -97,13 +98,13 @@ def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:
 
 
 def forget_rank(env: dict[str, str]) -> None:
-    """Takes out what would make a program take itself for a rank."""
+    """Remove the variables by which a program would recognise itself as a rank."""
     for name in _OF_RANKS:
         env.pop(name, None)
 
 
 def _activate(env: dict[str, str], python: str) -> None:
-    """Put the job's environment first on the PATH, as its `activate` would."""
+    """Put the job's virtual environment first on the PATH, as its `activate` script would."""
     binaries = Path(python).parent
     env["PATH"] = os.pathsep.join([str(binaries), env.get("PATH", os.defpath)])
     if (binaries.parent / "pyvenv.cfg").exists():
@@ -125,7 +126,7 @@ def runs_in_fork(launch: Mapping[str, Any]) -> bool:
 
 
 def forked_argv(launch: Mapping[str, Any]) -> list[str]:
-    """The argv without what the fork has anyway: the interpreter's -u. Empty where it is no Python's."""
+    """The argv without the interpreter's -u, which a fork has anyway; empty if the command is not Python."""
     argv = [str(argument) for argument in launch["argv"]]
     named = launch.get("python")
     if argv[0] not in _PYTHONS and not (named and argv[0] in (named, programs.interpreter(named))):
@@ -136,7 +137,7 @@ def forked_argv(launch: Mapping[str, Any]) -> list[str]:
 
 
 def exec_argv(launch: Mapping[str, Any]) -> list[str]:
-    """The argv of a process of its own, where ``python`` is the job's interpreter."""
+    """The argv of a rank that runs in a new process; ``python`` is replaced by the job's interpreter."""
     argv = [str(argument) for argument in launch["argv"]]
     if argv[0] in _PYTHONS and (launch["kind"] == "elastic" or launch.get("python")):
         argv[0] = programs.interpreter(launch.get("python"))
@@ -144,10 +145,10 @@ def exec_argv(launch: Mapping[str, Any]) -> list[str]:
 
 
 def check(launch: Mapping[str, Any]) -> None:
-    """Refuse what cannot start here, before anything is written.
+    """Check that a launch can start on this host, before anything is written.
 
     Raises:
-        Refused: no command, no ranks, or an interpreter that is not on this host.
+        Refused: the launch has no command, no ranks or an unknown kind, or its interpreter is not on this host.
     """
     if not launch["argv"] or not launch["ranks"] or launch["kind"] not in ("command", "checkpointable", "elastic"):
         raise Refused(
@@ -160,7 +161,7 @@ def check(launch: Mapping[str, Any]) -> None:
 
 
 def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: Path) -> None:
-    """The rank file of the protocol, for this user's eyes: it holds the attempt's token."""
+    """Write the rank file of the protocol, readable by this user alone because it contains the attempt's token."""
     place = {
         "job": attempt.job,
         "attempt": attempt.attempt,
@@ -192,7 +193,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
 
 
 def work_of(attempt: Attempt) -> Path:
-    """Path of the ranks' working directory: that of the attempt's first generation on this host."""
+    """Path of the ranks' working directory, which all generations of the attempt on this host share."""
     given = attempt.launch.get("workdir")
     if given and not attempt.launch.get("snapshot"):
         return Path(given).expanduser().absolute()
@@ -205,12 +206,14 @@ def work_of(attempt: Attempt) -> Path:
 
 
 def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
-    """Make the ranks' working directory: a copy of the submitted one, the given directory, or an empty one.
+    """Make the ranks' working directory: a copy of the submitted workdir, the directory the job names, or an empty one.
 
-    A later generation of the attempt on this host finds what an earlier one wrote.
+    A later generation of the attempt on this host finds the files that an earlier one wrote.
 
+    Args:
+        snapshot: directory of the unpacked workdir; None: the job submitted none.
     Raises:
-        Refused: the given directory is not there, or the copy does not fit on the disk.
+        Refused: the named directory does not exist, or the copy does not fit on the disk.
     """
     work = work_of(attempt)
     if work.is_dir():
@@ -229,7 +232,7 @@ def working_directory(attempt: Attempt, snapshot: Path | None) -> Path:
     except OSError as error:
         make_writable(copy)
         shutil.rmtree(copy, ignore_errors=True)
-        raise Refused("disk-full", f"cannot copy the snapshot to {work}: {error}") from error
+        raise Refused("disk-full", f"cannot copy the workdir to {work}: {error}") from error
     return work
 
 
@@ -240,6 +243,6 @@ def _copy_writable(source: str, target: str) -> None:
 
 
 def make_writable(tree: Path) -> None:
-    """Give this user back the right to write into a tree that was kept read-only."""
+    """Restore this user's permission to write to the directories of a read-only tree."""
     for directory, _names, _files in os.walk(tree):
         os.chmod(directory, 0o700)

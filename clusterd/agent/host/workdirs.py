@@ -1,4 +1,4 @@
-"""Submitted working directories: received in chunks, verified, unpacked so that no file lands outside."""
+"""Submitted working directories: received in chunks, verified against their digest, unpacked safely."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterd.agent.host.home import sync_directory
 from clusterd.agent.host.rank_environment import make_writable
 
 UNUSED_S = 7 * 86400.0
-"""A workdir that no attempt uses, and that was not sent for this long, is removed."""
+"""A workdir that no attempt uses is removed this long after it was received."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -31,10 +31,10 @@ class Workdirs:
         """Directory of a workdir, present or not.
 
         Raises:
-            Refused: no sha256 in hexadecimal.
+            Refused: `digest` is not a sha256 in hexadecimal.
         """
         if not _DIGEST.fullmatch(digest):
-            raise Refused("snapshot", f"{digest!r} is no sha256")
+            raise Refused("snapshot", f"{digest!r} is not a sha256")
         return self._directory / digest
 
     def has(self, digest: str) -> bool:
@@ -42,22 +42,23 @@ class Workdirs:
         return self.path(digest).is_dir()
 
     def need(self, digest: str) -> Path:
-        """Its directory.
+        """Directory of a workdir that must be present.
 
         Raises:
-            Refused: it is not here.
+            Refused: it is not on this host.
         """
         if not self.has(digest):
-            raise Refused("snapshot", f"snapshot {digest[:12]} is not on this host; send it first")
+            raise Refused("snapshot", f"workdir {digest[:12]} is not on this host; send it first")
         return self.path(digest)
 
     def put(self, digest: str, offset: int, data: bytes, last: bool) -> None:
-        """Take a chunk of the tar; after the last one the snapshot is here, or nothing of it is.
+        """Receive a chunk of a workdir's tar; after the last chunk the tar is verified and unpacked.
 
-        Chunks come in order; one at offset 0 begins anew.
+        Chunks must arrive in order; a chunk at offset 0 starts over. A failed transfer leaves no files.
 
         Raises:
-            Refused: ``snapshot`` (chunks with a gap, a wrong digest, a tar that reaches outside) or ``disk-full``.
+            Refused: ``snapshot`` (a gap between chunks, a wrong digest, a tar with members outside the workdir) or
+                ``disk-full``.
         """
         target = self.path(digest)
         if target.is_dir():
@@ -68,7 +69,7 @@ class Workdirs:
             size = part.stat().st_size if part.exists() else 0
             if offset > size:
                 raise Refused(
-                    "snapshot", f"snapshot {digest[:12]}: a chunk for byte {offset} came when {size} were here"
+                    "snapshot", f"workdir {digest[:12]}: received a chunk at byte {offset}, but expected byte {size}"
                 )
             with open(part, "r+b" if part.exists() else "wb") as file:
                 file.truncate(offset)
@@ -91,7 +92,7 @@ class Workdirs:
                 found.update(chunk)
             if found.hexdigest() != digest:
                 raise Refused(
-                    "snapshot", f"snapshot {digest[:12]} arrived damaged: its sha256 is {found.hexdigest()[:12]}"
+                    "snapshot", f"workdir {digest[:12]} arrived damaged: its sha256 is {found.hexdigest()[:12]}"
                 )
             file.seek(0)
             beside = self._directory / f".{digest[:16]}.{os.getpid()}"
@@ -108,18 +109,18 @@ class Workdirs:
 
     def _storage_error(self, error: OSError, digest: str) -> Refused:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return Refused("host", f"cannot store snapshot {digest[:12]}: {error}")
+            return Refused("host", f"cannot store workdir {digest[:12]}: {error}")
         try:
             free_mb = shutil.disk_usage(self._directory).free / 1e6
             free = f"{free_mb:.0f} MB are free"
         except OSError:
             free = "nothing is free"
         return Refused(
-            "disk-full", f"no space for snapshot {digest[:12]} in {self._directory}: {free}; nothing of it was kept"
+            "disk-full", f"no space for workdir {digest[:12]} in {self._directory}: {free}; the partial copy is removed"
         )
 
     def clean(self, used: set[str]) -> None:
-        """Remove what no attempt uses, and chunks whose rest never came."""
+        """Remove old workdirs that no attempt uses, and old incomplete transfers."""
         for path in self._directory.iterdir():
             try:
                 old = time.time() - path.stat().st_mtime > UNUSED_S
@@ -133,12 +134,12 @@ class Workdirs:
 
 
 def unpack(file: tarfile._Fileobj, directory: Path) -> None:
-    """Unpack a tar into an empty `directory`: plain files, directories and symbolic links, nothing else.
+    """Unpack a tar of plain files, directories and symbolic links into an empty `directory`, then make it read-only.
 
-    Links are made last, so that no file is written through one, wherever it points to. The tree is left read-only.
+    Links are created last, so that no file can be written through a link to a place outside.
 
     Raises:
-        Refused: a member with an absolute path or ``..``, a device, a hard link, or one that comes twice.
+        Refused: the tar has a member with an absolute path or ``..``, a device, a hard link, or a duplicate member.
     """
     links: list[tuple[Path, str]] = []
     folders: list[tuple[Path, int]] = [(directory, 0o555)]
@@ -157,14 +158,14 @@ def unpack(file: tarfile._Fileobj, directory: Path) -> None:
                     _write(archive, member, path)
                 else:
                     raise Refused(
-                        "snapshot", f"the snapshot holds {member.name!r}, which is neither file, folder nor link"
+                        "snapshot", f"the workdir has {member.name!r}, which is neither a file, a folder nor a link"
                     )
             for path, to in links:
                 path.symlink_to(to)
     except (tarfile.TarError, EOFError) as error:
-        raise Refused("snapshot", f"the snapshot is no tar: {error}") from error
+        raise Refused("snapshot", f"the workdir is not a tar: {error}") from error
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        raise Refused("snapshot", f"the snapshot holds {error.filename!r} twice") from error
+        raise Refused("snapshot", f"the workdir has {error.filename!r} twice") from error
     for path, mode in reversed(folders):
         path.chmod(mode)
 
@@ -172,7 +173,7 @@ def unpack(file: tarfile._Fileobj, directory: Path) -> None:
 def _inside(name: str) -> tuple[str, ...]:
     parts = PurePosixPath(name).parts
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise Refused("snapshot", f"the snapshot holds {name!r}, which would land outside of it")
+        raise Refused("snapshot", f"the workdir has {name!r}, which would be unpacked outside of it")
     return parts
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from clusterd import protocol
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.host.home import Home, default_home, forget_directory, inode, is_still, listen, write_json
+from clusterd.agent.host.home import Home, default_home, forget_directory, listen, write_json
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
 from clusterd.agent.log import log_line
@@ -29,6 +29,7 @@ from clusterd.agent.server.verbs import Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
+from clusterd.socket_files import inode, is_still
 
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""

@@ -28,8 +28,8 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd import __version__, protocol
-from clusterd.agent.host.home import inode, is_still
 from clusterd.errors import ClusterError, UsageError
+from clusterd.socket_files import inode, is_still
 
 log = logging.getLogger(__name__)
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import anyio
 
-from clusterd.agent.forkserver.client import START_TIMEOUT_S
 from clusterd.core import decisions as d
 from clusterd.daemon.execution.datasets import DataSets
 from clusterd.daemon.hosts.registry import HostRegistry
 from clusterd.daemon.journal.engine import Engine
 from clusterd.daemon.storage.archive import Archive
 from clusterd.errors import NotStarted
+from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
 from clusterd.types import TEMPLATE_NAMES, Device, HostId, JobId, JobKind, JobSpec, RankPlace
 from plans.model_shape import ModelShape
 from plans.plan import Plan
 
 CHUNK_BYTES = 1 << 20
-LAUNCH_TIMEOUT_S = START_TIMEOUT_S + 60.0
+LAUNCH_TIMEOUT_S = FORK_SERVER_START_TIMEOUT_S + 60.0
 """Longer than an agent waits for an environment to start, so that the agent's error arrives."""
 
 SNAPSHOT_EVERY = 20

@@ -25,7 +25,8 @@ def event(kind: str, body: bytes) -> events.Event:
     """Decode an event of this kind.
 
     Raises:
-        KeyError: no such kind; msgspec.ValidationError: another version wrote it.
+        KeyError: the kind is unknown.
+        msgspec.ValidationError: another version wrote the event, with other fields.
     """
     decoded: events.Event = _EVENT_DECODERS[kind].decode(body)
     return decoded
@@ -44,5 +45,5 @@ def proposal(body: bytes) -> Proposal:
 
 
 def plain(value: Any) -> Any:
-    """Convert to maps, lists, text and numbers for the socket."""
+    """Convert a value to dicts, lists, strings and numbers for the client socket."""
     return msgspec.to_builtins(value)

@@ -1,7 +1,7 @@
 """Main loop of the daemon: events in, journal, scheduler, decisions out.
 
-Whatever waits when the loop comes round is one batch: one commit, one scheduling pass. That is what lets hundreds of
-submits a second be durable, and arrivals of one moment be judged together.
+All events that wait at the start of an iteration form one batch: one commit, one scheduling pass. Batching makes
+hundreds of submits per second durable, and schedules simultaneous arrivals together.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SET_S = 1.0
 """Smaller clock steps are ignored."""
 
 REPORT_AGAIN_S = 1.0
-"""Interval of tries to write to the journal while the disk is full."""
+"""Interval of attempts to write to the journal while the disk is full."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Posted:
     event: Event
     extra: tuple[Statement, ...]
     done: anyio.Event
-    has_happened: bool = False  # it cannot be refused
+    has_happened: bool = False  # a fact, which cannot be refused
     error: ClusterError | None = None
 
 
@@ -54,10 +54,10 @@ class _Clock:
 
     @staticmethod
     def _now_ahead_s() -> float:
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # which goes on while the machine sleeps
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)  # this clock also runs during sleep
 
     def set_by_s(self) -> float:
-        """Seconds by which the wall clock was set since the last call; 0 for less than the threshold."""
+        """Seconds by which the wall clock was set since the last call; 0 if not more than `SET_S`."""
         ahead_s, before_s = self._now_ahead_s(), self._ahead_s
         self._ahead_s = ahead_s
         return ahead_s - before_s if abs(ahead_s - before_s) > SET_S else 0.0
@@ -82,13 +82,13 @@ class Engine:
         self._last_id = 0
         self._snapshot_at = 0
         self._clock = _Clock()
-        self._pending_rows: list[Statement] = []  # proposals; they go with the next commit, whatever it is for
+        self._pending_rows: list[Statement] = []  # proposals, written with the next commit
         self.scheduling_s = 0.0
         """Processor time spent in the scheduler since the start."""
         self.set_aside = journal.count_set_aside()
         """Events that the scheduler could not handle; they are stored beside the journal."""
         self.trouble = ""
-        """Reason why events wait to be written; empty: none waits."""
+        """Reason why events wait to be written; empty if none waits."""
 
     def restore(self) -> int:
         """Bring the scheduler to the end of the journal; returns the number of events replayed."""
@@ -98,14 +98,14 @@ class Engine:
             after, body = snapshot
             try:
                 self.scheduler.state = codec.state(body)
-            except Exception as error:  # written by another version: the events are still all there
-                log.warning("the snapshot at event %d is of another version (%s): replaying every event", after, error)
+            except Exception as error:  # written by another version; the journal still has every event
+                log.warning("journal snapshot at event %d has another format (%s): replaying all events", after, error)
                 after = 0
         count = 0
         for batch in self.journal.replay_after(after):
             self.scheduler.replay(batch)
             count += len(batch.events)
-            if batch.proposal is None:  # the daemon died before it was written: from now on this is what happened
+            if batch.proposal is None:  # the daemon died before it stored the proposal: later replays must use this one
                 self._keep_proposal(batch.events[0].id)
         self._last_id = self.journal.last_event_id()
         self._snapshot_at = after
@@ -122,12 +122,12 @@ class Engine:
     async def report(self, event: Event) -> None:
         """Post a fact that cannot be refused: it waits, in order, until the journal can be written.
 
-        What was only logged here would be forgotten for ever: a rank whose end nobody heard of holds its devices.
+        A lost fact would never be repaired: a rank whose exit is not recorded holds its devices for ever.
         """
         await self._hand_over(_Posted(event, (), anyio.Event(), has_happened=True))
 
     async def _hand_over(self, posted: _Posted) -> None:
-        codec.encode(posted.event)  # what cannot be written down fails its sender, and not all that waits with it
+        codec.encode(posted.event)  # an event that cannot be encoded must fail here, not with its whole batch
         self._posted.append(posted)
         self._wake.set()
         await posted.done.wait()
@@ -149,7 +149,7 @@ class Engine:
                 is_written = await self._handle(batch)
 
     def mind_the_clock(self) -> None:
-        """Put a step of the wall clock before all waiting events: jobs would seem to run for hours in a second."""
+        """Post a step of the wall clock before all waiting events; otherwise it would count as running time of jobs."""
         by_s = self._clock.set_by_s()
         if by_s:
             log.warning("the clock of this machine was set by %+.0f s", by_s)
@@ -157,7 +157,7 @@ class Engine:
             self._wake.set()
 
     def _put_off(self, batch: list[_Posted], error: ClusterError) -> None:
-        """Refuse the waiting requests; facts stay, before whatever comes next."""
+        """Refuse the waiting requests; facts wait, ahead of later events."""
         waiting = [*batch, *self._posted]
         self._posted = [posted for posted in waiting if posted.has_happened]
         self.trouble = str(error) if self._posted else ""
@@ -167,7 +167,7 @@ class Engine:
                 posted.done.set()
 
     async def _handle(self, batch: list[_Posted]) -> bool:
-        """Append a batch to the journal; False: it could not be written, and none of it happened."""
+        """Append a batch to the journal and handle it; false if it cannot be written; then nothing is handled."""
         events = [replace(p.event, id=EventId(self._last_id + 1 + i)) for i, p in enumerate(batch)]
         try:
             await self.journal.append(events, [*(s for p in batch for s in p.extra), *self._pending_rows])
@@ -233,7 +233,7 @@ class Engine:
         return True
 
     async def snapshot(self) -> None:
-        """Write a journal snapshot, so that a restart replays only what follows."""
+        """Write a journal snapshot, so that a restart replays only later events."""
         body = codec.encode(self.scheduler.state)
         written = await self._keep(
             self.journal.execute(
@@ -253,7 +253,7 @@ class Engine:
             self._pending_rows.append(proposal_row(batch, self.scheduler.proposed))
 
     async def _keep(self, write: Awaitable[None]) -> bool:
-        """Do a write that can wait or be skipped: on a full disk the daemon logs it and goes on."""
+        """Await a write that may be delayed or skipped: if the disk is full, log that and return false."""
         try:
             await write
         except ClusterError as error:

@@ -1,7 +1,7 @@
-"""Journal of events and decisions in one SQLite file, written before anything is acted upon.
+"""Journal of events and decisions in one SQLite file, written before the daemon acts on them.
 
 One thread owns the connection; the event loop waits for it without blocking. Commits reach the disk (WAL with
-``synchronous=FULL``): an event that was acknowledged survives a power cut. What waits together is committed together.
+``synchronous=FULL``), so an acknowledged event survives a power failure.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Journal:
     """Journal file with its writer thread."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the journal.
+        """Open or create the journal.
 
         Raises:
-            ClusterError: on a network file system; of a newer version; no journal at all.
+            ClusterError: the file is on a network file system, has another format, or is not a journal.
         """
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         refuse_network_file_system(path.parent)
@@ -122,15 +122,15 @@ class Journal:
 
     def _unusable(self, why: object) -> ClusterError:
         return ClusterError(
-            f"{self.path} cannot be used as the journal: {why}: see that its disk has room and may be written, "
-            "or move it away, or restore a copy"
+            f"{self.path} cannot be used as the journal: {why}: check that its disk has free space and is writable, "
+            "or move the file away, or restore a backup"
         )
 
     def _at_start(self, work: Callable[[], R]) -> R:
         """Run `work` in the writer thread before the event loop runs.
 
         Raises:
-            ClusterError: the file is damaged, or cannot be written.
+            ClusterError: the file is damaged or cannot be written.
         """
         try:
             return self._thread.submit(work).result()
@@ -147,14 +147,14 @@ class Journal:
         """Make one batch durable, together with further statements in the same transaction.
 
         Raises:
-            ClusterError: the disk is full or failing; nothing of the batch was kept.
+            ClusterError: the disk is full or failing; no row of the batch was written.
         """
         batch = events[0].id
         rows = [(event.id, batch, event.at_s, type(event).__name__, codec.encode(event)) for event in events]
         await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
 
     async def retract(self, first: int) -> None:
-        """Remove the events from `first` on, which nobody has seen; rows beside them go at the next start."""
+        """Remove the events from `first` on, which no client has seen; the next start removes their extra rows."""
         await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
 
     async def set_aside(self, event: Event, why: str) -> None:
@@ -167,7 +167,7 @@ class Journal:
         return int(self._at_start(lambda: self._db.execute("SELECT count(*) FROM set_aside").fetchone())[0])
 
     async def record(self, at_s: float, decisions: Sequence[Any], extra: Iterable[Statement] = ()) -> None:
-        """Store decisions with their reasons, for display: a replay makes them again from the proposals."""
+        """Store decisions with their reasons for display; a replay derives them again from events and proposals."""
         rows = [
             (
                 d.cause,
@@ -188,7 +188,7 @@ class Journal:
         await self._transaction(list(statements))
 
     async def query(self, statement: str, arguments: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        """All rows.
+        """Run a query and return all rows.
 
         Raises:
             ClusterError: the file is damaged, or its disk fails.
@@ -196,7 +196,7 @@ class Journal:
         try:
             return await self._run(lambda: self._db.execute(statement, arguments).fetchall())
         except sqlite3.Error as error:
-            raise ClusterError(f"the journal {self.path} cannot be read: {error}: look at its disk") from None
+            raise ClusterError(f"the journal {self.path} cannot be read: {error}: check its disk") from None
 
     async def _transaction(self, statements: list[Statement]) -> None:
         def write() -> None:
@@ -219,11 +219,11 @@ class Journal:
             raise ClusterError(f"the journal {self.path} cannot be written: {error}: {advice}") from None
 
     def _restore_removed_file(self) -> None:
-        """Restore the file where it was removed: its content is whole as long as it is open.
+        """Write the journal file again if it was removed; the open connection still has its whole content.
 
         Raises:
             ClusterError: another file is in its place.
-            sqlite3.Error, OSError: it cannot be put back.
+            sqlite3.Error, OSError: the file cannot be written.
         """
         try:
             found = self.path.stat().st_ino
@@ -236,13 +236,13 @@ class Journal:
                 f"the journal {self.path} was replaced while the daemon runs: put the old file back, or stop the "
                 "daemon and start it with the new one"
             )
-        log.error("the journal %s was removed: it is written anew", self.path)
+        log.error("the journal %s was removed: writing it again", self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         anew = self.path.with_suffix(".anew")
         anew.unlink(missing_ok=True)
         self._db.execute("VACUUM INTO ?", (str(anew),))
         self._db.close()
-        for rest in ("-wal", "-shm"):  # of the old one: they would be taken for the new one's
+        for rest in ("-wal", "-shm"):  # SQLite would apply those of the removed file to the new one
             self.path.with_name(self.path.name + rest).unlink(missing_ok=True)
         os.replace(anew, self.path)
         self._db = self._open()
@@ -253,16 +253,16 @@ class Journal:
         try:
             yield from batches(rows)
         except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors
-            raise self._unusable(f"it holds what this version does not know ({error})") from None
+            raise self._unusable(f"it has events that this version does not know ({error})") from None
 
     def newest_snapshot(self) -> tuple[int, bytes] | None:
-        """Last event that the journal snapshot covers, and the snapshot; None: there is none."""
+        """Newest journal snapshot, as the id of the last event it covers and its body; None if there is none."""
         statement = "SELECT event, body FROM snapshots ORDER BY event DESC LIMIT 1"
         row = self._at_start(lambda: self._db.execute(statement).fetchone())
         return (row[0], row[1]) if row else None
 
     def last_event_id(self) -> int:
-        """Number of the newest event; 0 for an empty journal."""
+        """Id of the newest event; 0 for an empty journal."""
         row = self._at_start(lambda: self._db.execute("SELECT max(id) FROM events").fetchone())
         return int(row[0] or 0)
 
@@ -292,10 +292,10 @@ def proposal_row(batch: int, proposal: Proposal) -> Statement:
 
 
 def batches(rows: Iterable[tuple[int, str, bytes, bytes | None]]) -> Iterator[Batch]:
-    """Batches from rows of batch, kind, body and proposal, in the order of event numbers.
+    """Decode batches from rows of batch id, event kind, event body and proposal, ordered by event id.
 
     Raises:
-        KeyError, msgspec.ValidationError: an event that this version does not know.
+        KeyError, msgspec.ValidationError: this version does not know an event.
     """
     for _, together in groupby(rows, key=itemgetter(0)):
         some = list(together)
@@ -305,10 +305,10 @@ def batches(rows: Iterable[tuple[int, str, bytes, bytes | None]]) -> Iterator[Ba
 
 
 def refuse_network_file_system(directory: Path) -> None:
-    """Refuse a network file system: SQLite's locks do not hold there, and the journal would be corrupted silently.
+    """Check that `directory` is on a local file system: on others SQLite's locks fail and the journal would corrupt.
 
     Raises:
-        ClusterError: `directory` is on one.
+        ClusterError: `directory` is on a network file system.
     """
     kind, mount = _file_system(directory.resolve())
     if kind in _NETWORK_FILE_SYSTEMS:
@@ -322,7 +322,7 @@ def _file_system(directory: Path) -> tuple[str, str]:
     best = ("", "")
     try:
         lines = Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # no Linux: nothing to tell by
+    except OSError:  # not Linux: the kind of the file system is unknown
         return best
     for line in lines:
         _, mount, kind, *_ = line.split()

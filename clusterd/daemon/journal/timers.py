@@ -1,4 +1,4 @@
-"""Timers: `SetTimer` decisions become `TimerFired` events at their time."""
+"""Timers: turns `SetTimer` decisions into `TimerFired` events when they are due."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from clusterd.core.state import State
 from clusterd.daemon.journal.engine import Engine
 
 LOOK_S = 10.0
-"""A step of the wall clock is noticed after this long, if nothing happens meanwhile."""
+"""Longest time between two checks of the wall clock for a step."""
 
 
 class Timers:
-    """Fires the timers that are due; the state holds them, so that a restart forgets none."""
+    """Fires due timers. The scheduler's state holds the timers, so they survive a restart."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = anyio.Event()
 
     def changed(self) -> None:
-        """Wake up after a timer was set."""
+        """Wake the task after a timer was set."""
         self._changed.set()
 
     async def run(self) -> None:

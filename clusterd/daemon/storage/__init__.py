@@ -1,1 +1,1 @@
-"""Files that the head node keeps for jobs: workdirs, secrets, logs, results."""
+"""Data that the head node stores for jobs: workdirs, secrets, logs, training steps."""

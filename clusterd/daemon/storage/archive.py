@@ -22,16 +22,16 @@ from clusterd.types import HostId
 log = logging.getLogger(__name__)
 
 LOG_BYTES_MAX = 16 << 20
-"""Size of the fetched end of each rank's log; the whole log stays on its host."""
+"""Most bytes fetched of each rank's log, from its end; the whole log stays on its host."""
 
 CHUNK_BYTES = 1 << 20
 
 
 class Tail(NamedTuple):
-    """End of the log of a running rank, fetched some time ago."""
+    """End of the log of a running rank, as last fetched."""
 
-    begin: int  # bytes of the log before them
-    end: int
+    begin: int  # offset in the log of the first byte of `data`
+    end: int  # offset after its last byte
     data: bytes
 
 
@@ -44,27 +44,27 @@ class Archive:
         try:
             for name in ("snapshots", "attempts"):
                 (directory / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-            for left in (directory / "snapshots").glob("*.partial"):  # of clients of a daemon that was killed
+            for left in (directory / "snapshots").glob("*.partial"):  # uploads to a daemon that was killed
                 left.unlink()
         except OSError as error:
             raise ClusterError(
-                f"{error.filename}: {error.strerror}: make it a directory that can be written, or move it away"
+                f"{error.filename}: {error.strerror}: make it a writable directory, or move it away"
             ) from None
 
-    # --- code snapshots -----------------------------------------------------------------------------------------------
+    # --- workdirs -----------------------------------------------------------------------------------------------------
 
     def has_snapshot(self, digest: str) -> bool:
-        """It was received whole."""
+        """True if the packed workdir was received completely."""
         return self._snapshot(digest).exists()
 
     async def put_snapshot(self, digest: str, offset: int, data: bytes, last: bool, sender: int = 0) -> None:
-        """Take one chunk of a snapshot; the last one is checked against the digest.
+        """Receive one chunk of a packed workdir; after the last one, check the file against the digest.
 
-        Each `sender` has a file of its own: two that submit the same directory at once do not write into each other's.
+        Chunks of each `sender` go to a separate file, so that two clients can submit the same directory at once.
 
         Raises:
-            UsageError: chunks out of order, or content that is not what the digest says.
-            ClusterError: no room.
+            UsageError: chunks arrived out of order, or the content does not match the digest.
+            ClusterError: the file cannot be written, for example because the disk is full.
         """
         partial = self._snapshot(digest).with_suffix(f".{sender}.partial")
         try:
@@ -77,11 +77,11 @@ class Archive:
             found = await anyio.to_thread.run_sync(_digest, partial)
             if found != digest:
                 partial.unlink()
-                raise UsageError("the workdir's snapshot arrived damaged: submit again")
+                raise UsageError("the workdir arrived damaged: submit again")
             await anyio.to_thread.run_sync(_make_durable, partial, self._snapshot(digest))
 
     def drop_partial(self, sender: int) -> None:
-        """It will send no more of what it began."""
+        """Remove the incomplete uploads of a sender that has disconnected."""
         for left in (self.directory / "snapshots").glob(f"*.{sender}.partial"):
             left.unlink(missing_ok=True)
 
@@ -89,12 +89,12 @@ class Archive:
         partial.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with partial.open("r+b" if offset else "wb") as file:
             if offset != os.fstat(file.fileno()).st_size:
-                raise UsageError("the workdir's snapshot arrived out of order: submit again")
+                raise UsageError("the workdir arrived out of order: submit again")
             file.seek(offset)
             file.write(data)
 
     async def snapshot_chunks(self, digest: str, size: int) -> AsyncIterator[tuple[bytes, bool]]:
-        """The snapshot's bytes, each with whether it is the last."""
+        """Yield the packed workdir in chunks of `size` bytes, each with true if it is the last."""
         async with await anyio.open_file(self._snapshot(digest), "rb") as file:
             data = await file.read(size)
             while True:
@@ -106,22 +106,22 @@ class Archive:
 
     def _snapshot(self, digest: str) -> Path:
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise UsageError(f"{digest!r} is no sha256 digest")
+            raise UsageError(f"{digest!r} is not a sha256 digest")
         return self.directory / "snapshots" / f"{digest}.tar"
 
     # --- secrets ------------------------------------------------------------------------------------------------------
 
     async def secrets(self, job: str) -> dict[str, str]:
-        """By name; kept until the job ends."""
+        """Values of the job's secrets by name; they are stored until the job ends."""
         rows = await self._journal.query("SELECT name, value FROM secrets WHERE job = ?", (job,))
         return dict(rows)
 
     async def forget_secrets(self, job: str) -> None:
-        """The job is over."""
+        """Delete the secrets of a job that has ended."""
         await self._journal.execute([("DELETE FROM secrets WHERE job = ?", (job,))])
 
     async def keep_secrets_of(self, jobs: Container[str]) -> None:
-        """Forget all others: the last daemon ended before it could, or before they were jobs."""
+        """Delete all other secrets: an earlier daemon ended before it deleted them or before it accepted their job."""
         for (job,) in await self._journal.query("SELECT DISTINCT job FROM secrets"):
             if job not in jobs:
                 await self.forget_secrets(job)
@@ -129,34 +129,34 @@ class Archive:
     # --- logs and steps -----------------------------------------------------------------------------------------------
 
     def log_file(self, job: str, attempt: int, generation: int, rank: int) -> Path:
-        """Path of the fetched log of a rank that has ended; it need not exist."""
+        """Path of the fetched log of a rank that has ended; the file may be missing."""
         return self._attempt(job, attempt) / f"rank-{rank}.{generation}.log"
 
     def log_begins_at(self, job: str, attempt: int, generation: int, rank: int) -> int:
-        """Bytes of the rank's log before what is kept here; the host alone has them."""
+        """Offset in the rank's log at which the fetched part begins; only the host has the part before."""
         try:
             return int(_begin(self.log_file(job, attempt, generation, rank)).read_text())
         except FileNotFoundError:
             return 0
 
     def steps_file(self, job: str, attempt: int, generation: int) -> Path:
-        """Path of the training steps of one generation; it need not exist."""
+        """Path of the fetched training steps of one generation; the file may be missing."""
         return self._attempt(job, attempt) / f"steps.{generation}.jsonl"
 
     def _attempt(self, job: str, attempt: int) -> Path:
         return self.directory / "attempts" / f"{job}.{attempt}"
 
     async def write_log(self, job: str, attempt: int, rank: int, data: bytes) -> None:
-        """Keep a log that is at hand."""
+        """Store `data` as the log of a rank."""
         await anyio.to_thread.run_sync(_write, self.log_file(job, attempt, 1, rank), data)
 
     async def write_tail(self, job: str, attempt: int, generation: int, rank: int, tail: Tail) -> None:
-        """Keep it until the whole log comes."""
+        """Store the end of a running rank's log until the log is fetched."""
         file = _tail(self.log_file(job, attempt, generation, rank))
-        await anyio.to_thread.run_sync(_write_at_once, file, msgpack.packb(tail))
+        await anyio.to_thread.run_sync(_replace_atomically, file, msgpack.packb(tail))
 
     def tail(self, job: str, attempt: int, generation: int, rank: int) -> Tail | None:
-        """Tail of a log that was not fetched yet; None if there is none."""
+        """Stored end of a log that is not fetched yet; None if there is none."""
         try:
             return Tail(*msgpack.unpackb(_tail(self.log_file(job, attempt, generation, rank)).read_bytes()))
         except FileNotFoundError:
@@ -171,9 +171,9 @@ class Archive:
         generation: int,
         ranks: Iterable[dict[str, Any]],
     ) -> None:
-        """Bring the end of each rank's log, and the steps, to the head node: hosts come and go.
+        """Copy the end of each rank's log, and the training steps, from the host to the head node.
 
-        A failure is logged and no more: the files are still on the host.
+        A failure is only logged, because the files are still on the host.
         """
         which: dict[str, Any] = {"job": job, "attempt": attempt, "generation": generation}
         try:
@@ -185,7 +185,7 @@ class Archive:
                 if rank == 0:
                     await self._fetch(hosts, host, "steps", self.steps_file(job, attempt, generation), **which)
         except (ClusterError, OSError) as error:
-            log.warning("logs of attempt %s.%d stay on %s alone: %s", job, attempt, host, error)
+            log.warning("cannot fetch the logs of attempt %s.%d from %s: %s", job, attempt, host, error)
 
     async def _fetch(self, hosts: HostRegistry, host: HostId, verb: str, target: Path, **which: Any) -> None:
         answer = await hosts.request(host, verb, offset=0, limit=0, **which)
@@ -205,15 +205,18 @@ class Archive:
         _tail(target).unlink(missing_ok=True)
 
     async def last_step(self, job: str, attempt: int, generation: int) -> dict[str, Any] | None:
-        """The newest training step of a generation that was fetched; None if it trained none."""
+        """Newest fetched training step of a generation, with the loss of step 1 as ``first_loss`` if that was fetched.
+
+        None if no step was fetched.
+        """
         return await anyio.to_thread.run_sync(_last_step, self.steps_file(job, attempt, generation))
 
     def jobs(self) -> set[str]:
-        """Ids of those of which something is kept here."""
+        """Ids of the jobs that have logs or steps here."""
         return {directory.name.rpartition(".")[0] for directory in (self.directory / "attempts").iterdir()}
 
     def remove_job(self, job: str) -> int:
-        """Logs and steps of all its attempts; how many bytes that were."""
+        """Remove logs and steps of all attempts of a job; returns the bytes freed."""
         freed = 0
         for directory in (self.directory / "attempts").glob(f"{job}.*"):
             freed += sum(file.stat().st_size for file in directory.iterdir())
@@ -221,7 +224,7 @@ class Archive:
         return freed
 
     def remove_snapshot(self, digest: str) -> int:
-        """Remove a packed workdir that no job needs any more; returns the bytes freed."""
+        """Remove a packed workdir; returns the bytes freed."""
         file = self._snapshot(digest)
         freed = file.stat().st_size if file.exists() else 0
         file.unlink(missing_ok=True)
@@ -229,7 +232,6 @@ class Archive:
 
 
 def _last_step(file: Path) -> dict[str, Any] | None:
-    """With the loss of step 1 as ``first_loss``, if that is the first that was kept."""
     if not file.exists():
         return None
     lines = file.read_bytes().splitlines()
@@ -241,7 +243,7 @@ def _last_step(file: Path) -> dict[str, Any] | None:
 
 
 def _step(line: bytes) -> dict[str, Any] | None:
-    """A line of steps.jsonl; None for what is none: words about a restart, or a line that a crash or we cut off."""
+    """Parse a line of steps.jsonl; None for other lines: the note of a restart, or a truncated line."""
     try:
         step = json.loads(line)
     except ValueError:
@@ -278,8 +280,8 @@ def _write(target: Path, data: bytes) -> None:
     target.write_bytes(data)
 
 
-def _write_at_once(target: Path, data: bytes) -> None:
-    """Whoever reads it has the old words or the new ones."""
+def _replace_atomically(target: Path, data: bytes) -> None:
+    """Replace `target` atomically."""
     partial = target.with_name(f"{target.name}.partial")
     _write(partial, data)
     partial.replace(target)

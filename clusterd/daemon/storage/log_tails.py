@@ -1,4 +1,4 @@
-"""The last words of running ranks, brought to the head node now and then: a host may be gone the next minute."""
+"""Periodic copies of the ends of running ranks' logs on the head node, for the case that their host fails."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 20.0
 TAIL_BYTES = 64 << 10
-"""Of each rank's log; the whole of it comes when the rank is over."""
+"""Bytes copied of each rank's log; the archive fetches the log itself when the rank has ended."""
 
 Which = tuple[str, int, int, int]
 """Job, attempt, generation, rank."""
 
 
 class LogTails:
-    """Of all running attempts."""
+    """Copies the log tails of all running attempts."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, archive: Archive) -> None:
         self._engine = engine
@@ -34,13 +34,13 @@ class LogTails:
         self._ends: dict[Which, int] = {}
 
     async def run(self) -> None:
-        """Serve for ever."""
+        """Copy tails every `EVERY_S` seconds until cancelled."""
         while True:
             await anyio.sleep(EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Bring what is new; hosts are asked side by side, so that a slow one delays no other."""
+        """Copy the tails of logs that have grown; hosts are asked concurrently, so that a slow one delays no other."""
         by_host = self._running()
         known = {which for ranks in by_host.values() for which in ranks}
         self._ends = {which: end for which, end in self._ends.items() if which in known}
@@ -64,13 +64,13 @@ class LogTails:
     async def _look_at(self, host: HostId, ranks: list[Which]) -> None:
         for which in ranks:
             try:
-                await self._bring(host, which)
+                await self._copy(host, which)
             except ClusterError as error:
-                log.debug("%s: the end of the log of %s.%d: %s", host, *which[:2], error)  # not started yet, or lost
+                log.debug("%s: the log tail of %s.%d: %s", host, *which[:2], error)  # not started yet, or host lost
             except OSError as error:
-                log.warning("the end of the log of %s.%d is not kept here: %s", *which[:2], error)
+                log.warning("cannot store the log tail of %s.%d: %s", *which[:2], error)
 
-    async def _bring(self, host: HostId, which: Which) -> None:
+    async def _copy(self, host: HostId, which: Which) -> None:
         names = dict(zip(("job", "attempt", "generation", "rank"), which, strict=True))
         size = int((await self._pull(host, names, 0, 0))["size"])
         if size == self._ends.get(which, 0):

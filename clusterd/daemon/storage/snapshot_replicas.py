@@ -1,6 +1,6 @@
-"""Replicas of state snapshots in host memory: placement on a second host, and the newest from which a job can restart.
+"""Replicas of state snapshots in host memory: placement on a second host, and choice of the snapshot to restart from.
 
-Nothing of this is journaled: agents hold the segments and report them to a daemon that has just started.
+Nothing of this is journaled: the agents hold the segments and report them to a restarted daemon.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"(?P<job>.+)\.(?P<attempt>\d+)\.g(?P<generation>\d+)\.snap(?P<rank>\d+)\.\d")
 
 Generation = tuple[str, int, int]
-"""Job, attempt, generation."""
+"""Job, attempt number, generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Whole:
     of: Generation
     plan: Plan
     step: int
-    names: tuple[str, ...]  # of the segments, by rank
-    hosts: tuple[HostId, ...]  # that hold them, by rank
-    tokens: dict[str, str]
+    names: tuple[str, ...]  # names of the segments, by rank
+    hosts: tuple[HostId, ...]  # their holders, by rank
+    tokens: dict[str, str]  # by snapshot set
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class SnapshotReplicas:
     """Places replicas of state snapshots and tracks which hosts hold them."""
 
     def __init__(self, engine: Engine, hosts: HostRegistry, key: str) -> None:
-        """`key`: secret of the cluster, from which the token of each snapshot set is derived."""
+        """`key`: secret of the cluster, from which the access token of each snapshot set is derived."""
         self._engine = engine
         self._hosts = hosts
         self._key = key.encode()
@@ -64,7 +64,7 @@ class SnapshotReplicas:
         return self._engine.scheduler.state
 
     async def on_taken(self, host: HostId, report: agent.StateSnapshotTaken) -> None:
-        """Have a second host fetch a new snapshot, then let the rank that wrote it go on."""
+        """Let a second host fetch a new state snapshot, then let the rank that wrote it continue."""
         of = (report.job, report.attempt, report.generation)
         name = report.name
         copy = _Replicas(report.rank, report.step, {host})
@@ -80,7 +80,7 @@ class SnapshotReplicas:
                 )  # fmt: skip
                 copy.holders.add(second)
         except ClusterError as error:
-            log.info("the snapshot %s has no second host: %s", name, error)
+            log.info("state snapshot %s has no replica: %s", name, error)
         try:
             await self._hosts.request(host, "snapshot_kept", name=name)
             await self._drop_older(of)
@@ -103,7 +103,7 @@ class SnapshotReplicas:
             known.holders.add(host)
 
     def newest(self, job: Job) -> Whole | None:
-        """Newest step of which every rank's state is on some host that is up; None: there is none."""
+        """Newest state snapshot that is complete on hosts that are up; None if there is none."""
         best: Whole | None = None
         for of, copies in self._copies.items():
             plan = _plan_of(job, of)
@@ -127,10 +127,11 @@ class SnapshotReplicas:
         return Whole(of, plan, step, names, hosts, {_set(of): self._token(of)})
 
     async def admit(self, whole: Whole) -> dict[str, list[Any]]:
-        """Admit readers at every holder of a snapshot; returns address and port of each.
+        """Ask every holder of a state snapshot to admit readers; returns address and port of each.
 
         Raises:
-            NotStarted: a holder is silent; it may have no rank, so that nothing would retry when it is back.
+            NotStarted: a holder does not answer. The holder may run no rank of the job, so its return would trigger no
+                retry.
             ClusterError: a holder refuses.
         """
         served: dict[str, list[Any]] = {}
@@ -138,16 +139,16 @@ class SnapshotReplicas:
             try:
                 served[host] = await self._admitted(whole.of, host)
             except AgentLost as lost:
-                raise NotStarted(host, f"the snapshot that it holds is out of reach: {lost}") from None
+                raise NotStarted(host, f"its state snapshot is unreachable: {lost}") from None
         return served
 
     async def forget(self, job: str) -> None:
-        """Drop the snapshots of a job that is over."""
+        """Drop the state snapshots of a job that has ended."""
         for of in [of for of in self._copies if of[0] == job]:
             await self._drop(of)
 
     async def _drop_older(self, newest: Generation) -> None:
-        """Drop snapshots of former generations once the newest has a whole one."""
+        """Drop state snapshots of earlier generations once the newest generation has a complete one."""
         job = self._state.jobs.get(JobId(newest[0]))
         plan = _plan_of(job, newest) if job is not None else None
         older = [of for of in self._copies if of[0] == newest[0] and of < newest]
@@ -166,7 +167,7 @@ class SnapshotReplicas:
                 try:
                     await self._hosts.request(host, "drop", move=_set(of))
                 except ClusterError as error:
-                    log.info("%s keeps old snapshots for now: %s", host, error)
+                    log.info("%s could not drop old state snapshots: %s", host, error)
 
     async def _admitted(self, of: Generation, host: HostId) -> list[Any]:
         answer = await self._hosts.request(host, "snapshot_admit", set=_set(of), token=self._token(of))
@@ -195,7 +196,7 @@ def _set(of: Generation) -> str:
 
 
 def _plan_of(job: Job, of: Generation) -> Plan | None:
-    """Plan of the ranks of a generation; None: unknown."""
+    """Plan of the ranks of a generation; None if unknown."""
     if job.id != of[0] or not 1 <= of[1] <= len(job.attempts):
         return None
     attempt = job.attempts[of[1] - 1]
