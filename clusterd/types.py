@@ -76,6 +76,21 @@ class Resources:
     plan: Plan | None = None
     plans: tuple[Plan, ...] = ()  # of a checkpointable job, best first
     hosts: tuple[HostId, ...] = ()  # allowed hosts; empty: any
+    nodes: int = 1  # of a command: hosts over which its devices are spread evenly, with one process on each
+    device_name: str = ""  # part of the device's name, in any case: "a100"; empty: any
+    device_memory_bytes: int = 0  # least memory of each device; 0: any
+    min_devices: int = 0  # of an elastic job; 0: as few as it can run on
+    max_devices: int = 0  # of an elastic job; 0: as many as make it faster
+
+    def admits(self, kind: str, name: str, memory_bytes: int) -> bool:
+        """True where a device of this kind, name and memory serves the request."""
+        named = self.device_name.lower() in name.lower()
+        return self.kind in (None, kind) and named and memory_bytes >= self.device_memory_bytes
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a command on each of its hosts."""
+        return self.devices // max(self.nodes, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,8 @@ class JobSpec:
     checkpoint_directory: str | None = None  # shared by its hosts; for final and periodic checkpoints
     checkpoint_every_s: float | None = None
     target_loss: float | None = None  # ends the job when reached
+    interactive: bool = False  # a person waits for it: before others of its priority
+    waits_for_hosts: bool = False  # accepted though no host of the cluster can serve it yet
     trials: bool = True  # it may run a few steps under other plans, to measure their speed
 
     def checkpoint_path(self, job: str, which: str) -> str:

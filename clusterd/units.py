@@ -34,6 +34,18 @@ def parse_size(text: str | int) -> int:
     return int(float(match[1]) * _SIZES[match[2].lower()])
 
 
+def parse_gpus(text: str | int) -> tuple[str, int]:
+    """Parse a number of GPUs, with their type before it if one is asked for: ``2``, ``a100:2``.
+
+    Raises:
+        ValueError: not a number of GPUs.
+    """
+    named, _, count = str(text).rpartition(":")
+    if isinstance(text, bool) or not count.strip().isascii() or not count.strip().isdigit() or int(count) > 1 << 20:
+        raise ValueError(f"{text!r} is no number of GPUs; write it as in 2 or a100:2")
+    return named.strip(), int(count)
+
+
 def parse_duration_s(text: str | float) -> float:
     """Parse a duration into seconds: ``90``, ``12h``, ``1h30m``, ``2d``.
 

@@ -18,6 +18,7 @@ import click
 
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.output import note
+from clusterd.cli.common.resources import has_devices, requested_resources, resource_options
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.submission.job_file import command_line_job
@@ -32,17 +33,15 @@ RESERVATION_COMMAND = ("sleep", "infinity")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--gpus", type=click.IntRange(0), help="Reserve this many GPUs of one host.")
-@click.option("--devices", type=click.IntRange(0), help="Reserve this many devices of any kind of one host.")
+@resource_options
 @click.option("--time", "time_limit", default="12h", show_default=True, help="Release them after this time.")
-@click.option("--host", "hosts", multiple=True, help="Only on this host; may be repeated.")
 @click.option("--name", default="shell", show_default=True, help="Name of the reservation.")
 @click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
 @click.option("--no-snapshot", is_flag=True, help="Use this directory itself, not a copy; the hosts must share it.")
 @click.option("-d", "--detach", is_flag=True, help="Only reserve, and print the id; clusterd shell ID opens a shell.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Rank of the job to join; default 0.")
 @click.argument("arguments", nargs=-1, metavar="[JOB] [COMMAND]...", shell_complete=complete_job)
-def shell(arguments: tuple[str, ...], gpus: int | None, devices: int | None, rank: int, **options: Any) -> int:
+def shell(arguments: tuple[str, ...], rank: int, **options: Any) -> int:
     """Open a shell inside JOB, or with --gpus or --devices in a reservation that ends with the shell.
 
     The shell has the devices, environment variables and working directory of a rank, and ends with that rank: with the
@@ -53,10 +52,7 @@ def shell(arguments: tuple[str, ...], gpus: int | None, devices: int | None, ran
     clusterd shell --gpus 1 --time 2h -d       for two hours, detached
     clusterd shell gpt-small -- nvidia-smi     inside a job's rank 0
     """
-    if gpus is not None and devices is not None:
-        raise click.UsageError("give either --gpus or --devices (any kind), not both")
-    count = gpus if gpus is not None else devices
-    if count is None:
+    if not has_devices(options):
         _refuse_reservation(options)
         if not arguments:
             raise click.UsageError("give a JOB to join, or devices to reserve: --gpus N or --devices N")
@@ -64,10 +60,9 @@ def shell(arguments: tuple[str, ...], gpus: int | None, devices: int | None, ran
         if argv and argv[0].startswith("-") and argv[0] != "--":
             raise click.UsageError(f"{argv[0]} comes after JOB: put options of clusterd before JOB")
         return _attend(job, argv[1:] if argv[:1] == ["--"] else argv, rank, holds=False)
-    kind = "cuda" if gpus is not None else None
     request = command_line_job(
-        RESERVATION_COMMAND, name=options["name"], devices=count, device_kind=kind, priority=options["priority"],
-        time_limit=options["time_limit"], hosts=options["hosts"],
+        RESERVATION_COMMAND, name=options["name"], resources=requested_resources(options),
+        priority=options["priority"], time_limit=options["time_limit"], interactive=True,
     )  # fmt: skip
     with Client() as cluster:
         answer = send(cluster, request, snapshot=not options["no_snapshot"], say=note)

@@ -14,6 +14,7 @@ import click
 from clusterd.cli.common.completers import complete_job
 from clusterd.cli.common.following import exit_code, first_failure, show_logs, until_over
 from clusterd.cli.common.output import drop_output, note, output_option, show_json
+from clusterd.cli.common.resources import requested_resources, resource_options
 from clusterd.client import Client
 from clusterd.errors import ClusterError
 from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
@@ -30,6 +31,9 @@ _AFTER = click.option(
 )
 
 
+_WAIT_FOR_HOSTS = click.option(
+    "--wait-for-hosts", is_flag=True, help="Queue it even if no host of the cluster can ever serve it."
+)
 _ENV = click.option("--env", multiple=True, help="NAME=VALUE, or NAME to pass on; may be repeated.")
 _SWEEP = click.option(
     "--sweep",
@@ -46,6 +50,7 @@ _SWEEP = click.option(
 @_ENV
 @_SWEEP
 @_AFTER
+@_WAIT_FOR_HOSTS
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; submit nothing.")
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
@@ -57,7 +62,7 @@ def submit(file: Path, output: str, **options: Any) -> int:
         spec = replace(spec, name=options["name"])
     if options["priority"] is not None:
         spec = replace(spec, priority=options["priority"])
-    spec = replace(spec, env={**spec.env, **variables(options["env"])})
+    spec = replace(spec, env={**spec.env, **variables(options["env"])}, waits_for_hosts=options["wait_for_hosts"])
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
     sweep = parse_sweep(options["sweep"])
     with Client() as cluster:
@@ -102,38 +107,46 @@ def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], outpu
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--gpus", type=click.IntRange(0), help="Number of GPUs, on one host.")
-@click.option("--devices", type=click.IntRange(0), help="Number of devices of any kind, on one host.")
+@resource_options
+@click.option("--nodes", type=click.IntRange(1), default=1, help="Hosts, with ARGV started on each of them; default 1.")
+@click.option("--gpus-per-node", type=click.IntRange(1), help="With --nodes: number of GPUs on each.")
+@click.option("--devices-per-node", type=click.IntRange(1), help="With --nodes: number of devices on each.")
 @click.option("--name", help="Name of the job; default: from the script.")
 @click.option("--priority", type=int, default=0, help="Higher priorities start first; default 0.")
 @click.option("--time", "time_limit", help="Time limit, as in 12h.")
 @click.option("--secret", multiple=True, help="NAME of a variable to pass on without showing it; may be repeated.")
 @_ENV
 @_SWEEP
-@click.option("--host", "hosts", multiple=True, help="Only on this host; may be repeated.")
 @_AFTER
+@_WAIT_FOR_HOSTS
 @click.option("--no-snapshot", is_flag=True, help="Run in this directory itself, not a copy; the hosts must share it.")
 @click.option("--dry-run", is_flag=True, help="Print where the job would start, or why it would wait; run nothing.")
 @click.option("-d", "--detach", is_flag=True, help="Print the id and return at once.")
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED)
-def run(argv: tuple[str, ...], gpus: int | None, devices: int | None, **options: Any) -> int:
-    """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it."""
-    if gpus is not None and devices is not None:
-        raise click.UsageError("give either --gpus or --devices (any kind), not both")
+def run(argv: tuple[str, ...], **options: Any) -> int:
+    """Run ARGV on the cluster: streams its log, returns its exit code. Ctrl-C cancels it.
+
+    With --nodes ARGV is started once on each host, with the variables of torchrun: MASTER_ADDR, MASTER_PORT, NNODES,
+    NODE_RANK, WORLD_SIZE, and PET_*, by which a plain torchrun finds the others.
+
+    \b
+    clusterd run --gpus 2 -- python train.py
+    clusterd run --nodes 2 --gpus-per-node 4 -- torchrun train.py
+    """
     sweep, snapshot = parse_sweep(options["sweep"]), not options["no_snapshot"]
     if sweep and not (options["detach"] or options["dry_run"]):
         raise click.UsageError("--sweep submits several jobs, whose logs cannot be shown together: add --detach")
     request = command_line_job(
         argv,
         name=options["name"],
-        devices=gpus if gpus is not None else (devices or 0),
-        device_kind="cuda" if gpus is not None else None,
+        resources=requested_resources(options),
         priority=options["priority"],
         time_limit=options["time_limit"],
         env=options["env"],
         secrets=options["secret"],
-        hosts=options["hosts"],
         after=options["after"],
+        interactive=not options["detach"],
+        waits_for_hosts=options["wait_for_hosts"],
     )
     with Client() as cluster:
         if options["dry_run"]:

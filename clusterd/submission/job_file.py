@@ -12,7 +12,7 @@ from typing import Any
 from clusterd.errors import ConfigError, UsageError
 from clusterd.toml import check_keys, data_folders, read_toml, text_table
 from clusterd.types import HostId, JobId, JobKind, JobSpec, Resources
-from clusterd.units import parse_duration_s, parse_size
+from clusterd.units import parse_duration_s, parse_gpus, parse_size
 from plans.plan import Plan, PlanError
 
 _TOP = {
@@ -20,7 +20,10 @@ _TOP = {
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
     "after",
 }  # fmt: skip
-_RESOURCES = {"gpus", "devices", "cpus", "memory", "plan", "plans", "hosts"}
+_RESOURCES = {
+    "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
+    "devices_per_node", "min_gpus", "max_gpus", "min_devices", "max_devices", "grow",
+}  # fmt: skip
 _LIMITS = {"time", "stall", "grace", "retries"}
 _CHECKPOINTS = {"directory", "every"}
 
@@ -107,14 +110,14 @@ def command_line_job(
     argv: Sequence[str],
     *,
     name: str | None = None,
-    devices: int = 0,
-    device_kind: str | None = None,
+    resources: Resources | None = None,
     priority: int = 0,
     time_limit: str | None = None,
     env: Sequence[str] = (),
     secrets: Sequence[str] = (),
-    hosts: Sequence[str] = (),
     after: Sequence[str] = (),
+    interactive: bool = False,
+    waits_for_hosts: bool = False,
 ) -> Request:
     """Build the job of ``clusterd run -- ARGV``.
 
@@ -135,8 +138,10 @@ def command_line_job(
         workdir=_here(),
         env=variables(env),
         secrets=tuple(sorted(set(secrets))),
-        resources=Resources(devices=devices, kind=device_kind, hosts=tuple(HostId(h) for h in hosts)),
+        resources=resources or Resources(),
         priority=priority,
+        interactive=interactive,
+        waits_for_hosts=waits_for_hosts,
         after=tuple(JobId(job) for job in after),
         time_limit_s=limit_s,
     )
@@ -179,7 +184,20 @@ def _default_name(argv: Sequence[str]) -> str:
 def _resources(table: Mapping[str, Any], where: str) -> Resources:
     check_keys(table, _RESOURCES, where)
     get = _Getter(table, where)
-    gpus, devices = get("gpus", int, None), get("devices", int, None)
+    given, devices = get("gpus", object, None), get("devices", int, None)
+    try:
+        named, gpus = parse_gpus(given) if given is not None else ("", None)
+    except ValueError as error:
+        raise ConfigError(f"{where}: gpus is {error}") from None
+    nodes = get("nodes", int, 1)
+    gpus_each, devices_each = get("gpus_per_node", int, None), get("devices_per_node", int, None)
+    if nodes < 1:
+        raise ConfigError(f"{where}: nodes is {nodes}; it must be 1 or more")
+    for each, total, name in ((gpus_each, gpus, "gpus"), (devices_each, devices, "devices")):
+        if each is not None and total is not None:
+            raise ConfigError(f"{where}: {name} and {name}_per_node are both given: give one of them")
+    gpus = gpus if gpus_each is None else gpus_each * nodes
+    devices = devices if devices_each is None else devices_each * nodes
     if gpus is not None and devices is not None:
         raise ConfigError(f"{where}: gpus and devices are both given; devices means any kind: give one of them")
     requested = get("plan", object, None)
@@ -191,8 +209,26 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
         memory_bytes = parse_size(memory)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: memory: {error}") from None
+    try:
+        device_memory_bytes = parse_size(get("gpu_memory", object, 0))
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: gpu_memory: {error}") from None
+    count = asked if asked is not None else max((p.ranks for p in (plan, *plans) if p is not None), default=0)
+    if count % nodes:
+        raise ConfigError(f"{where}: {count} devices cannot be spread evenly over {nodes} nodes: give a multiple")
+    least = get("min_devices", int, get("min_gpus", int, 0))
+    most = get("max_devices", int, get("max_gpus", int, 0))
+    if not get("grow", bool, True):
+        most = max(count, 1) if not most else min(most, max(count, 1))
+    if most and (count > most or least > most):
+        raise ConfigError(f"{where}: at most {most} devices are allowed, but {max(count, least)} are asked for")
     return Resources(
-        devices=asked if asked is not None else max((p.ranks for p in (plan, *plans) if p is not None), default=0),
+        devices=count,
+        nodes=nodes,
+        device_name=named or get("gpu_type", str, ""),
+        device_memory_bytes=device_memory_bytes,
+        min_devices=least,
+        max_devices=most,
         kind="cuda" if gpus is not None else None,
         cpus=get("cpus", int, 0),
         memory_bytes=memory_bytes,

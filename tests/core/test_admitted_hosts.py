@@ -85,7 +85,10 @@ def test_what_no_host_can_ever_serve_is_said(lab: Lab, what: dict[str, int], why
     ("what", "why"),
     [
         ({"devices": 3, "hosts": "a"}, "asks for 3 devices, its hosts (a) have 2 GPUs and 0 CPU devices"),
-        ({"devices": 3, "hosts": "ab"}, "on one host, as a command does; none of its hosts (a, b) has more than 2"),
+        (
+            {"devices": 3, "hosts": "ab"},
+            "on one host (see --nodes); none of its hosts (a, b) has more than 2",
+        ),
         ({"devices": 0, "cpus": 20, "hosts": "a"}, "needs 20 CPU cores; none of its hosts (a) has that much"),
     ],
 )

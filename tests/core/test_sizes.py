@@ -197,7 +197,7 @@ def test_a_command_on_several_devices_is_over_when_its_one_process_is(lab: Lab) 
 def test_a_command_that_no_host_can_hold_says_so(lab_with_two_hosts: Lab) -> None:
     """It would wait for ever: one process cannot use devices of two hosts."""
     job, _ = lab_with_two_hosts.submit(devices=5)
-    assert lab_with_two_hosts.why(job) == ("asks for 5 devices on one host, as a command does; no host has more than 4")
+    assert lab_with_two_hosts.why(job) == ("asks for 5 devices on one host (see --nodes); no host has more than 4")
 
 
 def test_a_size_that_ran_out_of_device_memory_fails_with_that_reason(lab: Lab) -> None:

@@ -76,7 +76,29 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     if launch["kind"] == "command" and rank["world_size"] == 1:
         # Without these variables, torchrun or accelerate inside a single-process command set up their own world.
         forget_rank(env)
+    elif launch["kind"] == "command":
+        env.update(_launcher_variables(rank))
     return env
+
+
+def _launcher_variables(rank: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of a launcher that starts the processes of one node itself, as torchrun and accelerate do.
+
+    torchrun takes its options from PET_*, so that a plain `torchrun train.py` finds the other nodes.
+    """
+    nodes, node, here = str(rank["hosts"]), str(rank["node"]), str(rank["local_world_size"])
+    address, port = str(rank["master_addr"]), str(rank["master_port"])
+    return {
+        "NNODES": nodes,
+        "NODE_RANK": node,
+        "GROUP_RANK": node,
+        "NPROC_PER_NODE": here,
+        "PET_NNODES": nodes,
+        "PET_NODE_RANK": node,
+        "PET_NPROC_PER_NODE": here,
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": port,
+    }
 
 
 def _visible(launch: Mapping[str, Any], rank: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from clusterd.core.estimates.first_fit import ChosenPlan, Impossible, choose
 from clusterd.core.estimates.request_forecast import requested_plans
 from clusterd.core.ledger import HostFree, Ledger, Placement
-from clusterd.core.placement.place import candidates, fitting, kinds_for, per_device, place
+from clusterd.core.placement.place import candidates, fitting, holds, kinds_for, per_device, place
 from clusterd.core.state import Description, Job
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, JobKind, Resources
@@ -44,7 +44,7 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     wanted = job.spec.resources
     if job.not_before_s > view.now_s:
         return Refusal(job.id, job.reason)
-    known = [d for h in view.hosts.values() for d in h.devices if job.admits(h.id)]
+    known = _admitted(job, view)
     impossible = _never(job, view, known)
     if impossible:
         return impossible
@@ -55,7 +55,7 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
         some = at_some_size(job, free, view.quotas.left(job.spec.tenant))
         return some or _waits(job, view, _least(job))
     if job.spec.kind is not JobKind.ELASTIC:
-        placement = place(job, free, wanted.devices, group=1, single_host=True)
+        placement = place(job, free, wanted.devices, group=1, nodes=wanted.nodes)
         if placement is None:
             return _waits(job, view, wanted.devices)
         return Grant(None, placement, _started(job, placement, None))
@@ -71,10 +71,25 @@ def allocate(job: Job, view: View, free: Ledger | None = None) -> Grant | Refusa
     beyond = view.quotas.why_not(job.spec.tenant, choice.plan.ranks)
     if beyond is not None:
         return Refusal(job.id, beyond)
-    placement = place(job, free, choice.plan.ranks, group=choice.plan.tp, single_host=False)
+    placement = place(job, free, choice.plan.ranks, group=choice.plan.tp, nodes=None)
     if placement is None:
         return _waits(job, view, choice.plan.ranks)
     return Grant(choice.plan, placement, _started(job, placement, choice))
+
+
+def unsatisfiable(job: Job, view: View) -> str | None:
+    """Reason why no host of the cluster could ever serve the job; None: some could, or not all have reported yet."""
+    if not view.hosts or any(host.facts is None for host in view.hosts.values()):
+        return None
+    impossible = _never(job, view, _admitted(job, view))
+    return impossible.reason if impossible else _beyond_every_host(job, view)
+
+
+def _admitted(job: Job, view: View) -> list[Device]:
+    """Devices of all hosts that serve the job's request."""
+    wanted = job.spec.resources
+    devices = (d for h in view.hosts.values() if job.admits(h.id) for d in h.devices)
+    return [d for d in devices if wanted.admits(d.kind, d.name, d.memory_bytes)]
 
 
 def _least(job: Job) -> int:
@@ -94,7 +109,7 @@ def objection_to_size(job: Job, view: View, plan: Plan) -> str | None:
     if beyond is not None:
         return beyond
     at_size = replace(job, pinned=plan)
-    known = [d for h in view.hosts.values() if h.unusable is None and job.admits(h.id) for d in h.devices]
+    known = [d for d in _admitted(job, view) if view.hosts[d.host].unusable is None]
     impossible = _never(at_size, view, known)
     return impossible.reason if impossible else _beyond_every_host(at_size, view)
 
@@ -108,7 +123,7 @@ def _dimensions_in(command: Iterable[str]) -> list[str]:
 def at_some_size(job: Job, free: Ledger, most: int) -> Grant | None:
     """Best of a checkpointable job's plans that fits on at most `most` free devices; None: none fits."""
     for plan in requested_plans(job):
-        placement = place(job, free, plan.ranks, group=plan.tp, single_host=False) if plan.ranks <= most else None
+        placement = place(job, free, plan.ranks, group=plan.tp, nodes=None) if plan.ranks <= most else None
         if placement is not None:
             hosts = ", ".join(dict.fromkeys(str(p.host) for p in placement.ranks))
             return Grant(plan, placement, f"{plan} on {hosts}: the best of its plans that there is room for")
@@ -158,20 +173,34 @@ def _never(job: Job, view: View, known: list[Device]) -> Refusal | None:
     count = max(there[kind] for kind in kinds_for(job))
     least = _least(job)
     if least > count:
-        noun = _KINDS[wanted.kind]
+        noun = _noun(wanted, least)
         has = " and ".join(f"{there[kind]} {_KINDS[kind]}" for kind in kinds_for(job)) if wanted.kind is None else count
         hint = ""
-        if wanted.kind == "cuda" and count == 0 and there["cpu"]:
-            hint = f"; there are {there['cpu']} CPU devices: submit with --devices {min(least, there['cpu'])}"
+        cpus = sum(d.kind == "cpu" for h in view.hosts.values() if job.admits(h.id) for d in h.devices)
+        if wanted.kind == "cuda" and count == 0 and cpus:
+            hint = f"; there are {cpus} CPU devices: submit with --devices {min(least, cpus)}"
+        elif wanted.device_name and (names := sorted({d.name for h in view.hosts.values() for d in h.devices})):
+            hint = f"; there are {', '.join(names)}"
         owner = f"{_its_hosts(wanted)} have" if wanted.hosts else "the cluster has"
         return Refusal(job.id, f"asks for {least} {noun}, {owner} {has}{hint}")
     if job.spec.kind is JobKind.COMMAND and least > 1:
         per_host = Counter((d.host, d.kind) for d in known)
-        most = max(n for (_, kind), n in per_host.items() if kind in kinds_for(job))
-        if least > most:
-            text = f"asks for {least} {_KINDS[wanted.kind]} on one host, as a command does"
+        if not any(holds(job, [n for (_, k), n in per_host.items() if k == kind]) for kind in kinds_for(job)):
+            most = max(n for (_, kind), n in per_host.items() if kind in kinds_for(job))
+            if wanted.nodes > 1:
+                each = f"{wanted.per_node} {_noun(wanted)} on each of {wanted.nodes} hosts"
+                return Refusal(job.id, f"asks for {each}; so many hosts with so many devices do not exist")
+            text = f"asks for {least} {_noun(wanted)} on one host (see --nodes)"
             return Refusal(job.id, f"{text}; {_none(wanted)} more than {most}")
     return None
+
+
+def _noun(wanted: Resources, count: int = 2) -> str:
+    """Name of so many of the requested devices, as in "GPUs of type a100 with 40 GiB or more"."""
+    named = f" of type {wanted.device_name}" if wanted.device_name else ""
+    least = f" with {size(wanted.device_memory_bytes)} or more" if wanted.device_memory_bytes else ""
+    kind = _KINDS[wanted.kind] if count != 1 else _KINDS[wanted.kind].removesuffix("s")
+    return f"{kind}{named}{least}"
 
 
 def _waits(job: Job, view: View, devices: int) -> Refusal:
@@ -192,8 +221,8 @@ def _beyond_every_host(job: Job, view: View) -> str | None:
     if least == 0:
         fits = any(h.cores >= wanted.cpus and h.memory_bytes >= wanted.memory_bytes for h in empty)
     else:
-        together = max if job.spec.kind is JobKind.COMMAND else sum
-        fits = any(together([len(fitting(job, h, kind)) for h in empty]) >= least for kind in kinds_for(job))
+        usable = ([len(fitting(job, h, kind)) for h in empty] for kind in kinds_for(job))
+        fits = any(holds(job, counts) if least == wanted.devices else sum(counts) >= least for counts in usable)
     if fits or not empty:
         return None
     cores, memory_bytes = per_device(job)
@@ -243,7 +272,9 @@ def _short_of(job: Job) -> str:
         memory = f" and {size(wanted.memory_bytes)} of memory" if wanted.memory_bytes else ""
         return f"waits for {max(wanted.cpus, 1)} free CPU cores{memory} on one host"
     where = "on one host " if job.spec.kind is JobKind.COMMAND else ""
-    noun = _KINDS[wanted.kind] if count > 1 else _KINDS[wanted.kind].removesuffix("s")
+    where = f"on each of {wanted.nodes} hosts " if wanted.nodes > 1 else where
+    count = wanted.per_node if wanted.nodes > 1 else count
+    noun = _noun(wanted, count)
     return f"waits for {count} free {noun} {where}(with {'their' if count > 1 else 'its'} cores and memory)"
 
 

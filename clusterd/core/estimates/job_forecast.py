@@ -5,6 +5,7 @@ Everything that depends on the model and the wish alone is remembered between pa
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,7 +17,6 @@ from clusterd.core.performance_table import Estimate, PerformanceTable, Shape, e
 from clusterd.core.state import Job
 from clusterd.core.view import View
 from clusterd.types import Device, JobKind
-from plans.plan import Plan
 
 EFFICIENT = 0.1
 """Least efficiency of an offer, as a share of the job's best progress per device-second."""
@@ -54,6 +54,10 @@ class Inventory:
         return sum(self.count.values())
 
 
+def _serves(job: Job, device: Device) -> bool:
+    return job.spec.resources.admits(device.kind, device.name, device.memory_bytes)
+
+
 def take_inventory(view: View, job: Job | None = None) -> Inventory:
     """Count the devices of usable hosts, busy ones included.
 
@@ -69,7 +73,8 @@ def take_inventory(view: View, job: Job | None = None) -> Inventory:
         if host.unusable is not None or host.facts is None or (job is not None and not job.admits(host.id)):
             continue
         most = min(host.facts.cpu_cores // each_cores, host.facts.memory_bytes // max(each_bytes, 1))
-        for name, devices in by_type(d for d in host.devices if not d.foreign).items():
+        serve = [d for d in host.devices if not d.foreign and (job is None or _serves(job, d))]
+        for name, devices in by_type(serve).items():
             counts.setdefault(name, []).append(min(len(devices), most) if job is not None else len(devices))
             kinds[name] = devices[0].kind
             cores[name] = min(cores.get(name, 1 << 30), host.facts.cpu_cores // len(host.devices))
@@ -157,7 +162,7 @@ class Curves:
 
     def __init__(self) -> None:
         self._candidates = CandidatePlansCache()
-        self._known: dict[tuple[int, bool, Plan | None, Reach], tuple[CandidatePlans, Curve | None]] = {}
+        self._known: dict[object, tuple[CandidatePlans, Curve | None]] = {}
         self._census: Inventory | None = None
         self._view: View | None = None  # of the pass
         self._choosy: dict[object, Inventory] = {}  # in it, of jobs for which not every host would do
@@ -173,7 +178,9 @@ class Curves:
         if candidates is None:
             return None
         there, reach = self._there_for(job, view, there)
-        key = (id(candidates), job.spec.guaranteed, job.pinned, reach)
+        wanted = job.spec.resources
+        limits = (wanted.min_devices, wanted.max_devices)
+        key = (id(candidates), job.spec.guaranteed, job.pinned, reach, limits)
         known = self._known.get(key)
         if known is None or known[0] is not candidates:
             known = (candidates, _curve(job, candidates, there, view.performance_tables[job.model]))
@@ -183,11 +190,13 @@ class Curves:
     def _there_for(self, job: Job, view: View, there: Inventory) -> tuple[Inventory, Reach]:
         """Inventory of the devices that this job may use, and the key of the cache that follows from it."""
         wanted = job.spec.resources
-        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.excluded_hosts):
+        of_devices = wanted.device_name or wanted.device_memory_bytes
+        if not (wanted.hosts or wanted.cpus or wanted.memory_bytes or job.excluded_hosts or of_devices):
             return there, ()
         if view is not self._view:
             self._view, self._choosy = view, {}
-        key = (wanted.hosts, needs(job, None), tuple(job.excluded_hosts))
+        devices = (wanted.kind, wanted.device_name, wanted.device_memory_bytes)
+        key = (wanted.hosts, needs(job, None), tuple(job.excluded_hosts), devices)
         if key not in self._choosy:
             self._choosy[key] = take_inventory(view, job)
         mine = self._choosy[key]
@@ -207,7 +216,8 @@ def _curve(job: Job, candidates: CandidatePlans, there: Inventory, table: Perfor
         keeping = [promised] if promised is not None else []
         keeping += [x for x in possible if promised is not None and x != promised and keeps(x, promised)]
         possible = keeping or [x for x in possible if x.devices >= asked]
-    possible = [x for x in possible if may_fit(job, x)]
+    most = wanted.max_devices or sys.maxsize
+    possible = [x for x in possible if may_fit(job, x) and wanted.min_devices <= x.devices <= most]
     if job.pinned is not None:
         pinned = [x for x in table.estimates if x.plan == evenly(job.pinned) and is_there(x) and may_fit(job, x)]
         possible = pinned or possible  # where its plan cannot be had, the pin is over

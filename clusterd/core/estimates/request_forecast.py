@@ -90,7 +90,7 @@ def requested_plans(job: Job) -> tuple[Plan, ...]:
 def _offers(job: Job, there: Inventory) -> Iterator[Estimate]:
     """Shapes of one device type on which the job would start, best first."""
     wanted = job.spec.resources
-    names = [n for n, kind in sorted(there.kinds.items()) if wanted.kind in (None, kind)]
+    names = [n for n, kind in sorted(there.kinds.items()) if wanted.admits(kind, n, there.memory_bytes[n])]
     names.sort(key=lambda n: there.kinds[n] != "cuda")
     for name in names:
         hosts = there.shapes[name]
@@ -99,8 +99,9 @@ def _offers(job: Job, there: Inventory) -> Iterator[Estimate]:
                 yield from (_estimate(plan, name, shape) for shape in _shapes(plan.ranks, plan.tp, hosts))
         elif job.spec.kind is not JobKind.ELASTIC:
             count = wanted.devices or _devices_beside(wanted.cpus, name, there)
-            if count <= max(hosts, default=0):
-                yield _estimate(Plan(dp=max(count, 1)), name, (count,) if count else ())
+            each = wanted.per_node if wanted.nodes > 1 else count
+            if sum(here >= each for here in hosts) >= wanted.nodes:
+                yield _estimate(Plan(dp=max(count, 1)), name, (each,) * wanted.nodes)
         elif job.description is Description.DONE and job.shape is not None:
             shape_of_model = ModelShape.from_dict(job.shape)
             asked = job.pinned or wanted.plan

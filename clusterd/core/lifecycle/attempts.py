@@ -129,9 +129,10 @@ def take_reports(attempt: Attempt, reports: Iterable[RankReport], hosts: Mapping
             note_fault(rank.place, report.end, hosts)
             if report.end.reason is Reason.DEVICE_OOM and _shares_device(attempt, rank):
                 rank.end = replace(report.end, reason=Reason.CROWDED)
-            if attempt.plan is None and report.end.is_success:  # a command is one process on all its devices
+            if attempt.plan is None and report.end.is_success:  # a command is one process on all its devices of a host
                 for other in attempt.ranks.values():
-                    other.end = other.end or report.end
+                    if other.place.host == rank.place.host:
+                        other.end = other.end or report.end
 
 
 def note_fault(place: RankPlace, end: RankEnd, hosts: Mapping[HostId, Host]) -> None:

@@ -12,6 +12,7 @@ from clusterd.core.events import TimerKind
 from clusterd.core.lifecycle import attempts
 from clusterd.core.lifecycle.context import HandlerContext
 from clusterd.core.performance_table import evenly
+from clusterd.core.placement.place import holds
 from clusterd.core.state import Attempt, Job
 from clusterd.core.view import CoreGrant, Start
 from clusterd.types import Device, HostId, JobKind, JobState
@@ -145,8 +146,8 @@ def exclude_host(ctx: HandlerContext, job: Job, host: HostId, why: str, devices:
     kinds = {d.kind for d in devices}
     left = [h for h in ctx.state.hosts.values() if h.unusable is None and job.admits(h.id)]
     counts = [sum(not kinds or d.kind in kinds for d in h.devices) for h in left]
-    together = max if job.spec.kind is JobKind.COMMAND else sum
-    if not left or together(counts) < len(devices):
+    enough = holds(job, counts) if job.spec.kind is JobKind.COMMAND else sum(counts) >= len(devices)
+    if not left or not enough:
         job.excluded_hosts.clear()
         return False
     return True

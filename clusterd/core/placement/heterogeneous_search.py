@@ -184,11 +184,13 @@ class HeterogeneousSearch:
             limits: devices of each type, at most; default: what is free.
         """
         table = self.view.performance_tables[p.job.model]
-        wanted = p.job.spec.resources.kind
+        wanted, there = p.job.spec.resources, self.there
         held, own = per_host(p.devices), {d.id for d in p.devices}
         best: Found | None = None
         for kind, types in self.groups.items():
-            if wanted not in (None, kind):
+            types = tuple(name for name in types if wanted.admits(kind, name, there.memory_bytes[name]))
+            most = min(most, wanted.max_devices or most)
+            if len(types) < 2:
                 continue
             free = self.free(p.job, types)
             if len(free) < 2:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from clusterd.core.ledger import HostFree, Ledger, Placement
 from clusterd.core.state import Job
-from clusterd.types import Device, HostId, RankPlace
+from clusterd.types import Device, HostId, JobKind, RankPlace
 
 
 def candidates(job: Job, free: Ledger) -> list[HostFree]:
@@ -26,7 +26,8 @@ def kinds_for(job: Job) -> tuple[str, ...]:
 
 def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
     """Free devices of one kind for which the host also has free cores and memory."""
-    devices = [d for d in host.devices if d.kind == kind]
+    wanted = job.spec.resources
+    devices = [d for d in host.devices if d.kind == kind and wanted.admits(d.kind, d.name, d.memory_bytes)]
     cores_each, memory_each = per_device(job)
     usable: list[Device] = []
     cores, memory = host.cores, host.memory_bytes
@@ -39,16 +40,19 @@ def fitting(job: Job, host: HostFree, kind: str) -> list[Device]:
     return usable
 
 
-def place(job: Job, free: Ledger, count: int, group: int, single_host: bool) -> Placement | None:
+def place(job: Job, free: Ledger, count: int, group: int, nodes: int | None) -> Placement | None:
     """Find devices for `count` ranks, in groups of `group` that stay on one host; None: they are not free.
 
     A job's devices are all of one kind: mixed kinds need unequal shares, which the caller fixes in the plan.
+
+    Args:
+        nodes: hosts over which they are spread evenly; None: as few as possible.
     """
     if count == 0:
         return _cores_only(job, free)
     for kind in kinds_for(job):
         by_host = [(h, fitting(job, h, kind)) for h in candidates(job, free)]
-        chosen = _pack(by_host, count, group, single_host)
+        chosen = _pack(by_host, count, group) if nodes is None else _spread_evenly(by_host, count, nodes)
         if chosen:
             return place_on(job, [device for _, devices in chosen for device in devices])
     return None
@@ -67,15 +71,28 @@ def place_on(job: Job, devices: Iterable[Device]) -> Placement:
     return Placement(tuple(ranks), cores, memory)
 
 
-def _pack(
-    by_host: list[tuple[HostFree, list[Device]]], count: int, group: int, single_host: bool
+def _spread_evenly(
+    by_host: list[tuple[HostFree, list[Device]]], count: int, nodes: int
 ) -> list[tuple[HostFree, list[Device]]]:
+    """As many devices of each of so many hosts, the fullest hosts that have them; empty: they are not free."""
+    each = count // nodes
+    fit = sorted(((h, d) for h, d in by_host if len(d) >= each), key=lambda item: (len(item[1]), item[0].host.id))
+    return [(host, devices[:each]) for host, devices in fit[:nodes]] if len(fit) >= nodes else []
+
+
+def holds(job: Job, counts: Iterable[int]) -> bool:
+    """True where hosts with so many usable devices hold what the job requests."""
+    wanted = job.spec.resources
+    if job.spec.kind is JobKind.COMMAND:
+        return sum(count >= wanted.per_node for count in counts) >= wanted.nodes
+    return sum(counts) >= max(wanted.devices, 1)
+
+
+def _pack(by_host: list[tuple[HostFree, list[Device]]], count: int, group: int) -> list[tuple[HostFree, list[Device]]]:
     exact = [(h, d) for h, d in by_host if len(d) >= count]
     if exact:
         host, devices = min(exact, key=lambda item: (len(item[1]), item[0].host.id))
         return [(host, devices[:count])]
-    if single_host:
-        return []
     chosen: list[tuple[HostFree, list[Device]]] = []
     left = count
     for host, devices in sorted(by_host, key=lambda item: (-len(item[1]), item[0].host.id)):

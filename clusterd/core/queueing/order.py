@@ -1,10 +1,11 @@
 """Second stage: order of the queue (after AITurbo's Borda-count multi-level feedback queue).
 
-Priority comes first, then those who have waited out of proportion, longest first, then guarantees, then tenants that
-have less than their share. Inside, queues by attained service; in a queue, Borda scores: every job is ranked by the
-service it has got, least first; predictable ones also by what a device-second brings, most first. Ranks are shares of
-their list's length, equals share a rank, and the list is sorted the way that it is meant (the published code adds the
-age to each rank and puts the least gain first). An unpredictable job's service counts twice.
+Priority comes first, then those who have waited out of proportion, longest first, then those for which a person waits,
+then guarantees, then tenants that have less than their share. Inside, queues by attained service; in a queue, Borda
+scores: every job is ranked by the service it has got, least first; predictable ones also by what a device-second
+brings, most first. Ranks are shares of their list's length, equals share a rank, and the list is sorted the way that it
+is meant (the published code adds the age to each rank and puts the least gain first). An unpredictable job's service
+counts twice.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def order(view: View, forecasts: Mapping[JobId, JobForecast]) -> list[Job]:
             -job.priority,
             not starved,
             job.queued_s if starved else 0.0,
+            not job.spec.interactive,
             not job.spec.guaranteed,
             tenants.get(job.spec.tenant, False),
             sum(service[job.id] >= limit for limit in QUEUES_DEVICE_S),

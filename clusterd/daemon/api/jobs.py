@@ -16,7 +16,7 @@ import msgspec
 from clusterd import __version__, projection, protocol
 from clusterd.config import Config
 from clusterd.core import events as e
-from clusterd.core.allocation.as_requested import LEARNING, allocate
+from clusterd.core.allocation.as_requested import LEARNING, allocate, unsatisfiable
 from clusterd.core.ledger import Placement
 from clusterd.core.queueing import admission
 from clusterd.core.queueing.dependencies import waits_for
@@ -171,6 +171,7 @@ class JobVerbs:
         """Accept a job: once this is answered, the job is not lost."""
         known = self.admit(peer, spec)
         refuse_secrets(secrets or {})
+        self._refuse_unsatisfiable(known)
         job = self._ids.next()
         rows = [("INSERT INTO secrets VALUES (?, ?, ?)", (job, n, v)) for n, v in (secrets or {}).items()]
         await self._engine.post(e.JobSubmitted(at_s=time.time(), job=job, spec=known), rows)
@@ -193,6 +194,17 @@ class JobVerbs:
             return {"starts": False, "ahead": ahead, "reason": reason, "ranks": []}
         where: Placement = answer.placement
         return {"starts": True, "ahead": ahead, "reason": answer.reason, "ranks": codec.plain(where.ranks)}
+
+    def _refuse_unsatisfiable(self, spec: JobSpec) -> None:
+        """Refuse a job that no host of the cluster could ever serve, unless it is to wait for hosts.
+
+        Raises:
+            UsageError: says what the cluster has.
+        """
+        job = Job(JobId("new"), spec, priority=spec.priority, submitted_s=0.0, queued_s=0.0)
+        reason = None if spec.waits_for_hosts else unsatisfiable(job, View(self._state, time.time()))
+        if reason is not None:
+            raise UsageError(f"{spec.name} can never start: it {reason}; --wait-for-hosts queues it all the same")
 
     def admit(self, peer: Peer, spec: dict[str, Any], need_snapshot: bool = True) -> JobSpec:
         """Check a submitted job and make it its user's.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from clusterd.core.queueing import admission
 from clusterd.errors import UsageError
 from clusterd.submission.job_file import checked_name
-from clusterd.types import JobSpec
+from clusterd.types import JobKind, JobSpec
 
 RETRIES_MAX = 1000
 
@@ -33,6 +33,11 @@ def refuse_malformed(spec: JobSpec) -> None:
         raise UsageError(f"target_loss is {spec.target_loss:g}; it must be a number that a loss can reach")
     if spec.resources.kind not in (None, "cuda", "cpu"):
         raise UsageError(f"resources.kind is {spec.resources.kind!r}; it must be cuda or cpu, or left out for any")
+    wanted = spec.resources
+    if wanted.nodes < 1 or wanted.devices % wanted.nodes:
+        raise UsageError(f"{wanted.devices} devices cannot be spread evenly over {wanted.nodes} nodes: give a multiple")
+    if wanted.nodes > 1 and spec.kind is not JobKind.COMMAND:
+        raise UsageError(f"nodes applies to commands: where {spec.kind.value} jobs run is chosen for them")
     if spec.command and not spec.command[0]:
         raise UsageError("command begins with an empty word: give the program to run")
     if not 0 <= spec.retries <= RETRIES_MAX:

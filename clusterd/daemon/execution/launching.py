@@ -57,7 +57,7 @@ class LaunchRequests:
         state = self._engine.scheduler.state
         address, interface, port = "", "", 0
         first = decision.hosts[0]
-        if spec.kind is not JobKind.COMMAND:
+        if spec.kind is not JobKind.COMMAND or len(decision.hosts) > 1:
             key: dict[str, Any] = {
                 "job": decision.job, "attempt": decision.attempt, "generation": decision.generation,
             }  # fmt: skip
@@ -103,7 +103,8 @@ class LaunchRequests:
                 ],
             }
             if spec.kind is JobKind.COMMAND:
-                requests[host]["ranks"] = [_one_process(requests[host]["ranks"])]
+                node = decision.hosts.index(host)
+                requests[host]["ranks"] = [_one_process(requests[host]["ranks"], node, len(decision.hosts))]
         return requests
 
     def _snapshot_every(self, job: str, spec: JobSpec, plan: Plan | None) -> int:
@@ -195,11 +196,13 @@ def _device(place: RankPlace, devices: dict[Any, Device], cores: int) -> dict[st
     return {"kind": device.kind, "uuid": device.uuid, "cores": list(device.cores), "threads": threads}
 
 
-def _one_process(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """A command is one process, whatever devices it holds."""
+def _one_process(ranks: list[dict[str, Any]], node: int, nodes: int) -> dict[str, Any]:
+    """A command is one process on each of its hosts, whatever devices it holds there."""
     devices = [r["device"] for r in ranks]
     cores = sorted({core for device in devices for core in device["cores"]})
     uuids = [device["uuid"] for device in devices if device["kind"] == "cuda"]
     merged = {"kind": devices[0]["kind"], "uuid": ",".join(uuids), "cores": cores}
     merged["threads"] = sum(device["threads"] for device in devices)
-    return {**ranks[0], "world_size": 1, "local_world_size": 1, "device": merged}
+    if nodes == 1:
+        return {**ranks[0], "world_size": 1, "local_world_size": 1, "device": merged}
+    return {**ranks[0], "local_rank": 0, "local_world_size": len(ranks), "device": merged, "node": node}
