@@ -39,6 +39,7 @@ def job_row(job: Job, state: State) -> Row:
         "reason": reason(job, state),
         "away": [host.id for host in _away(job, state)],
         "priority": job.priority,
+        "held_by": job.held_by,
         "guaranteed": job.spec.guaranteed,
         "user": job.spec.user,
         "tenant": job.spec.tenant,

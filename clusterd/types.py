@@ -119,11 +119,12 @@ class JobSpec:
     guaranteed: bool = False
     tenant: str = "default"
     user: str = ""
-    after: tuple[JobId, ...] = ()  # jobs that must finish before it starts; a request may give names
+    after: tuple[JobId, ...] = ()  # that end before it starts: "12", "12:any"; a request may give names
     time_limit_s: float | None = None
     stall_s: float | None = None  # time without a step before an elastic job is restarted; None: never
     grace_s: float = 30.0  # between the stop request and the kill
     retries: int = 0  # after the job's own failures; lost hosts do not count
+    retry_on: tuple[int, ...] = ()  # exit codes after which it is queued again, however often
     snapshot_every: int | None = None  # steps between state snapshots on a second host; 0: none; None: automatic
     checkpoint_directory: str | None = None  # shared by its hosts; for final and periodic checkpoints
     checkpoint_every_s: float | None = None

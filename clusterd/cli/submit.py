@@ -24,10 +24,10 @@ from clusterd.types import JobId, JobSpec
 
 _AFTER = click.option(
     "--after",
-    metavar="JOB",
+    metavar="JOB[:any|failed]",
     multiple=True,
     shell_complete=complete_job,
-    help="Start only when JOB has finished; may be repeated.",
+    help="Start only when JOB has finished; JOB:any, when it is over; JOB:failed, when it failed. May be repeated.",
 )
 
 

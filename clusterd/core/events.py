@@ -169,6 +169,31 @@ class JobReprioritised(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobHeld(Event):
+    """The job's user or an operator keeps it in the queue until it is released."""
+
+    job: JobId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReleased(Event):
+    """A held job may start again."""
+
+    job: JobId
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequeued(Event):
+    """The job's user or an operator had it stopped, to start again from the queue."""
+
+    job: JobId
+    by: str = ""
+    hold: bool = False  # and stay there until it is released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDescribed(Event):
     """A host built the job's model without storage and reported its shape (`ModelShape.to_dict`)."""
 
@@ -402,6 +427,9 @@ EVENTS: dict[str, type[Event]] = {
         JobSubmitted,
         JobCancelled,
         JobReprioritised,
+        JobHeld,
+        JobReleased,
+        JobRequeued,
         ModelDescribed,
         ModelNotDescribed,
         SpeedLearned,

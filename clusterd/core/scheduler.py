@@ -123,10 +123,13 @@ def _fail_unsatisfiable(ctx: HandlerContext) -> None:
 
 
 def _hold_dependents(ctx: HandlerContext) -> set[JobId]:
-    """Record what queued jobs wait for before the policy may consider them; returns those jobs."""
+    """Record what held jobs and dependents wait for before the policy may consider them; returns those jobs."""
     blocked: set[JobId] = set()
     for job in map(ctx.state.jobs.__getitem__, ctx.state.queue):
-        if (awaited := waits_for(job.spec, ctx.state)) is not None:
+        if job.held_by is not None:
+            ctx.hold(job, f"held{f' by {job.held_by}' if job.held_by else ''}: clusterd release {job.id} lets it start")
+            blocked.add(job.id)
+        elif (awaited := waits_for(job.spec, ctx.state)) is not None:
             ctx.hold(job, awaited)
             blocked.add(job.id)
     return blocked
@@ -192,6 +195,9 @@ _HANDLERS: dict[type[e.Event], Callable[[HandlerContext, Any], None]] = {
     e.JobSubmitted: job_events.on_job_submitted,
     e.JobCancelled: job_events.on_job_cancelled,
     e.JobReprioritised: job_events.on_job_reprioritised,
+    e.JobHeld: job_events.on_job_held,
+    e.JobReleased: job_events.on_job_released,
+    e.JobRequeued: job_events.on_job_requeued,
     e.ModelDescribed: job_events.on_model_described,
     e.ModelNotDescribed: job_events.on_model_not_described,
     e.SpeedLearned: trials.on_speed_learned,

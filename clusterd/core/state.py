@@ -367,6 +367,7 @@ class Job:
     predicted_steps: int | None = None  # in all, until its target loss
     trials: TrialSeries = field(default_factory=TrialSeries)
     not_before_s: float = 0.0
+    held_by: str | None = None  # user who keeps it in the queue; None: it may start
     failures: int = 0  # of its own, not of hosts
     memory_cap_bytes: int | None = None  # see `Bounds`
     rejected_plans: list[tuple[Plan, str]] = field(default_factory=list)  # see `Bounds`

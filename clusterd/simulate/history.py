@@ -16,6 +16,7 @@ from clusterd.core import events as e
 from clusterd.core.estimates.attained_service import total_steps
 from clusterd.core.ledger import of_ranks, shape_of
 from clusterd.core.policies import POLICIES
+from clusterd.core.queueing.dependencies import split
 from clusterd.core.scheduler import Batch, Scheduler
 from clusterd.core.state import Job, State
 from clusterd.errors import ClusterError, InvalidTransition
@@ -80,7 +81,7 @@ def history(batches: Iterable[Batch], policy: str = "default") -> History:
     first_s = min(at_s.values())
     arrivals = []
     for job in sorted(ran.values(), key=lambda job: at_s[job.id]):
-        before = [ran[other] for other in job.spec.after if at_s.get(other, math.inf) <= at_s[job.id]]
+        before = [ran[other] for other, _ in map(split, job.spec.after) if at_s.get(other, math.inf) <= at_s[job.id]]
         arrivals.append(_arrival(job, at_s[job.id] - first_s, models, before))
     left: dict[str, int] = {}
     for job in state.jobs.values():

@@ -24,7 +24,7 @@ _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
     "devices_per_node", "min_gpus", "max_gpus", "min_devices", "max_devices", "grow",
 }  # fmt: skip
-_LIMITS = {"time", "stall", "grace", "retries"}
+_LIMITS = {"time", "stall", "grace", "retries", "retry_on"}
 _CHECKPOINTS = {"directory", "every"}
 
 NAME_LENGTH_MAX = 63
@@ -90,6 +90,7 @@ def read_job_file(file: Path) -> Request:
         stall_s=limit.duration_s("stall", None),
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
+        retry_on=_exit_codes(limit("retry_on", list, []), f"{where}: retry_on"),
         trials=get("trials", bool, True),
         target_loss=_number(values, "target_loss", where),
         snapshot_every=get("snapshots", int, None),
@@ -97,6 +98,13 @@ def read_job_file(file: Path) -> Request:
         checkpoint_every_s=saved.duration_s("every", None),
     )
     return Request(spec, secrets)
+
+
+def _exit_codes(given: list[Any], where: str) -> tuple[int, ...]:
+    for code in given:
+        if isinstance(code, bool) or not isinstance(code, int) or not 1 <= code <= 255:
+            raise ConfigError(f"{where}: {code!r} is no exit code of a failed job; write it as in [75, 85]")
+    return tuple(given)
 
 
 def _workdir(file: Path, given: str, where: str) -> str:

@@ -96,6 +96,16 @@ class Chaos(RuleBasedStateMachine):
             self.world.tell(e.JobReprioritised(**self.world.at(), job=job, priority=priority))
 
     @precondition(lambda self: self.jobs)
+    @rule(data=st.data(), verb=st.sampled_from(["hold", "release", "requeue", "requeue and hold"]))
+    def queue_verb(self, data: st.DataObject, verb: str) -> None:
+        job, at = self.some_job(data), self.world.at()
+        kinds = {"hold": e.JobHeld, "release": e.JobReleased}
+        if verb in kinds:
+            self.world.tell(kinds[verb](**at, job=job.id, by="ann"))
+        else:
+            self.world.tell(e.JobRequeued(**at, job=job.id, by="ann", hold=verb != "requeue"))
+
+    @precondition(lambda self: self.jobs)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.world.tell(e.JobCancelled(**self.world.at(), job=self.some_job(data).id))
@@ -271,6 +281,8 @@ class Chaos(RuleBasedStateMachine):
             world.facts[host] = wishes.whole(host)
             if not world.is_up(host):
                 self.connect(host)
+        for job in list(state.jobs):
+            world.tell(e.JobReleased(**world.at(), job=job))
         for model in MODELS:
             table = wishes.believed((1, 2, 3, 4, 6), there)
             world.tell(e.SpeedLearned(**world.at(), model=model, table=table))

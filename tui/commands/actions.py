@@ -131,6 +131,11 @@ class ClusterCommands:
             calls = [(job.name, {"job": job.id, "priority": value}) for job in jobs]
             await self._each("priority", f"priority {value}", calls)
 
+    async def hold(self) -> None:
+        """Hold queued jobs, or release them where all are held."""
+        verb = "release" if all(job.held_by is not None for job in self._jobs) else "hold"
+        await self._each(verb, verb, [(job.name, {"job": job.id}) for job in self._jobs])
+
     async def migrate(self, pin: bool = False) -> None:
         """Choose a plan, show the cost, confirm, then follow the migration.
 

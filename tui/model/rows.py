@@ -59,6 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     away: tuple[str, ...] = ()  # hosts of its ranks that do not answer
     priority: int = 0
+    held_by: str | None = None
     guaranteed: bool = False
     user: str = ""
     tenant: str = ""

@@ -214,7 +214,7 @@ def judge(job: Job, attempt: Attempt, kind: str) -> Verdict:
     if end.reason is Reason.PLAN and chosen is not None and _has_another(job, chosen, str(end), kind):
         reason = f"attempt {attempt.number} could not train under {chosen}, {cause_text}; it gets another plan"
         return Verdict(JobState.QUEUED, reason, rejected=(chosen, str(end)))
-    if job.failures < job.spec.retries:
+    if job.failures < job.spec.retries or end.exit_code in job.spec.retry_on:
         return Verdict(JobState.QUEUED, f"attempt {attempt.number} failed, {cause_text}")
     exit_code = end.exit_code if end.exit_code else (128 + end.signal if end.signal else 1)
     return Verdict(JobState.FAILED, cause_text, exit_code=exit_code)

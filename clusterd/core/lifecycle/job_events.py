@@ -47,6 +47,40 @@ def on_job_reprioritised(ctx: HandlerContext, event: e.JobReprioritised) -> None
     ctx.pass_due = True
 
 
+def on_job_held(ctx: HandlerContext, event: e.JobHeld) -> None:
+    job = ctx.state.jobs[event.job]
+    if job.state is JobState.QUEUED:
+        _hold(ctx, job, event.by)
+
+
+def _hold(ctx: HandlerContext, job: Job, by: str) -> None:
+    """Keep the job in the queue; what was promised to it goes to others."""
+    job.held_by = by
+    ctx.state.claims.pop(job.id, None)
+    if ctx.state.reservation is not None and ctx.state.reservation.job == job.id:
+        ctx.state.reservation = None
+    ctx.pass_due = True
+
+
+def on_job_released(ctx: HandlerContext, event: e.JobReleased) -> None:
+    job = ctx.state.jobs[event.job]
+    if job.held_by is not None:
+        job.held_by, job.queued_s = None, ctx.now_s
+        ctx.pass_due = True
+
+
+def on_job_requeued(ctx: HandlerContext, event: e.JobRequeued) -> None:
+    job = ctx.state.jobs[event.job]
+    if job.state.is_final or job.attempt is None:
+        return
+    if event.hold:
+        job.held_by = event.by
+    if job.attempt.state is not AttemptState.STOPPING:
+        reason = f"queued again{f' by {event.by}' if event.by else ''}"
+        stopping.stop(ctx, job.attempt, Outcome.PREEMPTED, reason)
+    ctx.pass_due = True
+
+
 def on_model_described(ctx: HandlerContext, event: e.ModelDescribed) -> None:
     job = ctx.state.jobs[event.job]
     if not job.state.is_final:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from clusterd.core.queueing.dependencies import CONDITIONS, is_satisfied
 from clusterd.core.state import Host, Job, State
 from clusterd.errors import ClusterError, UsageError
-from clusterd.types import HostId, JobId, JobKind, JobSpec, JobState
+from clusterd.types import HostId, JobId, JobKind, JobSpec
 
 
 def find_job(state: State, text: str, user: str) -> Job:
@@ -34,16 +35,19 @@ def find_job(state: State, text: str, user: str) -> Job:
 
 
 def find_awaited(state: State, text: str, user: str) -> JobId:
-    """The job that another is to start after, by id or name.
+    """The job that another is to start after, by id or name, with its condition: ``train``, ``12:any``.
 
     Raises:
         UsageError: there is none, or several.
         ClusterError: it will never finish.
     """
-    job = find_job(state, text, user)
-    if job.state.is_final and job.state is not JobState.FINISHED:
+    name, colon, condition = text.partition(":")
+    if colon and condition not in CONDITIONS:
+        raise UsageError(f"after {text!r}: {condition!r} is no condition; there are {', '.join(CONDITIONS)}")
+    job = find_job(state, name, user)
+    if job.state.is_final and not is_satisfied(job, condition or "ok"):
         raise ClusterError(f"job {job.id} ({job.spec.name}) is {job.state.value}: nothing can start after it")
-    return job.id
+    return JobId(f"{job.id}:{condition}" if condition not in ("", "ok") else job.id)
 
 
 def find_host(state: State, name: str) -> Host:

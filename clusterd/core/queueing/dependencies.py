@@ -8,24 +8,45 @@ from clusterd.core import data_locality
 from clusterd.core.state import Job, State
 from clusterd.types import JobId, JobSpec, JobState
 
-_ENDED = {JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
+_ENDED = {JobState.FINISHED: "finished", JobState.FAILED: "failed", JobState.CANCELLED: "was cancelled"}
+
+_SATISFYING = {
+    "ok": {JobState.FINISHED},
+    "failed": {JobState.FAILED},
+    "any": {JobState.FINISHED, JobState.FAILED, JobState.CANCELLED},
+}
+"""Final states of an awaited job that let the other start, by condition."""
+
+CONDITIONS = tuple(_SATISFYING)
+
+
+def split(after: str) -> tuple[JobId, str]:
+    """Job and condition of ``12``, ``12:ok``, ``12:any`` and ``12:failed``; the condition is "ok" by default."""
+    job, _, condition = after.partition(":")
+    return JobId(job), condition or "ok"
+
+
+def is_satisfied(job: Job, condition: str) -> bool:
+    """True where the end of the job lets the other start."""
+    return job.state in _SATISFYING[condition]
 
 
 def waits_for(spec: JobSpec, state: State) -> str | None:
     """Message about the jobs or data that the job waits for; None: it may start."""
-    awaited = [job for job in _before(spec, state.jobs) if job.state is not JobState.FINISHED]
+    awaited = [job for job, condition in _before(spec, state.jobs) if not is_satisfied(job, condition)]
     if awaited:
         return "waits for " + " and ".join(f"{job.spec.name} ({job.id}, {job.state.value})" for job in awaited)
     return data_locality.waits_for(spec, state.hosts)
 
 
 def in_vain(spec: JobSpec, jobs: Mapping[JobId, Job]) -> str | None:
-    """Message about a job that it was to start after and that ended without success; None: there is none."""
-    for job in _before(spec, jobs):
-        if (how := _ENDED.get(job.state)) is not None:
-            return f"it was to start after {job.spec.name} ({job.id}), which {how}"
+    """Message about a job that it was to start after and that ended in another way; None: there is none."""
+    for job, condition in _before(spec, jobs):
+        if (how := _ENDED.get(job.state)) is not None and not is_satisfied(job, condition):
+            kind = " fails" if condition == "failed" else ""
+            return f"it was to start after {job.spec.name} ({job.id}){kind}, which {how}"
     return None
 
 
-def _before(spec: JobSpec, jobs: Mapping[JobId, Job]) -> list[Job]:
-    return [jobs[job] for job in spec.after]
+def _before(spec: JobSpec, jobs: Mapping[JobId, Job]) -> list[tuple[Job, str]]:
+    return [(jobs[job], condition) for job, condition in map(split, spec.after)]

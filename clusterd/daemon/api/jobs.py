@@ -100,6 +100,9 @@ class JobVerbs:
             "history": self.history,
             "cancel": self.cancel,
             "priority": self.priority,
+            "hold": self.hold,
+            "release": self.release,
+            "requeue": self.requeue,
             **self._membership.verbs,
             **self._by_hand.verbs,
             **self._forgetting.verbs,
@@ -317,6 +320,31 @@ class JobVerbs:
             raise UsageError(f"priority is {priority!r}; it must be a whole number")
         admission.refuse_if_over(known)
         await self._engine.post(e.JobReprioritised(at_s=time.time(), job=known.id, priority=priority, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def hold(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Keep a queued job from starting until it is released."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.state is not JobState.QUEUED:
+            again = f": clusterd requeue --hold {known.id} stops it" if known.attempt is not None else ""
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}, not queued{again}")
+        await self._engine.post(e.JobHeld(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def release(self, peer: Peer, job: str) -> dict[str, Any]:
+        """Let a held job start."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.held_by is None:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is not held")
+        await self._engine.post(e.JobReleased(at_s=time.time(), job=known.id, by=peer.user))
+        return projection.job_row(known, self._state)
+
+    async def requeue(self, peer: Peer, job: str, hold: bool = False) -> dict[str, Any]:
+        """Stop a running job and queue it again; `hold`: it stays queued until it is released."""
+        known = admission.find_own_job(self._state, job, peer.user, peer.is_operator)
+        if known.attempt is None:
+            raise ClusterError(f"job {known.id} ({known.spec.name}) is {known.state.value}: it does not run")
+        await self._engine.post(e.JobRequeued(at_s=time.time(), job=known.id, by=peer.user, hold=bool(hold)))
         return projection.job_row(known, self._state)
 
     async def steps(self, peer: Peer, job: str, attempt: int | None = None) -> dict[str, Any]:
