@@ -19,15 +19,28 @@ def read_toml(file: Path) -> dict[str, Any]:
         ConfigError: it cannot be read or is not TOML; names line and column.
     """
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}: give the path of a TOML file") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: is no text: give the path of a TOML file") from None
-    except ValueError as error:  # not TOML, or a number with more digits than Python parses
+    except ValueError as error:  # a null byte in the path
         raise ConfigError(f"{file}: {error}") from None
+    return parse_toml(text, str(file))
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Raises:
+        ConfigError: it is not TOML; names line and column.
+    """
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # not TOML, or a number with more digits than Python parses
+        raise ConfigError(f"{where}: {error}") from None
     except RecursionError:
-        raise ConfigError(f"{file}: a value is nested too deeply") from None
+        raise ConfigError(f"{where}: a value is nested too deeply") from None
 
 
 def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:

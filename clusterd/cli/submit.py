@@ -17,6 +17,7 @@ from clusterd.cli.common.output import drop_output, note, output_option, show_js
 from clusterd.cli.common.resources import requested_resources, resource_options
 from clusterd.client import Client
 from clusterd.errors import ClusterError
+from clusterd.submission.batch_script import is_script, read_batch_script
 from clusterd.submission.job_file import Request, command_line_job, read_job_file, variables
 from clusterd.submission.submit import hand_over, pack_workdir, plain, with_workdir
 from clusterd.submission.sweep import parse_sweep, swept
@@ -55,8 +56,11 @@ _SWEEP = click.option(
 @click.option("--wait", "and_wait", is_flag=True, help="Wait for the end; return the exit code.")
 @output_option
 def submit(file: Path, output: str, **options: Any) -> int:
-    """Submit the job of FILE; prints its id."""
-    request = read_job_file(file)
+    """Submit the job of FILE; prints its id.
+
+    FILE is a job file, or a script that begins with #! and says what it needs in #CLUSTERD or #SBATCH lines.
+    """
+    request = _read(file)
     spec = request.spec
     if options["name"] is not None:
         spec = replace(spec, name=options["name"])
@@ -79,6 +83,16 @@ def submit(file: Path, output: str, **options: Any) -> int:
     if options["and_wait"]:
         return first_failure(until_over(answer["id"]) for answer in answers)
     return 0
+
+
+def _read(file: Path) -> Request:
+    """Read a job file or a batch script."""
+    if not is_script(file):
+        return read_job_file(file)
+    request, ignored = read_batch_script(file)
+    if ignored:
+        note(f"{file}: {', '.join(dict.fromkeys(ignored))} of Slurm have no effect here")
+    return request
 
 
 def _queue(cluster: Client, request: Request, sweep: dict[str, list[str]], output: str) -> list[dict[str, Any]]:

@@ -46,8 +46,15 @@ def read_job_file(file: Path) -> Request:
     Raises:
         ConfigError: names file and key.
     """
-    values = read_toml(file)
-    where = str(file)
+    return parse_job(read_toml(file), file, str(file))
+
+
+def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
+    """Job of the keys of a job file; its workdir is relative to `file`.
+
+    Raises:
+        ConfigError: names file and key.
+    """
     check_keys(values, _TOP, where)
     get = _Getter(values, where)
     resources = _resources(get.table("resources"), f"{where}: [resources]")

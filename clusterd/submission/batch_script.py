@@ -1,0 +1,237 @@
+"""Batch scripts: ``#CLUSTERD`` lines with keys of a job file, and the usual ``#SBATCH`` lines of Slurm.
+
+A script runs under bash in a copy of the directory it is submitted from. With several nodes it runs once on each of
+them, as one task per node does under ``srun``: so ``srun`` in the script means "here". Lines whose effect clusterd
+cannot give are refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterd.errors import ConfigError
+from clusterd.submission.job_file import Request, parse_job
+from clusterd.toml import parse_toml
+
+PRELUDE = """
+export SLURM_JOB_ID=$CLUSTERD_JOB SLURM_JOBID=$CLUSTERD_JOB SLURM_JOB_NAME=$CLUSTERD_JOB_NAME
+export SLURM_SUBMIT_DIR=$PWD SLURM_NNODES=${NNODES:-1} SLURM_JOB_NUM_NODES=${NNODES:-1} SLURM_NTASKS=${NNODES:-1}
+export SLURM_NODEID=${NODE_RANK:-0} SLURM_PROCID=${NODE_RANK:-0} SLURM_LOCALID=0
+export SLURM_JOB_NODELIST=${MASTER_ADDR:-localhost} SLURM_NODELIST=${MASTER_ADDR:-localhost}
+srun() { while [ "${1#-}" != "$1" ]; do shift; done; "$@"; }
+scontrol() { [ "$1 $2" = "show hostnames" ] && echo "$SLURM_JOB_NODELIST"; }
+export -f srun scontrol
+script=$1; shift; source "$script"
+"""
+"""Run by bash before the script: Slurm's variables, and its two commands that scripts of jobs use."""
+
+_SHORT = {
+    "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-G": "--gpus", "-c": "--cpus-per-task", "-t": "--time",
+    "-p": "--partition", "-A": "--account", "-o": "--output", "-e": "--error", "-w": "--nodelist", "-d": "--dependency",
+}  # fmt: skip
+
+IGNORED = (
+    "--partition", "--account", "--qos", "--output", "--error", "--mail-type", "--mail-user", "--open-mode",
+    "--comment", "--export", "--requeue", "--no-requeue", "--exclusive", "--signal", "--parsable",
+)  # fmt: skip
+"""Options without a meaning here: there are no partitions and accounts, and logs are read with `clusterd logs`."""
+
+
+def is_script(file: Path) -> bool:
+    """True for a file that begins like a script, and is no job file."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(2) == b"#!"
+    except OSError:
+        return False  # whoever reads it as a job file says what is wrong
+
+
+def read_batch_script(file: Path) -> tuple[Request, list[str]]:
+    """Read the job of a batch script.
+
+    Returns:
+        The job, and the options that were ignored.
+
+    Raises:
+        ConfigError: names file, line and option.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as text: {error}") from None
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    own: list[str] = []
+    options: dict[str, tuple[str, str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        where = f"{file}, line {number}"
+        if line.startswith("#SBATCH"):
+            for name, value in _options(line.removeprefix("#SBATCH"), where):
+                if name in IGNORED:
+                    ignored.append(name)
+                else:
+                    options[name] = (value, where)
+        elif line.startswith("#CLUSTERD"):
+            own.append(line.removeprefix("#CLUSTERD").strip())
+        elif line.strip() and not line.startswith("#"):
+            break  # as for sbatch, what follows the first command is no option
+    _translate(options, values)
+    for key, value in parse_toml("\n".join(own), f"{file}: #CLUSTERD lines").items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    directory = Path.cwd()
+    script = os.path.relpath(file.resolve(), directory)
+    if script.startswith(".."):
+        raise ConfigError(f"{file} is outside of this directory, which is sent to the hosts: change to its directory")
+    values.setdefault("name", _name(file))
+    values.setdefault("command", ["bash", "-c", PRELUDE, "bash", script])
+    values["workdir"] = str(directory)
+    return parse_job(values, file, str(file)), ignored
+
+
+def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
+    """Options of one line with their values: ``--time=1:00``, ``--time 1:00``, ``-t 1:00``, ``-t1:00``."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            name, equals, value = _SHORT.get(word[:2], word[:2]), word[2:], word[2:].removeprefix("=")
+        if not name.startswith("--"):
+            raise ConfigError(f"{where}: {word} is not understood: take the line out, or write #CLUSTERD KEY = VALUE")
+        if not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        yield name, value
+
+
+def _translate(options: dict[str, tuple[str, str]], values: dict[str, Any]) -> None:
+    """Keys of a job file for these options of sbatch."""
+    resources: dict[str, Any] = {}
+    for name, (value, where) in options.items():
+        if name not in _MEANINGS:
+            known = ", ".join(_MEANINGS)
+            raise ConfigError(f"{where}: {name} of Slurm is not understood here; these are: {known}")
+        try:
+            _MEANINGS[name](value, values, resources)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {name}={value}: {error}") from None
+    nodes = resources.get("nodes", 1)
+    tasks = resources.pop("tasks", nodes)
+    if tasks != nodes:
+        raise ConfigError(f"{tasks} tasks on {nodes} nodes: one task per node is started; torchrun starts the others")
+    for name in ("cpus", "memory_each"):
+        if name in resources:
+            resources[name] *= nodes
+    if (memory := resources.pop("memory_each", None)) is not None:
+        resources["memory"] = memory
+    if nodes > 1 and "gpus_per_node" not in resources and "gpus" not in resources:
+        raise ConfigError(f"--nodes={nodes} without GPUs: give --gpus-per-node as well")
+    if resources:
+        values["resources"] = resources
+
+
+def _gres(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    kind, *rest = value.split(":")
+    if kind != "gpu":
+        raise ValueError("only gpu is known, as in gpu:2 or gpu:a100:2")
+    count = rest.pop() if rest and rest[-1].isdigit() else "1"
+    _gpus_per_node(":".join([*rest, count]), {}, resources)
+
+
+def _gpus_per_node(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    named, _colon, count = value.rpartition(":")
+    resources["gpus_per_node"] = _number(count)
+    if named:
+        resources["gpu_type"] = named
+
+
+def _after(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    conditions = {"afterok": "ok", "afterany": "any", "afternotok": "failed"}
+    for part in value.split(","):
+        how, *jobs = part.split(":")
+        if how not in conditions or not jobs:
+            raise ValueError(f"write it as afterok:12, afterany:12 or afternotok:12, not {part!r}")
+        values.setdefault("after", []).extend(f"{job}:{conditions[how]}" for job in jobs)
+
+
+def _memory(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    match = re.fullmatch(r"(\d+)([KMGT]?)B?", value, re.IGNORECASE)
+    if match is None:
+        raise ValueError("write it as in 64G; the unit is megabytes by default")
+    resources["memory_each"] = int(match[1]) << {"K": 10, "": 20, "M": 20, "G": 30, "T": 40}[match[2].upper()]
+
+
+def _time(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", value)
+    if match is None:
+        raise ValueError("write it as in 30 (minutes), 2:30:00 or 1-12:00:00")
+    days, *parts = (int(part) if part is not None else None for part in match.groups())
+    given = [part for part in parts if part is not None]
+    if days is not None:
+        hours, minutes, seconds = (*given, 0, 0)[:3]
+    elif len(given) == 3:
+        hours, minutes, seconds = given
+    else:
+        hours, minutes, seconds = 0, *(*given, 0)[:2]
+    total_s = ((days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds
+    values.setdefault("limits", {})["time"] = f"{total_s}s"
+
+
+def _number(value: str) -> int:
+    if not value.isascii() or not value.isdigit():
+        raise ValueError("it must be a whole number")
+    return int(value)
+
+
+def _set(key: str) -> Callable[[str, dict[str, Any], dict[str, Any]], None]:
+    def meaning(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+        resources[key] = _number(value)
+
+    return meaning
+
+
+def _job_name(value: str, values: dict[str, Any], _: dict[str, Any]) -> None:
+    values["name"] = value
+
+
+def _one_task(value: str, _: dict[str, Any], __: dict[str, Any]) -> None:
+    if _number(value) != 1:
+        raise ValueError("one task per node is started; torchrun starts one process per GPU")
+
+
+def _gpus(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    resources["gpus"] = value
+
+
+def _hosts(value: str, _: dict[str, Any], resources: dict[str, Any]) -> None:
+    if "[" in value:
+        raise ValueError("name the hosts one by one, separated by commas")
+    resources["hosts"] = value.split(",")
+
+
+_MEANINGS: dict[str, Callable[[str, dict[str, Any], dict[str, Any]], None]] = {
+    "--job-name": _job_name,
+    "--nodes": _set("nodes"),
+    "--ntasks": _set("tasks"),
+    "--ntasks-per-node": _one_task,
+    "--gpus": _gpus,
+    "--gpus-per-node": _gpus_per_node,
+    "--gres": _gres,
+    "--cpus-per-task": _set("cpus"),
+    "--mem": _memory,
+    "--time": _time,
+    "--nodelist": _hosts,
+    "--dependency": _after,
+}
+
+
+def _name(file: Path) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).strip("-._")[:40]
+    return name if name and not name.isdigit() else f"job-{name or 'script'}"
