@@ -105,7 +105,8 @@ class Daemon:
             # Clusters of earlier versions have jobs under agents that were made for all clusters of a user.
             agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
             epoch = max(scheduler.state.epoch + 1, int(time.time()) if self._restored else 0)
-            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch}
+            agent_key = journal.fact("agent_key", secrets.token_hex(32))
+            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key}
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             timers = Timers(engine)

@@ -15,3 +15,4 @@ from clusterd.protocol.frames import decode as decode
 from clusterd.protocol.frames import encode as encode
 from clusterd.protocol.frames import pack as pack
 from clusterd.protocol.frames import read as read
+from clusterd.protocol.frames import read_length as read_length

@@ -84,10 +84,15 @@ async def read(reader: Reader, odd: str = "surrogateescape") -> Message:
         ProtocolError: not one of our frames.
         asyncio.IncompleteReadError: the peer closed; ``partial`` is empty when it did so between frames.
     """
+    return decode(await reader.readexactly(await read_length(reader)), odd)
+
+
+async def read_length(reader: Reader, bytes_max: int = FRAME_BYTES_MAX) -> int:
+    """Length of the next frame's body, for readers that limit how much memory they spend; raises as `read`."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > FRAME_BYTES_MAX:
-        raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {FRAME_BYTES_MAX}")
-    return decode(await reader.readexactly(length), odd)
+    if length > bytes_max:
+        raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {bytes_max}")
+    return int(length)
 
 
 class Decoder:

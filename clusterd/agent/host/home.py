@@ -66,9 +66,18 @@ class Home:
 
     @property
     def socket(self) -> Path:
-        """Socket on which the agent serves daemons and ranks."""
-        beside = self.root / "agent.sock"
-        return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / "agent.sock"
+        """Socket on which the agent serves daemons."""
+        return self._socket("daemon.sock")
+
+    @property
+    def rank_socket(self) -> Path:
+        """Socket on which the agent serves ranks."""
+        # Named as by the version that had one socket for all: ranks that it started reconnect to its successor here.
+        return self._socket("agent.sock")
+
+    def _socket(self, name: str) -> Path:
+        beside = self.root / name
+        return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / name
 
     def attempt(self, job: str, attempt: int, generation: int = 1) -> Path:
         """The directory of one generation of an attempt; during a move two of them run here side by side.
@@ -105,12 +114,12 @@ class Home:
                 directory.chmod(0o700)
 
 
-def listen(home: Home) -> socket.socket:
-    """The agent's socket, for this user alone."""
-    home.socket.unlink(missing_ok=True)  # of an agent that was killed: the lock says that none lives
+def listen(path: Path) -> socket.socket:
+    """Bind a socket of the agent, for this user alone."""
+    path.unlink(missing_ok=True)  # of an agent that was killed: the lock says that none lives
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(os.fspath(home.socket))
-    home.socket.chmod(0o600)
+    listener.bind(os.fspath(path))
+    path.chmod(0o600)
     return listener
 
 

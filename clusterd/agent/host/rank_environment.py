@@ -160,7 +160,7 @@ def check(launch: Mapping[str, Any]) -> None:
 
 
 def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: Path) -> None:
-    """The rank file of the protocol, for this user's eyes: it holds the attempt's token."""
+    """The rank file of the protocol, for this user's eyes: it holds the rank's token."""
     place = {
         "job": attempt.job,
         "attempt": attempt.attempt,
@@ -178,7 +178,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "steps_file": str(attempt.steps),
         "directory": str(attempt.directory),
         "control_socket": str(control_socket),
-        "token": attempt.token,
+        "token": attempt.ranks[int(rank["rank"])].token,
         "restore": attempt.launch.get("restore"),
         "final": attempt.launch.get("final"),
         "standby": bool(attempt.launch.get("standby")),

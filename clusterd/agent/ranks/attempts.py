@@ -90,9 +90,10 @@ class Attempts:
             Refused: no such rank, an older generation, or a wrong token.
         """
         found = self.get(job, attempt, generation)
-        if not hmac.compare_digest(found.token.encode(), token.encode()):
+        known = found.ranks.get(rank)
+        if known is not None and not hmac.compare_digest(known.token.encode(), token.encode()):
             raise Refused("token", f"rank {rank} of {found.name} shows a wrong token")
-        if generation != found.generation or rank not in found.ranks:
+        if generation != found.generation or known is None:
             raise Refused(
                 "stale", f"rank {rank} of {found.name} is of generation {generation}, now is {found.generation}"
             )

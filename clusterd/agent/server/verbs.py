@@ -80,7 +80,7 @@ class Verbs:
             await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
         if message.get("move"):
             self._moves.admit(message["move"])
-        return await self._attempts.launch(message, self._home.socket, snapshot)
+        return await self._attempts.launch(message, self._home.rank_socket, snapshot)
 
     async def _stop(self, message: Message) -> Message:
         job, attempt = message["job"], message["attempt"]

@@ -60,7 +60,7 @@ class Moves:
         self._send_to_ranks = send_to_ranks
         self._send_to_attempt = send_to_attempt
         self._fetching: set[asyncio.Task[None]] = set()
-        self._arrived: dict[str, list[Message]] = {}
+        self._arrived: dict[str, dict[str, Message]] = {}  # by migration, by segment
 
     # ---- the daemon's verbs --------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Moves:
         """Segments of a migration announced so far, for a rank that connected later."""
         move = str(message["move"])
         unfilled = [{"name": s.name, "path": str(s.path)} for s in self._store.of(move)]
-        return {"segments": list(self._arrived.get(move, ())), "rooms": unfilled}
+        return {"segments": list(self._arrived.get(move, {}).values()), "rooms": unfilled}
 
     def _announce_segment(self, attempt: Attempt, made: Segment) -> None:
         """Announce a new segment, so that ranks can map it before it is filled."""
@@ -193,7 +193,7 @@ class Moves:
             "event": "segment", "move": move, "name": name, "path": str(path), "meta": meta, "where": where,
             "source": source,
         }  # fmt: skip
-        self._arrived.setdefault(move, []).append(message)
+        self._arrived.setdefault(move, {})[name] = message
         self._send_to_attempt(attempt.job, attempt.attempt, message)
 
     def forget(self, attempt: Attempt) -> None:
