@@ -28,7 +28,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
-from clusterd.daemon.api.server import Server
+from clusterd.daemon.api.server import Peer, Server
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.datasets import DataSets
@@ -162,13 +162,18 @@ class Daemon:
             )
             terminals = Terminals(engine, hosts, archive, feed)
             verbs = {**api.verbs, **speed.verbs, **terminals.verbs, **HostChecks(engine, hosts).verbs}
+
+            def gone(peer: Peer) -> None:
+                archive.drop_partial(peer.connection)
+                speed.drop_partial(peer.connection)
+
             server = Server(
                 config.socket,
                 config.socket_group,
                 config.operators,
                 verbs,
                 {**api.streams, **terminals.streams},
-                lambda peer: archive.drop_partial(peer.connection),
+                gone,
             )
             listener = await server.listen()
             stack.callback(server.withdraw)

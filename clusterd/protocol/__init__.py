@@ -6,6 +6,7 @@ maps. Runs on hosts: standard library and msgpack only, Python 3.10.
 """
 
 from clusterd.protocol.frames import FRAME_BYTES_MAX as FRAME_BYTES_MAX
+from clusterd.protocol.frames import REQUEST_BYTES_MAX as REQUEST_BYTES_MAX
 from clusterd.protocol.frames import VERSION as VERSION
 from clusterd.protocol.frames import Decoder as Decoder
 from clusterd.protocol.frames import Message as Message

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-FREE_BYTES = 64 << 10
+FREE_BYTES = 16 << 10
 """A smaller reservation is always granted at once: requests to stop something are never held up by large frames."""
 
 

@@ -18,6 +18,9 @@ VERSION = 1
 FRAME_BYTES_MAX = 64 << 20
 """A longer frame is a peer gone wrong, not data: bulk data travels in chunks."""
 
+REQUEST_BYTES_MAX = (1 << 20) + (64 << 10)
+"""Of a client to the daemon: a chunk of a megabyte, and the names around it."""
+
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]

@@ -79,13 +79,18 @@ class AgentStream:
             raise AgentLost(f"the connection ended: {error}") from error
 
     async def receive(self) -> protocol.Message:
-        """The next frame.
+        """The next frame; raises as `receive_sized`."""
+        return (await self.receive_sized())[0]
+
+    async def receive_sized(self) -> tuple[protocol.Message, int]:
+        """The next frame, and its length.
 
         Raises:
             AgentLost: the connection is gone, or what came is no frame.
         """
         try:
-            return await protocol.read(self.reader, "backslashreplace")
+            length = await protocol.read_length(self.reader)
+            return protocol.decode(await self.reader.readexactly(length), "backslashreplace"), length
         except asyncio.IncompleteReadError as error:
             raise AgentLost("the connection ended") from error
         except (OSError, asyncssh.Error, protocol.ProtocolError) as error:

@@ -30,6 +30,9 @@ STEADY_S = 30.0
 
 REQUEST_TIMEOUT_S = 60.0
 
+EVENT_BYTES_MAX, EVENT_BYTES_LIMIT = 8 << 20, 64 << 20
+"""Reports that wait for their handler: beyond the first the link is not read from, beyond the second it is broken."""
+
 Message = dict[str, Any]
 StateName = Literal["idle", "dialing", "bootstrapping", "up", "waiting", "closed"]
 RouteSource = Callable[[], Awaitable[Route]]
@@ -125,6 +128,7 @@ class HostLink:
         self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._next_id = 0
+        self._read_on = asyncio.Event()  # set when events were handled, or a request waits
         self._wake = anyio.Event()
 
     async def run(self) -> None:
@@ -194,6 +198,7 @@ class HostLink:
         number = self._next_id
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
                 await stream.send({**arguments, "id": number, "verb": verb})
@@ -255,7 +260,8 @@ class HostLink:
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
         """Until the link breaks; raises why then."""
-        events: asyncio.Queue[Message] = asyncio.Queue()
+        events: asyncio.Queue[tuple[Message, int]] = asyncio.Queue()
+        waiting_bytes = 0
         failure: list[ClusterError] = []
         self._stream = stream
         self._become("up")
@@ -275,19 +281,31 @@ class HostLink:
                         await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
                     except ClusterError as error:
                         return self._break(stream, error)
+                    nonlocal waiting_bytes
                     while True:
-                        await _call(self._on_event, await events.get())
+                        event, length = await events.get()
+                        await _call(self._on_event, event)
+                        waiting_bytes -= length
+                        self._read_on.set()
 
                 tasks.start_soon(deliver)
                 try:
                     while True:
-                        message = await stream.receive()
+                        # A handler may wait for an answer, which comes behind the events: only without one is it safe
+                        # to stop reading, so that the agent, and in turn its ranks, stop sending.
+                        while waiting_bytes > EVENT_BYTES_MAX and not self._waiting:
+                            self._read_on.clear()
+                            await self._read_on.wait()
+                        if waiting_bytes > EVENT_BYTES_LIMIT:
+                            raise AgentLost(f"{waiting_bytes} bytes of its reports were not handled yet")
+                        message, length = await stream.receive_sized()
                         if message.get("event") == "superseded":
                             by = from_map(Superseded, message).by
                             why = f"a newer daemon (epoch {by}) leads this host; epoch {self._epoch} is over"
                             self._break(stream, HostError(f"{self.name}: {why}"))
                         elif "event" in message:
-                            events.put_nowait(message)
+                            waiting_bytes += length
+                            events.put_nowait((message, length))
                         elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
                             future.set_result(message)
                 except (AgentLost, protocol.ProtocolError) as lost:

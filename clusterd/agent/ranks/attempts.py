@@ -19,6 +19,9 @@ from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
 
+FAILURE_CHARACTERS_MAX = 1 << 14
+"""Of a rank's failure message, which goes into the journal."""
+
 Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
 
 
@@ -287,6 +290,7 @@ class Attempts:
 
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
         """Store a rank's failure message for its exit report."""
+        reason, message = reason[:FAILURE_CHARACTERS_MAX], message[:FAILURE_CHARACTERS_MAX]
         attempt.ranks[rank].message = message
         file = attempt.directory / f"rank-{rank}.failed.json"
         try:

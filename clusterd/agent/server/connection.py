@@ -50,6 +50,7 @@ class Connection:
         self.proven = False  # the daemon knows the cluster's key
         self.rank: tuple[Attempt, int] | None = None  # after rank_hello
         self.reads_for: Attempt | None = None  # after data_hello
+        self.received_bytes = 0  # of the last message
         self._reader, self._writer, self._budget = reader, writer, budget
         self._outgoing: deque[bytes] = deque()
         self._queued_bytes = 0
@@ -136,6 +137,7 @@ class Connection:
             message, release = protocol.decode(await self._reader.readexactly(length)), None
         else:
             message, release = await self._receive_within_budget(length)
+        self.received_bytes = length
         cost = max(length, REQUEST_BYTES) + _requested_bytes(message)
         self._work_bytes += cost
 

@@ -23,6 +23,11 @@ from clusterd.agent.tensors.moves import Moves
 from clusterd.agent.threads import in_thread
 from clusterd.protocol.budget import ByteBudget
 
+REPORT_BYTES_MAX = 256 << 10
+"""Of one report to the daemon; ranks of ours send a few hundred bytes."""
+BURST_BYTES, BYTES_PER_S, REPORT_COST_BYTES = 1 << 20, 256 << 10, 1 << 10
+"""What one rank may report at once and in the long run, and what a report costs beside its bytes: the daemon journals
+some of them, for all jobs."""
 FRAMES = (16 << 20, 64 << 20)
 """Budget of large frames of ranks: of one attempt, and of all."""
 DATA = (8 * RANGE_BYTES_MAX, 16 * RANGE_BYTES_MAX)
@@ -53,6 +58,7 @@ class RankRequests:
         """Serve one connection until it ends."""
         connection = Connection(reader, writer, self._frames)
         self._sessions.opened(connection)
+        pace = _Pace()
         try:
             while True:
                 # What ranks send goes to the daemon: while that takes nothing, nothing more is read from them.
@@ -62,6 +68,7 @@ class RankRequests:
                 if "event" in message:
                     self._on_event(connection, message)
                     finish()
+                    await pace.spend(connection.received_bytes)
                 elif connection.rank is None:  # in order: an event may follow a hello directly
                     await self._serve(connection, message, finish)
                 else:
@@ -146,7 +153,9 @@ class RankRequests:
         if connection.rank is None:
             return
         attempt, rank = connection.rank
-        if message["event"] == "failed":  # an event of ranks that an agent of an earlier version started
+        if connection.received_bytes > REPORT_BYTES_MAX:
+            log_line(f"agent: dropped a report of {connection.received_bytes} bytes by rank {rank} of {attempt.name}")
+        elif message["event"] == "failed":  # an event of ranks that an agent of an earlier version started
             self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
         elif message["event"] == "said":
             self._sessions.send_to_daemons(
@@ -160,6 +169,23 @@ class RankRequests:
                     "said": message.get("said"),
                 }
             )
+
+
+class _Pace:
+    """Token bucket of what one rank reports; a rank that reports more is read from more slowly."""
+
+    def __init__(self) -> None:
+        self._left_bytes = float(BURST_BYTES)
+        self._at_s = time.monotonic()
+
+    async def spend(self, count: int) -> None:
+        """Wait until a report of this size is within the rate."""
+        now_s = time.monotonic()
+        earned = (now_s - self._at_s) * BYTES_PER_S
+        self._at_s = now_s
+        self._left_bytes = min(self._left_bytes + earned, BURST_BYTES) - count - REPORT_COST_BYTES
+        if self._left_bytes < 0:
+            await asyncio.sleep(-self._left_bytes / BYTES_PER_S)
 
 
 def _check_own(attempt: Attempt, name: object, any_attempt: bool = False) -> None:
