@@ -22,14 +22,14 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def send_until_blocked(connection: socket.socket, data: bytes, most: int) -> int:
+def send_until_blocked(connection: socket.socket, data: bytes, most: int, quiet_s: float = 3.0) -> int:
     """Send `data` over and over until the peer takes no more, or has taken `most` bytes; returns how many it took."""
     connection.setblocking(False)
     sent = 0
     view = memoryview(data)
-    while sent < most and select.select([], [connection], [], 3.0)[1]:
+    while sent < most and select.select([], [connection], [], quiet_s)[1]:
         try:
-            sent += connection.send(view[sent % len(data) :])
+            sent += connection.send(view[sent % len(data) :][: most - sent])
         except BlockingIOError:
             continue
         except (BrokenPipeError, ConnectionResetError):
