@@ -182,7 +182,7 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
         UsageError: a value cannot be encoded.
     """
     try:
-        return protocol.encode({"id": number, "verb": verb, **args}, strict=True)
+        encoded = protocol.encode({"id": number, "verb": verb, **args}, strict=True)
     except UnicodeEncodeError as error:
         text = error.object.encode(errors="backslashreplace").decode()
         raise errors.UsageError(f"{text[:80]!r} is no UTF-8: write it as UTF-8 text") from None
@@ -190,6 +190,10 @@ def frame(number: int, verb: str, args: dict[str, Any]) -> bytes:
         raise errors.UsageError(f"{verb}: a number is beyond what fits 64 bits: write a smaller one") from None
     except protocol.ProtocolError as error:
         raise errors.UsageError(f"{verb}: {error}: ask for less at a time") from None
+    if (length := len(encoded)) > protocol.REQUEST_BYTES_MAX:
+        limit = f"is longer than {protocol.REQUEST_BYTES_MAX}: ask for less at a time"
+        raise errors.UsageError(f"{verb}: a request of {length} bytes {limit}")
+    return encoded
 
 
 def _answer(message: dict[str, Any]) -> Any:

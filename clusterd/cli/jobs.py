@@ -1,4 +1,4 @@
-"""Commands about existing jobs: ls, show, logs, cancel, priority, wait, why."""
+"""Commands about existing jobs: ls, show, logs, cancel, priority, hold, release, requeue, wait, why."""
 
 from __future__ import annotations
 
@@ -185,6 +185,47 @@ def priority(job: str, priority: int) -> None:
     with Client() as cluster:
         row = cluster.call("priority", job=job, priority=priority)
     note(f"{row['id']} ({row['name']}) has priority {row['priority']}")
+
+
+_JOBS = click.argument("jobs", nargs=-1, required=True, shell_complete=complete_job)
+
+
+@click.command()
+@_JOBS
+def hold(jobs: tuple[str, ...]) -> None:
+    """Keep queued JOBS from starting until they are released; jobs behind them go first."""
+    _each("hold", jobs, "is held")
+
+
+@click.command()
+@_JOBS
+def release(jobs: tuple[str, ...]) -> None:
+    """Let held JOBS start."""
+    _each("release", jobs, "is queued")
+
+
+@click.command()
+@_JOBS
+@click.option("--hold", "held", is_flag=True, help="They stay queued until they are released.")
+def requeue(jobs: tuple[str, ...], held: bool) -> None:
+    """Stop running JOBS and queue them again.
+
+    Elastic and checkpointable jobs go on from their saved state; a command starts over.
+    """
+    _each("requeue", jobs, "is being stopped, and queued again", hold=held)
+
+
+def _each(verb: str, jobs: tuple[str, ...], done: str, **others: Any) -> None:
+    """Call the daemon for each job; the others happen even if one is refused."""
+    failures: list[ClusterError] = []
+    with Client() as cluster:
+        for job in jobs:
+            try:
+                row = cluster.call(verb, job=job, **others)
+                note(f"{row['id']} ({row['name']}) {done}")
+            except ClusterError as error:
+                failures.append(error)
+    raise_all(failures)
 
 
 @click.command(context_settings={"ignore_unknown_options": False})

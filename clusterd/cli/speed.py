@@ -17,6 +17,8 @@ from clusterd.submission.submit import plain, with_workdir
 from clusterd.units import duration, fine, size
 
 _SHOWN = 12
+_IMPORT_CHARACTERS = 1 << 18
+"""Of a file in one request; a character takes up to four bytes."""
 
 
 @click.command()
@@ -142,7 +144,10 @@ def import_(file: Path) -> None:
     except TableError as error:
         raise UsageError(str(error)) from None
     with Client() as cluster:
-        answer = cluster.call("measurements_import", csv=text, name=str(file))
+        for start in range(0, max(len(text), 1), _IMPORT_CHARACTERS):
+            end = start + _IMPORT_CHARACTERS
+            continued: dict[str, Any] = {"more": True} if end < len(text) else {}
+            answer = cluster.call("measurements_import", csv=text[start:end], name=str(file), **continued)
     note(f"{answer['count']} measurements were new")
 
 

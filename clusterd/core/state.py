@@ -14,7 +14,8 @@ from typing import Any
 
 from clusterd.core import transitions
 from clusterd.core.events import Timer
-from clusterd.core.performance_table import Estimate, PerformanceTable
+from clusterd.core.performance_table import PerformanceTable
+from clusterd.core.reservations import Claim, Reservation
 from clusterd.core.transitions import MigrationState, SeriesState, TrialState
 from clusterd.types import (
     AttemptState,
@@ -430,26 +431,6 @@ class Job:
         """The migration through host memory whose target ranks have yet to finish a step, if any."""
         last = self.migrations[-1] if self.migrations else None
         return last if last is not None and last.state is MigrationState.STARTING else None
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Promise to the first queued job that cannot start: nothing of its order or below delays it beyond `at_s`."""
-
-    job: JobId
-    at_s: float  # expected start; never put off
-    latest_s: float | None = None  # by the time limits of the jobs that it waits for; None: some have no limit
-    after: tuple[JobId, ...] = ()  # jobs whose end it waits for
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Devices that a queued job gets as soon as other jobs, suspended for it, have left them."""
-
-    offer: Estimate
-    hosts: dict[HostId, int]  # devices of each host
-    suspended: tuple[JobId, ...]  # jobs; they wait until this one has started
-    since_s: float
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.daemon.api.host_check import HostChecks
 from clusterd.daemon.api.jobs import JobVerbs
 from clusterd.daemon.api.performance import PerformanceVerbs
-from clusterd.daemon.api.server import Server
+from clusterd.daemon.api.server import Peer, Server
 from clusterd.daemon.api.terminals import Terminals
 from clusterd.daemon.api.watch import Feed
 from clusterd.daemon.execution.datasets import DataSets
@@ -105,7 +105,8 @@ class Daemon:
             # Clusters of earlier versions have jobs under agents that were made for all clusters of a user.
             agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
             epoch = max(scheduler.state.epoch + 1, int(time.time()) if self._restored else 0)
-            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch}
+            agent_key = journal.fact("agent_key", secrets.token_hex(32))
+            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key}
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             timers = Timers(engine)
@@ -161,13 +162,18 @@ class Daemon:
             )
             terminals = Terminals(engine, hosts, archive, feed)
             verbs = {**api.verbs, **speed.verbs, **terminals.verbs, **HostChecks(engine, hosts).verbs}
+
+            def gone(peer: Peer) -> None:
+                archive.drop_partial(peer.connection)
+                speed.drop_partial(peer.connection)
+
             server = Server(
                 config.socket,
                 config.socket_group,
                 config.operators,
                 verbs,
                 {**api.streams, **terminals.streams},
-                lambda peer: archive.drop_partial(peer.connection),
+                gone,
             )
             listener = await server.listen()
             stack.callback(server.withdraw)

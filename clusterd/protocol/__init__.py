@@ -6,6 +6,7 @@ maps. Runs on hosts: standard library and msgpack only, Python 3.10.
 """
 
 from clusterd.protocol.frames import FRAME_BYTES_MAX as FRAME_BYTES_MAX
+from clusterd.protocol.frames import REQUEST_BYTES_MAX as REQUEST_BYTES_MAX
 from clusterd.protocol.frames import VERSION as VERSION
 from clusterd.protocol.frames import Decoder as Decoder
 from clusterd.protocol.frames import Message as Message
@@ -15,3 +16,4 @@ from clusterd.protocol.frames import decode as decode
 from clusterd.protocol.frames import encode as encode
 from clusterd.protocol.frames import pack as pack
 from clusterd.protocol.frames import read as read
+from clusterd.protocol.frames import read_length as read_length

@@ -162,6 +162,13 @@ class FactsChanged:
     facts: dict[str, Any]  # see `Facts`
 
 
+@dataclass(frozen=True)
+class Superseded:
+    """The host follows a newer daemon of the cluster from now on, and refuses this one."""
+
+    by: int  # its epoch
+
+
 Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | FromRank
 
 _KINDS: dict[str, type[RankExited | Progress | StateSnapshotTaken | FactsChanged]] = {

@@ -18,6 +18,9 @@ VERSION = 1
 FRAME_BYTES_MAX = 64 << 20
 """A longer frame is a peer gone wrong, not data: bulk data travels in chunks."""
 
+REQUEST_BYTES_MAX = (1 << 20) + (64 << 10)
+"""Of a client to the daemon: a chunk of a megabyte, and the names around it."""
+
 _LENGTH = struct.Struct("!I")
 
 Message = dict[str, Any]
@@ -84,10 +87,15 @@ async def read(reader: Reader, odd: str = "surrogateescape") -> Message:
         ProtocolError: not one of our frames.
         asyncio.IncompleteReadError: the peer closed; ``partial`` is empty when it did so between frames.
     """
+    return decode(await reader.readexactly(await read_length(reader)), odd)
+
+
+async def read_length(reader: Reader, bytes_max: int = FRAME_BYTES_MAX) -> int:
+    """Length of the next frame's body, for readers that limit how much memory they spend; raises as `read`."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > FRAME_BYTES_MAX:
-        raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {FRAME_BYTES_MAX}")
-    return decode(await reader.readexactly(length), odd)
+    if length > bytes_max:
+        raise ProtocolError(f"a frame of {length} bytes was announced; the longest is {bytes_max}")
+    return int(length)
 
 
 class Decoder:

@@ -79,13 +79,18 @@ class AgentStream:
             raise AgentLost(f"the connection ended: {error}") from error
 
     async def receive(self) -> protocol.Message:
-        """The next frame.
+        """The next frame; raises as `receive_sized`."""
+        return (await self.receive_sized())[0]
+
+    async def receive_sized(self) -> tuple[protocol.Message, int]:
+        """The next frame, and its length.
 
         Raises:
             AgentLost: the connection is gone, or what came is no frame.
         """
         try:
-            return await protocol.read(self.reader, "backslashreplace")
+            length = await protocol.read_length(self.reader)
+            return protocol.decode(await self.reader.readexactly(length), "backslashreplace"), length
         except asyncio.IncompleteReadError as error:
             raise AgentLost("the connection ended") from error
         except (OSError, asyncssh.Error, protocol.ProtocolError) as error:
@@ -100,6 +105,7 @@ async def attach(
     agent_home: str | None,
     cluster: str = "",
     former: str | None = None,
+    key: str = "",
 ) -> AsyncIterator[AgentStream]:
     """The agent of the host at the other end, its code sent and its process started where need be.
 
@@ -108,6 +114,7 @@ async def attach(
         agent_home: where agents keep their records there; None: their default.
         cluster: whose agent: each has its own, below that directory; "": the one of the directory itself.
         former: the agent that still lives in this other directory ("": the default) is wanted, or none.
+        key: of the cluster, for an agent that is started; without one it obeys nobody.
     Raises:
         BootstrapFailed: no Python, one that is too old, no space, an agent that does not start.
         HostError: the connection broke.
@@ -120,7 +127,7 @@ async def attach(
     listening = asyncio.create_task(_keep_errors(process.stderr, noise))
     try:
         try:
-            given = {"agent_home": agent_home, "cluster": cluster, "former": former}
+            given = {"agent_home": agent_home, "cluster": cluster, "former": former, "key": key}
             attached = await asyncio.wait_for(_speak(process, name, bundle, given, noise), TIMEOUT_S)
         except TimeoutError:
             raise BootstrapFailed(f"{name}: its agent did not answer within {TIMEOUT_S:.0f} s{noise}") from None

@@ -16,6 +16,9 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
+from clusterd.protocol.agent import Superseded
+from clusterd.protocol.codec import from_map
+from clusterd.protocol.proof import proof
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.resolve import Route
@@ -26,6 +29,9 @@ STEADY_S = 30.0
 """A link that held this long starts its next wait from the shortest."""
 
 REQUEST_TIMEOUT_S = 60.0
+
+EVENT_BYTES_MAX, EVENT_BYTES_LIMIT = 8 << 20, 64 << 20
+"""Reports that wait for their handler: beyond the first the link is not read from, beyond the second it is broken."""
 
 Message = dict[str, Any]
 StateName = Literal["idle", "dialing", "bootstrapping", "up", "waiting", "closed"]
@@ -79,6 +85,7 @@ class HostLink:
             ClusterError ends the link, to be tried again.
         on_event: with each unasked frame, one after the other.
         daemon_id, epoch: who leads; agents refuse an older epoch of the same daemon.
+        key: of the cluster, by which agents know its daemons.
         home_source: asked before every dial for the directory of agents on the host; "": their default.
         cluster: whose agent it is there; "": that of the directory itself.
     """
@@ -91,6 +98,7 @@ class HostLink:
         *,
         daemon_id: str,
         epoch: int,
+        key: str,
         on_state: Callable[[LinkState], None],
         on_up: Callback,
         on_event: Callback,
@@ -105,6 +113,7 @@ class HostLink:
         self._dialer = dialer
         self._daemon_id = daemon_id
         self._epoch = epoch
+        self._key = key
         self._on_state = on_state
         self._on_up = on_up
         self._on_event = on_event
@@ -119,6 +128,7 @@ class HostLink:
         self._broken: Callable[[ClusterError], None] = lambda error: None  # ends what `_serve` does
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._next_id = 0
+        self._read_on = asyncio.Event()  # set when events were handled, or a request waits
         self._wake = anyio.Event()
 
     async def run(self) -> None:
@@ -135,7 +145,7 @@ class HostLink:
                         self._connection = connection
                         while True:
                             self._become("bootstrapping", failures=failures)
-                            async with attach(connection, self.name, self._bundle(), *place) as stream:
+                            async with attach(connection, self.name, self._bundle(), *place, key=self._key) as stream:
                                 hello = await self._greet(stream)
                                 if hello is None:
                                     continue  # an old agent that had nothing to do made room for a new one
@@ -165,7 +175,7 @@ class HostLink:
         if self._connection is None:
             raise AgentLost(f"{self.name} is not connected: {self.state}")
         place = (self.agent_home or None, self._cluster, home)
-        async with attach(self._connection, self.name, self._bundle(), *place) as stream:
+        async with attach(self._connection, self.name, self._bundle(), *place, key=self._key) as stream:
             if await self._greet(stream) is not None:
                 await self._exchange(stream, "shutdown", {"force": False})
 
@@ -188,6 +198,7 @@ class HostLink:
         number = self._next_id
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
+        self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
                 await stream.send({**arguments, "id": number, "verb": verb})
@@ -205,7 +216,9 @@ class HostLink:
 
     async def _greet(self, stream: AgentStream) -> Message | None:
         """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
-        arguments = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        arguments: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        if nonce := await self._challenge(stream):
+            arguments["proof"] = proof(self._key, "hello", nonce, self._daemon_id, self._epoch)
         try:
             hello = await self._exchange(stream, "hello", arguments)
             hello["clock_skew_s"] = hello["now_s"] - time.time()  # now: what is done before it is looked at takes time
@@ -224,6 +237,15 @@ class HostLink:
                 return hello  # it found something to do meanwhile: the old one stays
         return hello
 
+    async def _challenge(self, stream: AgentStream) -> str:
+        """The agent's nonce; "": it is of a version before proofs, which still runs jobs, and asks for none."""
+        try:
+            return str((await self._exchange(stream, "challenge", {}))["nonce"])
+        except AgentRefused as refused:
+            if refused.kind != "verb":
+                raise
+            return ""
+
     async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
         """Ask when nobody else listens yet."""
         self._next_id += 1
@@ -238,7 +260,8 @@ class HostLink:
 
     async def _serve(self, stream: AgentStream, hello: Message) -> None:
         """Until the link breaks; raises why then."""
-        events: asyncio.Queue[Message] = asyncio.Queue()
+        events: asyncio.Queue[tuple[Message, int]] = asyncio.Queue()
+        waiting_bytes = 0
         failure: list[ClusterError] = []
         self._stream = stream
         self._become("up")
@@ -258,18 +281,34 @@ class HostLink:
                         await _call(self._on_up, {**hello, "agent_home": stream.agent_home})
                     except ClusterError as error:
                         return self._break(stream, error)
+                    nonlocal waiting_bytes
                     while True:
-                        await _call(self._on_event, await events.get())
+                        event, length = await events.get()
+                        await _call(self._on_event, event)
+                        waiting_bytes -= length
+                        self._read_on.set()
 
                 tasks.start_soon(deliver)
                 try:
                     while True:
-                        message = await stream.receive()
-                        if "event" in message:
-                            events.put_nowait(message)
+                        # A handler may wait for an answer, which comes behind the events: only without one is it safe
+                        # to stop reading, so that the agent, and in turn its ranks, stop sending.
+                        while waiting_bytes > EVENT_BYTES_MAX and not self._waiting:
+                            self._read_on.clear()
+                            await self._read_on.wait()
+                        if waiting_bytes > EVENT_BYTES_LIMIT:
+                            raise AgentLost(f"{waiting_bytes} bytes of its reports were not handled yet")
+                        message, length = await stream.receive_sized()
+                        if message.get("event") == "superseded":
+                            by = from_map(Superseded, message).by
+                            why = f"a newer daemon (epoch {by}) leads this host; epoch {self._epoch} is over"
+                            self._break(stream, HostError(f"{self.name}: {why}"))
+                        elif "event" in message:
+                            waiting_bytes += length
+                            events.put_nowait((message, length))
                         elif (future := self._waiting.get(message.get("id", 0))) and not future.done():
                             future.set_result(message)
-                except AgentLost as lost:
+                except (AgentLost, protocol.ProtocolError) as lost:
                     self._break(stream, AgentLost(f"{self.name}: {lost}"))
         finally:
             self._stream = None

@@ -52,7 +52,18 @@ def unpack(data, target):  # type: (bytes, str) -> None
         shutil.rmtree(beside, ignore_errors=True)
 
 
+def piped(key):  # type: (str) -> int
+    """The reading end of a pipe that holds the cluster's key: arguments and environments can be read by others."""
+    source, sink = os.pipe()
+    os.write(sink, key.encode())
+    os.close(sink)
+    os.set_inheritable(source, True)
+    return source
+
+
 def main(given, source):  # type: (dict[str, Any], str) -> None
+    if "key" in given:
+        given["key_fd"] = piped(given.pop("key"))
     if sys.version_info < (3, 10):  # noqa: UP036  # it runs on what the host has
         newer = find_newer()
         if newer is None:
@@ -90,4 +101,5 @@ def main(given, source):  # type: (dict[str, Any], str) -> None
         reply("failed", kind="disk", message=message)
         return
     living = [] if given["former"] is None else ["living"]
-    os.execv(sys.executable, [sys.executable, "-E", target, "attach"] + living)  # noqa: RUF005  # Python 3.6 parses it
+    key = ["--key-fd", str(given["key_fd"])]
+    os.execv(sys.executable, [sys.executable, "-E", target, "attach"] + living + key)  # noqa: RUF005  # Python 3.6 parses it

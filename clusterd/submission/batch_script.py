@@ -96,18 +96,18 @@ def read_batch_script(file: Path) -> tuple[Request, list[str]]:
 def _options(text: str, where: str) -> Iterator[tuple[str, str]]:
     """Options of one line with their values: ``--time=1:00``, ``--time 1:00``, ``-t 1:00``, ``-t1:00``."""
     try:
-        words = shlex.split(text, comments=True)
+        tokens = shlex.split(text, comments=True)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            name, equals, value = _SHORT.get(word[:2], word[:2]), word[2:], word[2:].removeprefix("=")
+    while tokens:
+        token = tokens.pop(0)
+        name, equals, value = token.partition("=")
+        if not token.startswith("--"):
+            name, equals, value = _SHORT.get(token[:2], token[:2]), token[2:], token[2:].removeprefix("=")
         if not name.startswith("--"):
-            raise ConfigError(f"{where}: {word} is not understood: take the line out, or write #CLUSTERD KEY = VALUE")
-        if not equals and words and not words[0].startswith("-"):
-            value = words.pop(0)
+            raise ConfigError(f"{where}: {token} is not understood: take the line out, or write #CLUSTERD KEY = VALUE")
+        if not equals and tokens and not tokens[0].startswith("-"):
+            value = tokens.pop(0)
         yield name, value
 
 

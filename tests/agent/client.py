@@ -17,8 +17,11 @@ from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import Home, read_json
 from clusterd.agent.server import attach
+from clusterd.protocol.proof import proof
 
 DEADLINE_S = 30.0
+KEY = "5" * 64
+"""Of the cluster whose agents the tests start."""
 
 
 def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
@@ -77,21 +80,36 @@ def end_all(root: Path) -> None:
             shutil.rmtree(sockets, ignore_errors=True)
 
 
+def start_attach(
+    root: Path, python: str = sys.executable, env: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """`attach` for the agent in `root`, with the key as the daemon gives it."""
+    pipe, sink = os.pipe()
+    os.write(sink, KEY.encode())
+    os.close(sink)
+    try:
+        return subprocess.Popen(
+            [python, "-m", "clusterd.agent", "attach", "--key-fd", str(pipe)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(env or {}), "CLUSTERD_AGENT_HOME": str(root)},
+            pass_fds=(pipe,),
+        )
+    finally:
+        os.close(pipe)
+
+
 class AgentClient:
     """One connection to the agent in `root`, which is started if it does not live."""
 
     def __init__(self, root: Path, python: str = sys.executable, env: dict[str, str] | None = None) -> None:
         self.root = root
+        self.key = KEY
         self.events: list[dict[str, Any]] = []
         self._decoder = protocol.Decoder()
         self._received: list[dict[str, Any]] = []
         self._next = 0
-        self._bridge = subprocess.Popen(
-            [python, "-m", "clusterd.agent", "attach"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **(env or {}), "CLUSTERD_AGENT_HOME": str(root)},
-        )
+        self._bridge = start_attach(root, python, env)
         assert self._bridge.stdout is not None
         self.greeting = b""
         while not self.greeting.endswith(b"\n"):
@@ -99,7 +117,13 @@ class AgentClient:
         assert self.greeting.startswith(b"clusterd-attached"), self.greeting
 
     def hello(self, epoch: int = 1, daemon: str = "test") -> dict[str, Any]:
-        return self.ok("hello", protocol=protocol.VERSION, daemon=daemon, epoch=epoch)
+        return self.ok("hello", **self.identity(epoch, daemon))
+
+    def identity(self, epoch: int = 1, daemon: str = "test", key: str = KEY) -> dict[str, Any]:
+        """Arguments of a hello that proves `key`."""
+        nonce = self.ok("challenge")["nonce"]
+        shown = proof(key, "hello", nonce, daemon, epoch)
+        return {"protocol": protocol.VERSION, "daemon": daemon, "epoch": epoch, "proof": shown}
 
     def request(self, verb: str, **arguments: Any) -> dict[str, Any]:
         """The whole reply, `ok` or `error`."""

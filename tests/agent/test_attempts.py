@@ -181,7 +181,7 @@ def test_two_generations_run_side_by_side_in_one_directory_and_end_apart(agent: 
     agent.stop()
     running = {
         (report["generation"], rank["state"])
-        for report in agent.ok("hello", protocol=1, daemon="d", epoch=9)["attempts"]
+        for report in agent.hello(epoch=9, daemon="d")["attempts"]
         for rank in report["ranks"]
     }
     assert running == {(1, "exited"), (2, "running")}
@@ -192,10 +192,10 @@ def test_two_generations_run_side_by_side_in_one_directory_and_end_apart(agent: 
 def test_an_older_daemon_is_told_that_it_is_over(connect: Connect) -> None:
     old, new = connect(epoch=1), connect(epoch=2)
     assert old.refused("facts")["kind"] == "stale"
-    assert old.refused("hello", protocol=1, daemon="test", epoch=1)["kind"] == "stale"
+    assert old.refused("hello", **old.identity(epoch=1))["kind"] == "stale"
     new.kill_agent()
     again = connect(hello=False)
-    assert again.refused("hello", protocol=1, daemon="test", epoch=1)["kind"] == "stale"
+    assert again.refused("hello", **again.identity(epoch=1))["kind"] == "stale"
     assert again.hello(epoch=2)["attempts"] == []
 
 

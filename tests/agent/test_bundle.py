@@ -63,13 +63,18 @@ def test_the_bundle_runs_on_a_bare_python(tmp_path: Path, version: str) -> None:
     hello = (
         f"import subprocess, sys; sys.path[:0] = [{str(code)!r}, {str(code / 'vendor')!r}]\n"
         "from clusterd import protocol; import msgpack; assert 'vendor' in msgpack.__file__\n"
-        f"p = subprocess.Popen({[*program, 'attach']!r}, stdin=-1, stdout=-1)\n"
+        "import os; from clusterd.protocol.proof import proof\n"
+        "r, w = os.pipe(); os.write(w, b'key'); os.close(w)\n"
+        f"p = subprocess.Popen({[*program, 'attach', '--key-fd']!r} + [str(r)], stdin=-1, stdout=-1, pass_fds=[r])\n"
         "assert p.stdout.readline().startswith(b'clusterd-attached')\n"
-        "hello = {'id': 1, 'verb': 'hello', 'protocol': 1, 'daemon': 'd', 'epoch': 1}\n"
-        "p.stdin.write(protocol.encode(hello)); p.stdin.flush()\n"
         "d = protocol.Decoder()\n"
-        "while not (m := d.feed(p.stdout.read1())): pass\n"
-        "print(m[0]['ok']['version'], m[0]['ok']['facts']['python'])\n"
+        "def ask(**request):\n"
+        "    p.stdin.write(protocol.encode({'id': 1, **request})); p.stdin.flush()\n"
+        "    while not (m := d.feed(p.stdout.read1())): pass\n"
+        "    return m[0]['ok']\n"
+        "shown = proof('key', 'hello', ask(verb='challenge')['nonce'], 'd', 1)\n"
+        "told = ask(verb='hello', protocol=1, daemon='d', epoch=1, proof=shown)\n"
+        "print(told['version'], told['facts']['python'])\n"
         "p.stdin.close(); p.wait(); p.stdout.close()"
     )
     try:

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterd import protocol
 from clusterd.agent.host import processes
 from clusterd.agent.host.home import Home
 from clusterd.agent.host.ports import Ports
@@ -109,7 +108,8 @@ def test_a_daemon_that_was_started_again_finds_its_jobs_on_a_host_without_room(c
     fill_disk(first.agent_pid)
     second = connect(hello=False)
     assert [attempt["job"] for attempt in second.hello(epoch=2)["attempts"]] == ["j"]
-    assert connect(hello=False).refused("hello", protocol=protocol.VERSION, daemon="test", epoch=1)["kind"] == "stale"
+    third = connect(hello=False)
+    assert third.refused("hello", **third.identity(epoch=1))["kind"] == "stale"
 
 
 def test_a_port_is_given_back_though_that_cannot_be_written(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import mmap
 import os
 import shutil
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,9 @@ import pytest
 
 from clusterd import protocol
 from clusterd.agent.host.attempt_records import Refused
-from clusterd.agent.tensors.fabric import FetchFailed, SliceServer, fetch
+from clusterd.agent.tensors.fabric import FetchFailed, fetch, receive_frame, server_proof
 from clusterd.agent.tensors.segments import Segment, Store
+from clusterd.agent.tensors.slice_server import SliceServer
 from tests.agent.client import wait_until
 
 
@@ -217,8 +217,11 @@ class SlowSource:
 
     def accept(self) -> None:
         self._connection, _ = self._listener.accept()
-        (length,) = struct.unpack("!I", self._connection.recv(4))
-        self._connection.recv(length)
+        self._connection.sendall(protocol.encode({"nonce": "n"}))
+        shown = receive_frame(self._connection, 4096)
+        proof = server_proof("t", "n", shown["nonce"], "m.1.2")
+        receive_frame(self._connection, 4096)
+        self._connection.sendall(protocol.encode({"proof": proof}))
         self._connection.sendall(protocol.encode({"meta": {}, "bytes": self._count}))
 
     def send(self, count: int) -> None:

@@ -7,8 +7,6 @@ import shutil
 import signal
 import socket
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,16 +14,14 @@ import pytest
 
 from clusterd.agent.host.home import Home
 from clusterd.agent.host.ports import Ports
-from tests.agent.client import AgentClient, end_all, launch, processes_of, rank, wait_until
+from tests.agent.client import AgentClient, end_all, launch, processes_of, rank, start_attach, wait_until
 from tests.agent.test_snapshots import tar_of
 
 Connect = Callable[..., AgentClient]
 
 
 def test_attaching_many_times_at_once_starts_one_agent(connect: Connect, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "clusterd.agent", "attach"]
-    env = {**os.environ, "CLUSTERD_AGENT_HOME": str(tmp_path / "agent")}
-    bridges = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) for _ in range(6)]
+    bridges = [start_attach(tmp_path / "agent") for _ in range(6)]
     for bridge in bridges:
         assert bridge.stdout is not None
         assert bridge.stdout.readline().startswith(b"clusterd-attached")
@@ -114,7 +110,8 @@ def test_nothing_is_answered_before_hello(connect: Connect) -> None:
 
 
 def test_another_protocol_is_refused_with_both_versions(connect: Connect) -> None:
-    refused = connect(hello=False).refused("hello", protocol=99, daemon="test", epoch=1)
+    agent = connect(hello=False)
+    refused = agent.refused("hello", **{**agent.identity(), "protocol": 99})
     assert refused == {"kind": "protocol", "message": "the agent speaks protocol 1, the daemon 99"}
 
 

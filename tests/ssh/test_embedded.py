@@ -15,23 +15,31 @@ import pytest
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import HostError
-from clusterd.ssh.bootstrap import COMMAND, BootstrapFailed, attach
+from clusterd.protocol.proof import proof
+from clusterd.ssh.bootstrap import COMMAND, AgentStream, BootstrapFailed, attach
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost, shared_out
+from tests.agent.client import KEY
 
 pytestmark = pytest.mark.anyio
-
-HELLO = {"id": 1, "verb": "hello", "protocol": protocol.VERSION, "daemon": "test", "epoch": 1}
 
 
 async def greet(dialer: Dialer, host: EmbeddedHost, code: Bundle | None = None) -> protocol.Message:
     async with (
         dialer.connect(host.route) as connection,
-        attach(connection, host.name, code or bundle(), None) as stream,
+        attach(connection, host.name, code or bundle(), None, key=KEY) as stream,
     ):
-        await stream.send(HELLO)
-        answer: protocol.Message = (await stream.receive())["ok"]
-        return answer
+        return await hello(stream)
+
+
+async def hello(stream: AgentStream) -> protocol.Message:
+    await stream.send({"id": 1, "verb": "challenge"})
+    shown = proof(KEY, "hello", (await stream.receive())["ok"]["nonce"], "test", 1)
+    await stream.send(
+        {"id": 2, "verb": "hello", "protocol": protocol.VERSION, "daemon": "test", "epoch": 1, "proof": shown}
+    )
+    answer: protocol.Message = (await stream.receive())["ok"]
+    return answer
 
 
 async def test_the_code_is_pushed_once_and_the_agent_started_once(dialer: Dialer, host: EmbeddedHost) -> None:
@@ -74,10 +82,9 @@ async def test_a_home_that_cannot_be_written_is_not_needed(
     agent_homes.append(scratch)
     async with (
         dialer.connect(host.route) as connection,
-        attach(connection, host.name, bundle(), str(scratch)) as stream,
+        attach(connection, host.name, bundle(), str(scratch), key=KEY) as stream,
     ):
-        await stream.send(HELLO)
-        assert (await stream.receive())["ok"]["version"] == bundle().version
+        assert (await hello(stream))["version"] == bundle().version
     assert (scratch / f"agent-{bundle().version}").is_dir()
     assert (scratch / "attempts").is_dir()
 

@@ -23,7 +23,7 @@ from clusterd.errors import AgentLost
 from clusterd.ssh.connection import Dialer
 from clusterd.ssh.embedded import EmbeddedHost
 from clusterd.ssh.host import AgentRefused, HostLink, LinkState
-from tests.agent.client import launch
+from tests.agent.client import KEY, launch
 
 pytestmark = pytest.mark.anyio
 
@@ -53,7 +53,7 @@ class Watched:
             host.name,
             route,
             dialer,
-            **{"daemon_id": "test", "epoch": 1, **more},
+            **{"daemon_id": "test", "epoch": 1, "key": KEY, **more},
             on_state=self._on_state,
             on_up=lambda hello: self._keep(self.hellos, hello),
             on_event=lambda event: self._keep(self.events, event),
@@ -271,6 +271,43 @@ async def test_a_busy_agent_of_an_older_version_is_left_alone(host: EmbeddedHost
         assert second["version"] == first["version"]
         assert second["attempts"][0]["ranks"][0]["state"] == "running"
         await watched.link.request("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x")
+
+
+def before_proofs(code: Bundle) -> Bundle:
+    """The same code with an agent that knows no challenge and obeys whoever says hello."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(code.data)) as whole, zipfile.ZipFile(buffer, "w") as older:
+        for name in whole.namelist():
+            text = whole.read(name)
+            if name == "clusterd/agent/server/server.py":
+                text = text.replace(b"connection.nonce = new_nonce()", b'raise Refused("verb", "no such verb")')
+                text = text.replace(b"self._check_proof(connection, message)", b"connection.proven = True")
+            older.writestr(name, text)
+    return Bundle(hashlib.sha256(buffer.getvalue()).hexdigest(), buffer.getvalue())
+
+
+async def test_an_agent_that_asks_for_no_proof_is_led_until_its_jobs_are_over(
+    host: EmbeddedHost, dialer: Dialer
+) -> None:
+    async with linked(host, dialer, code=before_proofs(bundle())) as watched:
+        first = await watched.up()
+        await watched.link.request("launch", **launch(["sleep", "100"]))
+    async with linked(host, dialer, epoch=2) as watched:
+        second = await watched.up()
+        assert second["version"] == first["version"]
+        assert second["attempts"][0]["ranks"][0]["state"] == "running"
+        await watched.link.request("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x")
+    async with linked(host, dialer, epoch=3) as watched:
+        assert (await watched.up())["version"] == bundle().version
+
+
+async def test_a_daemon_that_is_superseded_hears_of_it_at_once(host: EmbeddedHost, dialer: Dialer) -> None:
+    """It went on believing in a link over which every request was refused."""
+    async with linked(host, dialer, epoch=1) as old:
+        await old.up()
+        async with linked(host, dialer, epoch=2) as new:
+            await new.up()
+            assert "a newer daemon (epoch 2) leads this host; epoch 1 is over" in (await old.waiting()).why
 
 
 async def test_a_daemon_that_was_succeeded_waits_and_says_why(host: EmbeddedHost, dialer: Dialer) -> None:

@@ -15,7 +15,7 @@ from clusterd.ssh.connection import Dialer, load_credentials
 from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys, Known, Unknown
 from clusterd.ssh.resolve import Route, resolve
-from tests.agent.client import end_all, launch
+from tests.agent.client import KEY, end_all, launch
 from tests.ssh.openssh import OpenSshServer, make_key, needs_sshd, run, ssh_agent
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, needs_sshd]
@@ -162,6 +162,7 @@ async def test_a_job_runs_on_both_hosts_and_through_a_restart_of_sshd(lab: Lab, 
             dialer,
             daemon_id="test",
             epoch=1,
+            key=KEY,
             on_state=lambda _state: None,
             on_up=up,
             on_event=event,

@@ -40,6 +40,7 @@ class Rank:
     spawner: tuple[int, int] = (0, 0)  # pid and start time of its fork server
     message: str | None = None  # error message that the rank wrote before it exited
     end: dict[str, Any] | None = None  # exit record not yet reported
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)  # proves a process to be this rank
 
     def take(self, record: dict[str, Any]) -> None:
         """Set the fields from a record on disk."""
@@ -87,7 +88,6 @@ class Attempt:
 
     directory: Path
     launch: dict[str, Any]  # the request as accepted, without secrets
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
     ranks: dict[int, Rank] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # over launching and stopping
     stopping: asyncio.Task[list[int]] | None = None
@@ -225,7 +225,7 @@ def load(directory: Path) -> Attempt | None:
         if failed := read_json(directory / f"rank-{number}.failed.json"):
             rank.message = failed.get("message")
         if place := read_json(attempt.rank_file(number)):
-            attempt.token = str(place.get("token", attempt.token))
+            rank.token = str(place.get("token", rank.token))
     attempt.step = last_step(attempt.steps)
     return attempt
 

@@ -66,9 +66,18 @@ class Home:
 
     @property
     def socket(self) -> Path:
-        """Socket on which the agent serves daemons and ranks."""
-        beside = self.root / "agent.sock"
-        return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / "agent.sock"
+        """Socket on which the agent serves daemons."""
+        return self._socket("daemon.sock")
+
+    @property
+    def rank_socket(self) -> Path:
+        """Socket on which the agent serves ranks."""
+        # Named as by the version that had one socket for all: ranks that it started reconnect to its successor here.
+        return self._socket("agent.sock")
+
+    def _socket(self, name: str) -> Path:
+        beside = self.root / name
+        return beside if len(os.fsencode(beside)) <= SOCKET_PATH_BYTES_MAX else self.sockets / name
 
     def attempt(self, job: str, attempt: int, generation: int = 1) -> Path:
         """Directory of one generation of an attempt; during a migration two generations may run on one host.
@@ -105,12 +114,12 @@ class Home:
                 directory.chmod(0o700)
 
 
-def listen(home: Home) -> socket.socket:
-    """Open the agent's socket, with access for this user alone. The caller holds the home's lock."""
-    home.socket.unlink(missing_ok=True)  # left by an agent that was killed: the lock proves that none runs
+def listen(path: Path) -> socket.socket:
+    """Open a socket of the agent, with access for this user alone. The caller holds the home's lock."""
+    path.unlink(missing_ok=True)  # left by an agent that was killed: the lock proves that none runs
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(os.fspath(home.socket))
-    home.socket.chmod(0o600)
+    listener.bind(os.fspath(path))
+    path.chmod(0o600)
     return listener
 
 

@@ -183,7 +183,7 @@ def check(launch: Mapping[str, Any]) -> None:
 
 
 def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: Path) -> None:
-    """Write the rank file of the protocol, readable by this user alone because it contains the attempt's token."""
+    """Write the rank file of the protocol, readable by this user alone because it contains the rank's token."""
     place = {
         "job": attempt.job,
         "attempt": attempt.attempt,
@@ -201,7 +201,7 @@ def write_rank_file(attempt: Attempt, rank: Mapping[str, Any], control_socket: P
         "steps_file": str(attempt.steps),
         "directory": str(attempt.directory),
         "control_socket": str(control_socket),
-        "token": attempt.token,
+        "token": attempt.ranks[int(rank["rank"])].token,
         "restore": attempt.launch.get("restore"),
         "final": attempt.launch.get("final"),
         "standby": bool(attempt.launch.get("standby")),

@@ -19,6 +19,9 @@ from clusterd.agent.log import log_line
 from clusterd.agent.ranks import launching, stopping
 from clusterd.agent.ranks.exit_reports import STRAGGLER_GRACE_S, Emit, ExitReports
 
+FAILURE_CHARACTERS_MAX = 1 << 14
+"""Of a rank's failure message, which goes into the journal."""
+
 Ask = Callable[[Attempt, str, float, Mapping[str, bool]], set[int]]
 
 
@@ -90,9 +93,10 @@ class Attempts:
             Refused: no such rank, an older generation, or a wrong token.
         """
         found = self.get(job, attempt, generation)
-        if not hmac.compare_digest(found.token.encode(), token.encode()):
+        known = found.ranks.get(rank)
+        if known is not None and not hmac.compare_digest(known.token.encode(), token.encode()):
             raise Refused("token", f"rank {rank} of {found.name} shows a wrong token")
-        if generation != found.generation or rank not in found.ranks:
+        if generation != found.generation or known is None:
             raise Refused(
                 "stale", f"rank {rank} of {found.name} is of generation {generation}, now is {found.generation}"
             )
@@ -286,6 +290,7 @@ class Attempts:
 
     def failed(self, attempt: Attempt, rank: int, reason: str, message: str) -> None:
         """Store a rank's failure message for its exit report."""
+        reason, message = reason[:FAILURE_CHARACTERS_MAX], message[:FAILURE_CHARACTERS_MAX]
         attempt.ranks[rank].message = message
         file = attempt.directory / f"rank-{rank}.failed.json"
         try:

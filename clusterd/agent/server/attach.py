@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from clusterd.agent.host import programs
-from clusterd.agent.host.home import Home, UnsafeDirectory, default_home
+from clusterd.agent.host.home import Home, UnsafeDirectory, default_home, read_json
 
 START_DEADLINE_S = 30.0
 _CHUNK = 1 << 16
@@ -28,16 +28,19 @@ _CHUNK = 1 << 16
 def main(arguments: Sequence[str] = ()) -> int:
     """Attach to the agent. The exit code is 0 once the agent was reached, however the connection ended.
 
-    With the argument ``living``, only a running agent is attached to: none is started and no directory is made.
+    With the argument ``living``, only a running agent is attached to: none is started and no directory is made. After
+    ``--key-fd`` comes the number of a pipe with the cluster's key, for an agent that is started (arguments and
+    environments of processes can be read by others); without a key none is started.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     home = default_home()
+    key = _read_key(arguments)
     try:
-        if "living" in arguments:
+        if "living" in arguments or not key:
             connection = _connect(home)
         else:
             home.make()
-            connection = reach(home)
+            connection = reach(home, key)
     except (OSError, UnsafeDirectory, TimeoutError) as error:
         _reply("clusterd-failed", {"message": str(error), "home": str(home.root)})
         return 1
@@ -51,8 +54,15 @@ def _reply(status: str, fields: dict[str, str]) -> None:
     sys.stdout.flush()
 
 
-def reach(home: Home) -> socket.socket:
-    """Connect to the agent of `home`, starting it if none runs.
+def _read_key(arguments: Sequence[str]) -> bytes:
+    if "--key-fd" not in arguments:
+        return b""
+    with open(int(arguments[arguments.index("--key-fd") + 1]), "rb") as pipe:
+        return pipe.read()
+
+
+def reach(home: Home, key: bytes) -> socket.socket:
+    """Connect to the agent of `home`, starting it with the cluster's `key` if none runs.
 
     Raises:
         TimeoutError: the agent does not answer; the message names its log and quotes the last line.
@@ -64,7 +74,7 @@ def reach(home: Home) -> socket.socket:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return _connect(home)
         if not started and not held(home):
-            start(home)
+            start(home, key)
             started = True
         if time.monotonic() > deadline:
             raise TimeoutError(
@@ -77,20 +87,23 @@ def reach(home: Home) -> socket.socket:
 def _connect(home: Home) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.connect(os.fspath(home.socket))
+        # An agent of an earlier version serves daemons on a socket of another name.
+        connection.connect(str((read_json(home.record) or {}).get("socket") or home.socket))
     except OSError:
         connection.close()
         raise
     return connection
 
 
-def start(home: Home) -> None:
+def start(home: Home, key: bytes) -> None:
     """Start an agent in its own session. If several are started, the one that takes the lock stays.
 
     The intermediate process exits at once, so that init adopts and reaps the agent.
     """
     log = os.open(home.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    key_source, key_sink = os.pipe()
+    os.write(key_sink, key)
+    os.close(key_sink)
     try:
         intermediate = os.fork()
         if intermediate == 0:
@@ -98,7 +111,7 @@ def start(home: Home) -> None:
                 os.setsid()
                 subprocess.Popen(
                     programs.command("serve", heeds_environment=False),
-                    stdin=null,
+                    stdin=key_source,
                     stdout=log,
                     stderr=log,
                     cwd="/",
@@ -109,7 +122,7 @@ def start(home: Home) -> None:
         os.waitpid(intermediate, 0)
     finally:
         os.close(log)
-        os.close(null)
+        os.close(key_source)
 
 
 def _environment() -> dict[str, str]:

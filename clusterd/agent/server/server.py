@@ -1,4 +1,4 @@
-"""The agent process: serves daemons and ranks on one Unix socket, and outlives both."""
+"""The agent process: serves daemons on one Unix socket and ranks on another, and outlives both."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from clusterd import protocol
 from clusterd.agent.host import processes, programs
-from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.host.attempt_records import Refused
 from clusterd.agent.host.home import Home, default_home, forget_directory, listen, write_json
 from clusterd.agent.host.ports import Ports
 from clusterd.agent.host.workdirs import Workdirs
@@ -21,29 +22,37 @@ from clusterd.agent.log import log_line
 from clusterd.agent.ranks.attempts import Attempts
 from clusterd.agent.ranks.progress import Progress
 from clusterd.agent.ranks.terminals import Terminals
-from clusterd.agent.server.connection import Connection, Message
+from clusterd.agent.server.connection import Connection, Message, outcome
 from clusterd.agent.server.hardware_reports import Hardware
 from clusterd.agent.server.housekeeping import Housekeeping
+from clusterd.agent.server.rank_requests import RankRequests
 from clusterd.agent.server.sessions import Sessions
 from clusterd.agent.server.verbs import Verbs
 from clusterd.agent.tensors.datasets import Datasets
 from clusterd.agent.tensors.moves import Moves
-from clusterd.agent.threads import in_thread
+from clusterd.protocol.budget import ByteBudget
+from clusterd.protocol.proof import new_nonce, proves
 from clusterd.socket_files import inode, is_still
 
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""
 
 
+Connected = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
 SOCKET_CHECK_S = 1.0
 """Interval between checks that the socket file still exists."""
 
 
 class Agent:
-    """The agent of one host and user."""
+    """The agent of one host and user.
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    Args:
+        key: of the cluster; daemons prove that they know it. "": none does.
+    """
+
+    def __init__(self, home: Home, key: str) -> None:
+        self._home, self._key = home, key
         self._id = home.identity()
         self._sessions = Sessions(home.root / "epochs.json")
         self._progress = Progress(self._sessions.send_to_daemons)
@@ -73,6 +82,10 @@ class Agent:
             home, self._attempts, self._progress, self._workdirs, self._datasets, self._moves, self._ports,
             self._terminals,
         )  # fmt: skip
+        self._frames = ByteBudget(protocol.FRAME_BYTES_MAX, protocol.FRAME_BYTES_MAX)
+        self._ranks = RankRequests(
+            self._attempts, self._sessions, self._moves, self._datasets, self._housekeeping.mark_needed
+        )
         self._verbs = {"facts": self._facts, "shutdown": self._shutdown, **verbs.table}
 
     async def run(self) -> None:
@@ -95,7 +108,8 @@ class Agent:
         services = [
             asyncio.create_task(work)
             for work in (
-                self._listen(),
+                self._listen(self._home.socket, self._connected),
+                self._listen(self._home.rank_socket, self._ranks.connected),
                 self._progress.follow(self._attempts),
                 self._housekeeping.every_second(),
                 self._hardware.watch(self._sessions),
@@ -111,6 +125,7 @@ class Agent:
         self._ports.close()
         self._moves.close()
         self._home.socket.unlink(missing_ok=True)
+        self._home.rank_socket.unlink(missing_ok=True)
         forget_directory(self._home.sockets)
 
     def _service_ended(self, service: asyncio.Task[None]) -> None:
@@ -121,32 +136,30 @@ class Agent:
 
     # ---- connections ---------------------------------------------------------------------------------------------
 
-    async def _listen(self) -> None:
+    async def _listen(self, path: Path, connected: Connected) -> None:
         """Serve until cancelled. Listen on a new socket if the file is removed, as by a clean-up of /tmp."""
         while True:
             self._home.make()
-            server = await asyncio.start_unix_server(self._connected, sock=listen(self._home))
-            made = inode(self._home.socket)
+            server = await asyncio.start_unix_server(connected, sock=listen(path))
+            made = inode(path)
             try:
-                while is_still(self._home.socket, made):  # noqa: ASYNC110 - the removal of a file wakes no task
+                while is_still(path, made):  # noqa: ASYNC110 - the removal of a file wakes no task
                     await asyncio.sleep(SOCKET_CHECK_S)
             finally:
                 server.close()
-            log_line(f"agent: the socket {self._home.socket} was removed: listening there again")
+            log_line(f"agent: the socket {path} was removed: listening there again")
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer)
+        connection = Connection(reader, writer, self._frames)
         self._sessions.opened(connection)
         try:
             while True:
-                message = await protocol.read(reader)
+                message, finish = await connection.receive()
                 self._housekeeping.mark_needed()
-                if "event" in message:
-                    self._rank_event(connection, message)
-                elif message.get("verb") in ("rank_hello", "data_hello"):
-                    await self._answer(connection, message)  # in order: an event may follow directly
+                if connection.daemon is None:
+                    await self._serve(connection, message, finish)  # in order: what may follow depends on the hello
                 else:
-                    request = asyncio.create_task(self._answer(connection, message))
+                    request = asyncio.create_task(self._serve(connection, message, finish))
                     self._requests.add(request)
                     request.add_done_callback(self._requests.discard)
         except (asyncio.IncompleteReadError, OSError):
@@ -156,97 +169,47 @@ class Agent:
         finally:
             await self._sessions.closed(connection)
 
-    async def _answer(self, connection: Connection, message: Message) -> None:
-        verb = message.get("verb")
+    async def _serve(self, connection: Connection, message: Message, finish: Callable[[], None]) -> None:
+        verb = str(message.get("verb"))
         try:
-            if verb == "rank_hello":
-                answer = self._rank_hello(connection, message)
-            elif verb == "data_hello":
-                connection.reads_for = self._admitted(message)
-                answer = {}
-            elif connection.reads_for is not None:
-                answer = await self._data(connection.reads_for, str(verb), message)
-            elif connection.rank is not None:
-                answer = await self._rank_request(*connection.rank, str(verb), message)
-            elif verb == "hello":
-                self._sessions.check(connection, verb)
-                answer = await self._hello(connection, message)
-            elif verb in self._verbs:
-                self._sessions.check(connection, str(verb))
-                answer = await self._verbs[str(verb)](message)
-            else:
-                raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
-            reply: Message = {"ok": answer}
-        except Refused as refused:
-            reply = {"error": {"kind": refused.kind, "message": str(refused)}}
-        except (KeyError, TypeError, ValueError) as error:
-            reply = {"error": {"kind": "request", "message": f"{verb}: {type(error).__name__}: {error}"}}
-            log_line(traceback.format_exc())
-        except Exception as error:  # one failed request must not end the agent
-            reply = {"error": {"kind": "host", "message": f"{verb}: {error}"}}
-            log_line(traceback.format_exc())
-        connection.send({"id": message.get("id"), **reply})
+            await connection.reply(message.get("id"), await outcome(verb, self._answer(connection, verb, message)))
+        finally:
+            finish()
+
+    async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
+        if verb == "challenge":
+            connection.nonce = new_nonce()
+            return {"nonce": connection.nonce}
+        if verb == "hello":
+            self._check_proof(connection, message)
+            return await self._hello(connection, message)
+        self._sessions.check(connection, verb)
+        if verb not in self._verbs:
+            raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
+        return await self._verbs[verb](message)
+
+    def _check_proof(self, connection: Connection, message: Message) -> None:
+        """Check that a daemon knows the key that this agent was started with.
+
+        Raises:
+            Refused: ``key``.
+        """
+        nonce, connection.nonce = connection.nonce, ""
+        named = (str(message["daemon"]), int(message["epoch"]))
+        if not nonce or "proof" not in message:
+            raise Refused("key", "a daemon has to prove its cluster's key here; this one is of an older version")
+        if not proves(self._key, message["proof"], "hello", nonce, *named):
+            raise Refused(
+                "key",
+                f"the agent at {self._home.root} was started with the key of another cluster or state directory: "
+                f"`kill {os.getpid()}` there has it started anew, and its jobs go on",
+            )
+        connection.proven = True
 
     def _send_to_attempt(self, job: str, number: int, message: Message) -> None:
         """Send to the connected ranks of an attempt, of all its generations."""
         for attempt in self._attempts.generations(job, number):
             self._sessions.send_to_ranks(attempt, message)
-
-    # ---- ranks ---------------------------------------------------------------------------------------------------
-
-    def _admitted(self, message: Message) -> Attempt:
-        """Check a rank's token and return its attempt."""
-        rank_id = (message["job"], message["attempt"], message["generation"], int(message["rank"]))
-        return self._attempts.admit(*rank_id, str(message["token"]))
-
-    async def _data(self, attempt: Attempt, verb: str, message: Message) -> Message:
-        """Answer a rank that reads a data set of another host."""
-        if verb not in ("data_look", "data_read"):
-            raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
-        return await in_thread(lambda: self._datasets.ask(attempt, verb, message), "data")
-
-    def _rank_hello(self, connection: Connection, message: Message) -> Message:
-        rank = int(message["rank"])
-        attempt = self._admitted(message)
-        connection.rank = (attempt, rank)
-        if attempt.stopped:
-            connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
-        elif missed := self._moves.missed(attempt):
-            connection.send(missed)
-        return {}
-
-    async def _rank_request(self, attempt: Attempt, rank: int, verb: str, message: Message) -> Message:
-        if verb == "segment":
-            return await self._moves.segment(attempt, message)
-        if verb == "publish":
-            return await self._moves.publish(attempt, message)
-        if verb == "fetch":
-            return await self._moves.fetch(attempt, message)
-        if verb == "segments":
-            return self._moves.segments(message)
-        if verb == "failed":
-            self._attempts.failed(attempt, rank, str(message["reason"]), str(message["message"]))
-            return {}
-        raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
-
-    def _rank_event(self, connection: Connection, message: Message) -> None:
-        if connection.rank is None:
-            return
-        attempt, rank = connection.rank
-        if message["event"] == "failed":  # an event of ranks that an agent of an earlier version started
-            self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
-        elif message["event"] == "said":
-            self._sessions.send_to_daemons(
-                {
-                    "event": "rank_said",
-                    "job": attempt.job,
-                    "attempt": attempt.attempt,
-                    "generation": attempt.generation,
-                    "rank": rank,
-                    "at_s": time.time(),
-                    "said": message["said"],
-                }
-            )
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
 
@@ -288,10 +251,11 @@ def main() -> int:
     """Run the agent of this home; exit at once if one runs already."""
     home = default_home()
     home.make()
+    key = _read_key()
     lock = os.open(home.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if not _acquire_lock(lock):
         return 0
-    serving: Coroutine[Any, Any, None] = _serve(home)
+    serving: Coroutine[Any, Any, None] = _serve(home, key)
     asyncio.run(serving)
     return 0
 
@@ -307,5 +271,17 @@ def _acquire_lock(lock: int) -> bool:
     return False
 
 
-async def _serve(home: Home) -> None:
-    await Agent(home).run()
+def _read_key() -> str:
+    """Read the cluster's key from stdin, where no other process sees it; it stays in memory and is never stored.
+
+    An agent that is started after this one died gets it the same way, from the daemon's next connection.
+    """
+    key = os.read(0, 4096).decode("ascii", "replace")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return key
+
+
+async def _serve(home: Home, key: str) -> None:
+    await Agent(home, key).run()

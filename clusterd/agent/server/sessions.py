@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,13 @@ from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
 from clusterd.agent.log import log_line
 from clusterd.agent.server.connection import Connection, Message
+
+EPOCH_STEP_MAX = 24 * 3600
+"""An epoch counts starts of a daemon, or is its wall clock in seconds after `start --restored`. One that is further
+ahead of both than this many starts, or seconds of clock skew, would lock out every later daemon and is refused."""
+
+UNADMITTED_MAX = 128
+"""Connections of peers that did not show yet who they are; of more, the oldest is closed."""
 
 
 class Sessions:
@@ -23,20 +31,24 @@ class Sessions:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._epochs: dict[str, int] = dict((read_json(file) or {}).items())
-        self._connections: set[Connection] = set()
+        stored = {name: int(epoch) for name, epoch in (read_json(file) or {}).items()}
+        self._epochs = {name: epoch for name, epoch in stored.items() if epoch <= _newest_plausible(0)}
+        self._connections: dict[Connection, None] = {}  # the oldest first
         self._tasks: set[asyncio.Task[object]] = set()
 
     def opened(self, connection: Connection) -> None:
         """Register a connection, served by the current task."""
-        self._connections.add(connection)
+        unadmitted = [known for known in self._connections if not known.is_admitted]
+        if len(unadmitted) >= UNADMITTED_MAX:
+            unadmitted[0].cut()
+        self._connections[connection] = None
         if (task := asyncio.current_task()) is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def closed(self, connection: Connection) -> None:
         """Unregister a connection and close it after its queued frames."""
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         await connection.close()
 
     async def close(self) -> None:
@@ -57,14 +69,21 @@ class Sessions:
         """Make a connection's daemon the leader of its cluster.
 
         Raises:
-            Refused: ``stale`` (a newer daemon leads).
+            Refused: ``stale`` (a newer daemon leads), ``epoch`` (implausible).
         """
-        known = int(self._epochs.get(name, 0))
+        known = self._epochs.get(name, 0)
         if epoch < known:
             message = f"a newer daemon (epoch {known}) leads this host; epoch {epoch} is over"
             raise Refused("stale", f"{message}; one with a restored state: clusterd start --restored")
+        if epoch > _newest_plausible(known):
+            clock = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+            message = f"epoch {epoch} is implausible: the newest here is {known}, and this host's clock says {clock}"
+            raise Refused("epoch", message)
         if epoch > known:
             self._epochs[name] = epoch
+            for other in self._connections:
+                if other.daemon is not None and other.daemon[0] == name:
+                    other.send({"event": "superseded", "by": epoch})
             try:
                 write_json(self._file, self._epochs)
             except OSError as error:  # the leader must still be able to stop the job that filled the disk
@@ -78,7 +97,8 @@ class Sessions:
             Refused: ``hello`` (no hello was sent before), ``stale``.
         """
         if connection.daemon is None:
-            if verb not in ("hello", "shutdown"):
+            # A daemon of another protocol gets no further than to show itself, and ends the agent to replace it.
+            if verb != "shutdown" or not connection.proven:
                 raise Refused("hello", f"{verb} came before hello")
             return
         name, epoch = connection.daemon
@@ -89,12 +109,22 @@ class Sessions:
 
     def send_to_daemons(self, event: Message) -> bool:
         """Send to every daemon that leads this host; false if none is connected."""
-        sent = False
-        for connection in self._connections:
-            if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0):
-                connection.send(event)
-                sent = True
-        return sent
+        leading = self._leading()
+        for connection in leading:
+            connection.send(event)
+        return bool(leading)
+
+    async def wait_daemons_writable(self) -> None:
+        """Wait until every leading daemon took most of the events for it."""
+        for connection in self._leading():
+            await connection.wait_writable()
+
+    def _leading(self) -> list[Connection]:
+        return [
+            connection
+            for connection in self._connections
+            if connection.daemon is not None and connection.daemon[1] >= self._epochs.get(connection.daemon[0], 0)
+        ]
 
     # ---- ranks ---------------------------------------------------------------------------------------------------
 
@@ -114,3 +144,7 @@ class Sessions:
         for connection in receivers:
             connection.send(message)
         return len(receivers)
+
+
+def _newest_plausible(known: int) -> int:
+    return max(known, int(time.time())) + EPOCH_STEP_MAX

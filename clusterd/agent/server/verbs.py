@@ -80,7 +80,7 @@ class Verbs:
             await in_thread(lambda: evict_cached_files(self._home.root / "data"), "data")
         if message.get("move"):
             self._moves.admit(message["move"])
-        return await self._attempts.launch(message, self._home.socket, snapshot)
+        return await self._attempts.launch(message, self._home.rank_socket, snapshot)
 
     async def _stop(self, message: Message) -> Message:
         job, attempt = message["job"], message["attempt"]
@@ -157,18 +157,18 @@ class Verbs:
 
     async def _snapshot_admit(self, message: Message) -> Message:
         self._moves.admit({"id": message["set"], "token": message["token"]})
-        return self._moves.fabric()
+        return self._moves.fabric(str(message.get("address") or ""))
 
     async def _data_serve(self, message: Message) -> Message:
         self._datasets.serve(str(message["token"]), str(message["dataset"]), str(message["path"]))
-        return self._moves.fabric()
+        return self._moves.fabric(str(message.get("address") or ""))
 
     async def _data_from(self, message: Message) -> Message:
         self._datasets.know(f"{message['job']}.{message['attempt']}", message["datasets"])
         return {}
 
-    async def _fabric(self, _message: Message) -> Message:
-        return self._moves.fabric()
+    async def _fabric(self, message: Message) -> Message:
+        return self._moves.fabric(str(message.get("address") or ""))
 
     async def _check(self, message: Message) -> Message:
         return await in_thread(lambda: checks.check(message["peers"], message.get("python")), "check")

@@ -1,6 +1,6 @@
 """Data sets by name: folders of this host for others to read, and other hosts' folders for the ranks here.
 
-The daemon says which folder of which host a name stands for. A host that has one serves it, to whoever shows the job's
+The daemon says which folder of which host a name stands for. A host that has one serves it, to whoever proves the job's
 token, over the port that slices of tensors go through; a rank asks its own agent, which asks the host that has it.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterd.agent.host.attempt_records import Attempt, Refused
-from clusterd.agent.tensors.fabric import FetchFailed, ask
+from clusterd.agent.tensors.fabric import FetchFailed, ask, data_name
 from clusterd.datasets import FREE_SHARE, UNREACHABLE, DataUnavailable, File, Folders, Found
 from clusterd.protocol import FRAME_BYTES_MAX
 
@@ -32,13 +32,14 @@ class Datasets:
 
     def __init__(self) -> None:
         self._served: dict[str, tuple[str, Folders]] = {}  # name and folder by token
+        self._tokens: dict[str, str] = {}  # by public name
         self._elsewhere: dict[str, dict[str, Message]] = {}  # by attempt, by data set
         self._lock = threading.Lock()
 
     # ---- for other hosts -----------------------------------------------------------------------------------------
 
     def serve(self, token: str, dataset: str, folder: str) -> None:
-        """From now on, whoever shows `token` may read this folder.
+        """From now on, whoever proves `token` may read this folder.
 
         Raises:
             Refused: there is no such folder on this host.
@@ -48,14 +49,17 @@ class Datasets:
             raise Refused("dataset", f"the data set {dataset!r} has no folder {path} on this host")
         with self._lock:
             self._served[token] = (dataset, Folders({dataset: path}))
+            self._tokens[data_name(token)] = token
 
-    def answer(self, request: Message) -> Message | None:
-        """To another agent; None: nothing is served under this token."""
+    def token_of(self, name: str) -> str | None:
+        """Token of a served data set by the token's public name."""
         with self._lock:
-            known = self._served.get(str(request.get("token")))
-        if known is None:
-            return None
-        dataset, folders = known
+            return self._tokens.get(name)
+
+    def answer(self, token: str, request: Message) -> Message:
+        """Answer another agent, which proved this token."""
+        with self._lock:
+            dataset, folders = self._served[token]
         try:
             path = str(request["path"])
             if request["data"] == "look":
@@ -117,7 +121,7 @@ class Datasets:
         why = "none is named"
         for host, port in known["from"]:
             try:
-                return ask((str(host), int(port)), {"token": known["token"], **request}), ""
+                return ask((str(host), int(port)), str(known["token"]), request), ""
             except FetchFailed as failed:
                 why = str(failed)
         return None, why

@@ -1,30 +1,31 @@
 """Slices between hosts: agents fetch ranges of each other's segments over TCP, from memory to memory.
 
-A connection is one fetch: a frame that names it and shows the move's token, a frame back once the segment is complete,
-then the bytes. Threads with blocking sockets: the kernel does the work, and the interpreter's lock is free meanwhile.
+A connection is one fetch. The server (`slice_server`) sends a nonce; the client names a move or a data set, with a MAC
+over the nonce under its token, which itself never crosses the network, and its request; the server shows that it knows
+the token too, and answers. Bytes of tensors are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
 import socket
 import struct
-import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from clusterd import protocol
-from clusterd.agent.tensors.segments import Segment, Store
-from clusterd.niceness import lower_priority
+from clusterd.agent.tensors.segments import Segment
+from clusterd.protocol.proof import CHALLENGE_BYTES_MAX, new_nonce, proof, proves
 
 CHUNK_BYTES = 4 << 20
-PUBLISH_TIMEOUT_S = 600.0
+REQUEST_BYTES_MAX = 1 << 20
 CONNECT_TIMEOUT_S = 30.0
+HANDSHAKE_S = 5.0
+"""For a peer to show that it knows the token, from its connection on."""
+HANDSHAKES = 3
+"""Tries of a client: a server that is flooded by others may close a connection before its handshake is over."""
 IDLE_TIMEOUT_S = 60.0
 """A peer that sends nothing for so long in the middle of its bytes is gone."""
-
-CONNECTIONS_MAX = 64
 
 Range = tuple[int, int]
 
@@ -33,91 +34,60 @@ class FetchFailed(Exception):
     """The bytes did not come; says from where and why."""
 
 
-class SliceServer:
-    """Serves ranges of complete segments to whoever shows the token of their move."""
+def client_proof(token: str, nonce: str, own_nonce: str, name: str) -> str:
+    """MAC by which the side that fetches shows its token for `name`."""
+    return proof(token, "slice client", nonce, own_nonce, name)
 
-    def __init__(
-        self,
-        store: Store,
-        token_of: Callable[[str], str | None],
-        data: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda request: None,
-    ) -> None:
-        """Listens at once, on all addresses and a free port.
 
-        Args:
-            data: answers questions about data sets; None where the token is a stranger's.
-        """
-        self._store = store
-        self._data = data
-        self._token_of = token_of
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=128)
-        self._slots = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="fabric", daemon=True).start()
+def server_proof(token: str, nonce: str, own_nonce: str, name: str) -> str:
+    """MAC by which the side that serves shows that it knows the token too; nonces in the same order."""
+    return proof(token, "slice server", nonce, own_nonce, name)
 
-    def close(self) -> None:
-        """Take no more connections."""
-        # Closing alone does not wake a thread that is in accept().
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._slots.acquire()
-            threading.Thread(target=self._serve, args=(connection,), name="slice", daemon=True).start()
+def data_name(token: str) -> str:
+    """Public name of a data set's token, by which a server finds it."""
+    return proof(token, "data set")[:32]
 
-    def _serve(self, connection: socket.socket) -> None:
+
+def _connect(address: tuple[str, int], token: str, name: str, request: dict[str, Any]) -> socket.socket:
+    """Connect, prove the token and send a request.
+
+    Raises:
+        OSError, EOFError, ProtocolError: nobody is there, or not somebody with this token.
+    """
+    for attempt in range(HANDSHAKES):
+        connection = socket.create_connection(address, CONNECT_TIMEOUT_S)
         try:
-            with connection:
-                connection.settimeout(IDLE_TIMEOUT_S)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                request = _receive_frame(connection)
-                if "data" in request:
-                    self._answer_data(connection, request)
-                    return
-                known = self._token_of(str(request.get("move")))
-                if known is None or not hmac.compare_digest(known, str(request.get("token"))):
-                    return  # no word to strangers
-                self._answer(connection, request)
-        except (OSError, EOFError, protocol.ProtocolError, KeyError, TypeError, ValueError):
-            return  # the other side says what it missed; there is nobody here to tell
-        finally:
-            self._slots.release()
-
-    def _answer_data(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        """One question after the other, for as long as the caller has some."""
-        while (answer := self._data(request)) is not None:
-            connection.sendall(protocol.encode(answer))
-            request = _receive_frame(connection)
-
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        segment = self._store.find(str(request["segment"]))
-        if segment is None or segment.move != request["move"] or not segment.wait(PUBLISH_TIMEOUT_S):
-            connection.sendall(protocol.encode({"error": f"segment {request['segment']} was dropped, or is not here"}))
-            return
-        ranges = [(int(offset), int(length)) for offset, length in request["ranges"]]
-        if any(offset < 0 or length < 0 or offset + length > segment.size for offset, length in ranges):
-            connection.sendall(protocol.encode({"error": f"segment {segment.name} has no such range"}))
-            return
-        if request.get("patient"):
-            lower_priority()
-        connection.sendall(protocol.encode({"meta": segment.meta, "bytes": sum(n for _, n in ranges)}))
-        _send_ranges(connection, segment, ranges)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _shake_hands(connection, token, name, request)
+            connection.settimeout(IDLE_TIMEOUT_S)
+            return connection
+        except (EOFError, ConnectionError):
+            connection.close()
+            if attempt == HANDSHAKES - 1:
+                raise
+        except BaseException:
+            connection.close()
+            raise
+    raise AssertionError("unreachable")
 
 
-def _send_ranges(connection: socket.socket, segment: Segment, ranges: Sequence[Range]) -> None:
-    with memoryview(segment.mapped) as view:
-        for offset, length in ranges:
-            for start in range(offset, offset + length, CHUNK_BYTES):
-                connection.sendall(view[start : min(start + CHUNK_BYTES, offset + length)])
+def _shake_hands(connection: socket.socket, token: str, name: str, request: dict[str, Any]) -> None:
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    try:
+        nonce = str(receive_frame(connection, CHALLENGE_BYTES_MAX, time.monotonic() + HANDSHAKE_S).get("nonce"))
+    except TimeoutError:
+        raise protocol.ProtocolError("it sent no challenge: its agent is of an older version, and busy") from None
+    own_nonce = new_nonce()
+    shown = {"name": name, "nonce": own_nonce, "proof": client_proof(token, nonce, own_nonce, name)}
+    # One round trip less: the request holds no secret, so that it need not wait for the server's proof.
+    connection.sendall(protocol.encode(shown) + protocol.encode(request))
+    answer = receive_frame(connection, CHALLENGE_BYTES_MAX, deadline)
+    if not proves(token, answer.get("proof"), "slice server", nonce, own_nonce, name):
+        raise protocol.ProtocolError("it does not know the token")
 
 
-def ask(address: tuple[str, int], request: dict[str, Any]) -> dict[str, Any]:
+def ask(address: tuple[str, int], token: str, request: dict[str, Any]) -> dict[str, Any]:
     """One question about a data set to the agent that has it, and its answer.
 
     Raises:
@@ -125,14 +95,8 @@ def ask(address: tuple[str, int], request: dict[str, Any]) -> dict[str, Any]:
     """
     where = f"{address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, CONNECT_TIMEOUT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(IDLE_TIMEOUT_S)
-            connection.sendall(protocol.encode(request))
-            (length,) = struct.unpack("!I", _receive_exactly(connection, 4))
-            if length > protocol.FRAME_BYTES_MAX:
-                raise protocol.ProtocolError(f"a frame of {length} bytes was announced")
-            return protocol.decode(_receive_exactly(connection, length))
+        with _connect(address, token, data_name(token), request) as connection:
+            return receive_frame(connection, protocol.FRAME_BYTES_MAX)
     except (OSError, EOFError, protocol.ProtocolError) as error:
         raise FetchFailed(f"{where}: {error or type(error).__name__}") from error
 
@@ -160,11 +124,8 @@ def fetch(
     """
     where = f"{address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, CONNECT_TIMEOUT_S) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            request: dict[str, Any] = {"token": token, "move": move, "segment": segment}
-            request |= {"ranges": [list(r) for r in ranges], "patient": patient}
-            connection.sendall(protocol.encode(request))
+        request = {"segment": segment, "ranges": [list(r) for r in ranges], "patient": patient}
+        with _connect(address, token, move, request) as connection:
             answer = _patient(connection, stopped)
             if "error" in answer:
                 raise FetchFailed(f"{where}: {answer['error']}")
@@ -195,20 +156,34 @@ def _patient(connection: socket.socket, stopped: Callable[[], bool]) -> dict[str
     (length,) = struct.unpack("!I", head)
     if length > protocol.FRAME_BYTES_MAX:
         raise protocol.ProtocolError(f"a frame of {length} bytes was announced")
-    return protocol.decode(_receive_exactly(connection, length))
+    return protocol.decode(_receive_exactly(connection, length, None))
 
 
-def _receive_frame(connection: socket.socket) -> dict[str, Any]:
-    (length,) = struct.unpack("!I", _receive_exactly(connection, 4))
-    if length > CHUNK_BYTES:
-        raise protocol.ProtocolError(f"a request of {length} bytes was announced")
-    return protocol.decode(_receive_exactly(connection, length))
+def receive_frame(connection: socket.socket, bytes_max: int, deadline: float | None = None) -> dict[str, Any]:
+    """The next frame, of which no byte is stored if it is longer than `bytes_max`.
+
+    Args:
+        deadline: monotonic time by which all of it must have come; None: the socket's own time-out, for each read.
+    """
+    (length,) = struct.unpack("!I", _receive_exactly(connection, 4, deadline))
+    if length > bytes_max:
+        raise protocol.ProtocolError(f"a frame of {length} bytes was announced; the longest is {bytes_max}")
+    return protocol.decode(_receive_exactly(connection, length, deadline))
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    data = bytearray(count)
-    with memoryview(data) as view:
-        _fill(connection, view)
+def _receive_exactly(connection: socket.socket, count: int, deadline: float | None) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("it took too long")
+            connection.settimeout(left_s)
+        # Memory grows with what has come, not with what was announced.
+        got = connection.recv(min(count - len(data), 1 << 18))
+        if not got:
+            raise EOFError("it closed the connection")
+        data += got
     return bytes(data)
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.log import log_line
 from clusterd.agent.tensors.datasets import Datasets
-from clusterd.agent.tensors.fabric import FetchFailed, SliceServer, fetch
+from clusterd.agent.tensors.fabric import FetchFailed, fetch
 from clusterd.agent.tensors.segments import Segment, Store
+from clusterd.agent.tensors.slice_server import ANY_ADDRESS, SliceServer
 from clusterd.agent.tensors.snapshot_replicas import SnapshotReplicas, set_of
 from clusterd.agent.threads import in_thread
 
@@ -51,7 +52,7 @@ class Moves:
     ) -> None:
         shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else home
         self._store = Store(shared / f"clusterd-{os.getuid()}-{agent_id[:8]}", home / "segments", home / "store.json")
-        self._server: SliceServer | None = None
+        self._servers: dict[str, SliceServer] = {}  # by address
         self._datasets = datasets
         self._tokens: dict[str, str] = {}
         self.replicas = SnapshotReplicas(self._store, self._tokens, send_to_daemon)
@@ -60,15 +61,27 @@ class Moves:
         self._send_to_ranks = send_to_ranks
         self._send_to_attempt = send_to_attempt
         self._fetching: set[asyncio.Task[None]] = set()
-        self._arrived: dict[str, list[Message]] = {}
+        self._arrived: dict[str, dict[str, Message]] = {}  # by migration, by segment
 
     # ---- the daemon's verbs --------------------------------------------------------------------------------------
 
-    def fabric(self) -> Message:
-        """Return the port that other agents fetch from; listen from the first call on."""
-        if self._server is None:
-            self._server = SliceServer(self._store, self._tokens.get, self._datasets.answer)
-        return {"port": self._server.port}
+    def fabric(self, address: str) -> Message:
+        """Return the port that other agents fetch from; listen from the first call on.
+
+        Args:
+            address: of this host, by which others know it; "": a daemon of an earlier version did not say.
+        """
+        address = address or ANY_ADDRESS
+        if address not in self._servers:
+            self._servers[address] = self._listen(address)
+        return {"port": self._servers[address].port}
+
+    def _listen(self, address: str) -> SliceServer:
+        try:
+            return SliceServer(self._store, self._tokens.get, self._datasets, address)
+        except OSError as error:  # the address of a router in front of it
+            log_line(f"agent: serving slices on all interfaces, not on {address} alone: {error}")
+            return SliceServer(self._store, self._tokens.get, self._datasets)
 
     def admit(self, move: Message) -> None:
         """Accept this migration's token for its segments, and the tokens of the state snapshots it restores from."""
@@ -158,7 +171,7 @@ class Moves:
         """Segments of a migration announced so far, for a rank that connected later."""
         move = str(message["move"])
         unfilled = [{"name": s.name, "path": str(s.path)} for s in self._store.of(move)]
-        return {"segments": list(self._arrived.get(move, ())), "rooms": unfilled}
+        return {"segments": list(self._arrived.get(move, {}).values()), "rooms": unfilled}
 
     def _announce_segment(self, attempt: Attempt, made: Segment) -> None:
         """Announce a new segment, so that ranks can map it before it is filled."""
@@ -193,7 +206,7 @@ class Moves:
             "event": "segment", "move": move, "name": name, "path": str(path), "meta": meta, "where": where,
             "source": source,
         }  # fmt: skip
-        self._arrived.setdefault(move, []).append(message)
+        self._arrived.setdefault(move, {})[name] = message
         self._send_to_attempt(attempt.job, attempt.attempt, message)
 
     def forget(self, attempt: Attempt) -> None:
@@ -202,6 +215,6 @@ class Moves:
 
     def close(self) -> None:
         """Close the server and the store, when the agent exits: its successor knows no migration."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers.values():
+            server.close()
         self._store.close()

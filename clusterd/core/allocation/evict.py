@@ -16,7 +16,8 @@ from clusterd.core.allocation.suspend import may_suspend_by_right, suspendable, 
 from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.performance_table import Estimate
-from clusterd.core.state import Claim, Job
+from clusterd.core.reservations import Claim
+from clusterd.core.state import Job
 from clusterd.core.view import Preempt, View
 from clusterd.types import AttemptState, Device, DeviceId, JobId
 from clusterd.units import duration
@@ -79,12 +80,12 @@ def evict_by_right(ctx: PassContext, p: JobForecast) -> EvictionPlan | None:
         None: all that may be taken is not enough.
     """
     least: dict[JobId, int] = {}
-    for v in ctx.yielding():
+    for v in ctx.able_to_give():
         to = least_by_right(v, p.job)
         if to is not None and to < len(v.devices):
             least[v.job.id] = to
-    loans = [v for v in ctx.yielding() if v.job.id in least and not may_preempt(v.job, p.job)]
-    others = [v for v in ctx.yielding() if v.job.id in least and may_preempt(v.job, p.job)]
+    loans = [v for v in ctx.able_to_give() if v.job.id in least and not may_preempt(v.job, p.job)]
+    others = [v for v in ctx.able_to_give() if v.job.id in least and may_preempt(v.job, p.job)]
     levels = [-inf, *sorted({float(v.job.priority) for v in others})]
     for level in levels:
         victims = [*loans, *(v for v in others if v.job.priority <= level)]

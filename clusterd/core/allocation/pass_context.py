@@ -126,7 +126,7 @@ class PassContext:
     def can_migrate(self, p: JobForecast) -> bool:
         return p.job.id not in self.moved and self.costs.may_move(p)
 
-    def yielding(self) -> list[JobForecast]:
+    def able_to_give(self) -> list[JobForecast]:
         """Running jobs that may give devices by right: without the long pauses of migrations that are to pay."""
         return [v for v in self.holding if v.job.id not in self.moved and can_migrate(v.job, self.view) is not None]
 

@@ -24,7 +24,8 @@ from clusterd.core.ledger import Ledger, bind, held
 from clusterd.core.performance_table import Estimate
 from clusterd.core.placement.assign import PlannedStart, assign
 from clusterd.core.placement.heterogeneous_search import Found, shared_by
-from clusterd.core.state import Job, Reservation
+from clusterd.core.reservations import Reservation
+from clusterd.core.state import Job
 from clusterd.core.view import Refusal, Start, View
 from clusterd.types import Device, HostId, JobId, JobKind
 from clusterd.units import duration

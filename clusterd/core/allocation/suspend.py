@@ -12,7 +12,8 @@ from clusterd.core.estimates.attained_service import executed_s, total_steps
 from clusterd.core.estimates.can_migrate import is_settled
 from clusterd.core.estimates.job_forecast import JobForecast
 from clusterd.core.ledger import bind
-from clusterd.core.state import Claim, Outcome
+from clusterd.core.reservations import Claim
+from clusterd.core.state import Outcome
 from clusterd.core.view import Refusal, View
 from clusterd.types import Device, HostState, JobId, JobKind, JobState
 

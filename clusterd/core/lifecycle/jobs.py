@@ -18,7 +18,7 @@ from clusterd.core.view import CoreGrant, Start
 from clusterd.types import Device, HostId, JobKind, JobState
 from plans.plan import Plan
 
-RUN_TIMES_KEPT = 16
+RUN_TIMES_MAX = 16
 """Run times remembered of each name and user, newest last."""
 
 RUN_TIME_KEYS = 2000
@@ -106,7 +106,7 @@ def _record_run_time(ctx: HandlerContext, job: Job) -> None:
     """Record how long a finished job ran, for the forecast of its like."""
     run_times, ran_s = ctx.state.run_times, executed_s(job, ctx.now_s)
     for key in (run_key(job), job.spec.user):
-        run_times[key] = [*run_times.pop(key, ()), ran_s][-RUN_TIMES_KEPT:]  # the key moves to the end
+        run_times[key] = [*run_times.pop(key, ()), ran_s][-RUN_TIMES_MAX:]  # the key moves to the end
     while len(run_times) > RUN_TIME_KEYS:
         del run_times[next(iter(run_times))]
 

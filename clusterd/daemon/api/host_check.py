@@ -49,12 +49,13 @@ class HostChecks:
         asked = [admission.find_host(state, name) for name in hosts] or list(state.hosts.values())
         names = {host.id for host in asked}
         up = [host for host in state.hosts.values() if host.state is HostState.UP]
-        served = await self._each(up, lambda host: self._hosts.request(host.id, "fabric"))
-        places = {
-            host.id: [host.facts.address, answer["port"]]
-            for host in up
-            if host.facts is not None and isinstance(answer := served[host.id], dict)
-        }
+        places: dict[HostId, list[Any]] = {}
+
+        async def served(host: Host) -> Row:
+            places[host.id] = await self._hosts.slice_server(host.id, "fabric")
+            return {}
+
+        await self._each([host for host in up if host.facts is not None], served)
 
         async def tried(host: Host) -> Row:
             # Both ways, for firewalls are of one host each; who was not asked about tries only who was.

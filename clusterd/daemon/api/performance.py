@@ -29,6 +29,8 @@ from profiling.ranking import RESOURCES, device_curve, on_types, plan_rows, reso
 from profiling.store import Store
 from profiling.table import TableError
 
+IMPORT_CHARACTERS_MAX = 64 << 20
+
 Describe = Callable[[JobSpec, str], Awaitable[dict[str, Any]]]
 """Inspects the model of an unsubmitted job on some host; the second argument is a name for the try."""
 
@@ -53,6 +55,7 @@ class PerformanceVerbs:
         self._admit = admit
         self._describe = describe
         self._tries = itertools.count(1)
+        self._partial_imports: dict[int, str] = {}  # by connection
 
     @property
     def verbs(self) -> dict[str, Verb]:
@@ -206,13 +209,24 @@ class PerformanceVerbs:
         text, count = await anyio.to_thread.run_sync(read)
         return {"csv": text, "count": count}
 
-    async def measurements_import(self, peer: Peer, csv: str, name: str) -> dict[str, Any]:
-        """Import exported measurements, skipping known ones; `name`: of their file, for messages."""
+    async def measurements_import(self, peer: Peer, csv: str, name: str, more: bool = False) -> dict[str, Any]:
+        """Import exported measurements, skipping known ones.
+
+        Args:
+            name: of their file, for messages.
+            more: the next request of this connection continues the file; nothing is imported yet.
+        """
         need_operator(peer, "import measurements")
+        text = self._partial_imports.pop(peer.connection, "") + csv
+        if len(text) > IMPORT_CHARACTERS_MAX:
+            raise UsageError(f"{name} is longer than {IMPORT_CHARACTERS_MAX} characters: divide it")
+        if more:
+            self._partial_imports[peer.connection] = text
+            return {"count": 0}
 
         def add() -> int:
             with Store(self._store) as store:
-                return store.add_csv(csv, name)
+                return store.add_csv(text, name)
 
         try:
             count = await anyio.to_thread.run_sync(add)
@@ -220,6 +234,10 @@ class PerformanceVerbs:
             raise UsageError(str(error)) from None
         self._imported()
         return {"count": count}
+
+    def drop_partial(self, connection: int) -> None:
+        """Drop what a connection that ended has sent of a file."""
+        self._partial_imports.pop(connection, None)
 
     async def _of(self, text: str, user: str) -> tuple[list[Knowledge], Job]:
         """Knowledge about a job's model by device type: the type it runs on first, else the most measured."""

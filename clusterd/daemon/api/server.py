@@ -1,7 +1,7 @@
 """Server of the local socket: reads frames, calls verbs, writes frames.
 
 Requests of one connection are served side by side, so that a client may send a thousand submits without waiting. What a
-client does not read waits in its own small buffer and holds up nobody else.
+client does not read holds up nobody else, and no more is made for that client meanwhile (`memory`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from clusterd import __version__, protocol
+from clusterd.daemon.api.memory import CONNECTIONS_PER_USER, ClientMemory, SharedMemory
 from clusterd.errors import ClusterError, UsageError
 from clusterd.socket_files import inode, is_still
 
@@ -38,6 +39,9 @@ REQUESTS_AT_ONCE = 512
 
 LOOK_EVERY_S = 1.0
 """Interval of checks that the socket file still exists."""
+
+RECEIVE_S = 60.0
+"""For all of a request, from its length on."""
 
 ANSWERS_WITHIN_S = 1.0
 """A listening peer accepts at once, as the kernel does it; a longer silence means that nobody listens."""
@@ -77,6 +81,7 @@ class Server:
         self._streams = streams
         self._on_gone = on_gone
         self._connections = itertools.count(1)
+        self._memory = SharedMemory()
         self._made: int | None = None  # inode of the socket that is ours
 
     async def listen(self) -> anyio.abc.SocketListener:
@@ -160,21 +165,26 @@ class Server:
     async def _connection(self, stream: anyio.abc.SocketStream) -> None:
         peer = self._peer(stream)
         reader = _Reader(stream)
-        lock = anyio.Lock()
-
-        async def send(message: dict[str, Any]) -> None:
-            frame = protocol.encode(message)
-            async with lock:
-                await stream.send(frame)
-
         slots = anyio.Semaphore(REQUESTS_AT_ONCE)
+        client: _Client | None = None
         try:
             async with stream, anyio.create_task_group() as group:
+
+                def cut() -> None:
+                    log.warning("a client of user %s was cut off: it does not read its answers", peer.user)
+                    group.cancel_scope.cancel()
+
+                memory = self._memory.open(peer.user, cut)
+                if memory is None:
+                    raise protocol.ProtocolError(f"{CONNECTIONS_PER_USER} others of the same user are connected")
+                client = _Client(stream, peer, memory)
                 try:
                     while True:
-                        request = await protocol.read(reader, "backslashreplace")
                         await slots.acquire()
-                        group.start_soon(self._serve, request, peer, send, slots)
+                        length = await protocol.read_length(reader, protocol.REQUEST_BYTES_MAX)
+                        await memory.receive(length)
+                        request = protocol.decode(await _receive(reader, length), "backslashreplace")
+                        group.start_soon(self._serve, request, length, client, slots)
                 except (anyio.EndOfStream, anyio.IncompleteRead):
                     group.cancel_scope.cancel()
         except* (anyio.BrokenResourceError, anyio.ClosedResourceError):
@@ -182,27 +192,34 @@ class Server:
         except* protocol.ProtocolError as errors:
             log.warning("a client of user %s was cut off: %s", peer.user, errors.exceptions[0])
         finally:
+            if client is not None:
+                self._memory.close(client.memory)
             self._on_gone(peer)
 
-    async def _serve(
-        self,
-        request: dict[str, Any],
-        peer: Peer,
-        send: Callable[[dict[str, Any]], Awaitable[None]],
-        slots: anyio.Semaphore,
-    ) -> None:
+    async def _serve(self, request: dict[str, Any], length: int, client: _Client, slots: anyio.Semaphore) -> None:
+        peer, send = client.peer, client.send
         number = request.pop("id", None)
         verb = request.pop("verb", None)
         try:
             if not isinstance(verb, str):
                 raise UsageError(f"a request names its verb as text, not as {verb!r}")
             if streaming := self._streams.get(verb):
+                client.memory.end_answer(await client.memory.begin_answer(verb))
                 async for item in streaming(peer, **_arguments(streaming, peer, request, verb)):
                     await send({"id": number, "item": item})
                 await send({"id": number, "ok": None})
             elif answering := self._verbs.get(verb):
-                answer = await answering(peer, **_arguments(answering, peer, request, verb))
-                await send({"id": number, "ok": answer})
+                expected = await client.memory.begin_answer(verb)
+                try:
+                    # Only the frame stays while the client reads: an answer of a megabyte is ten of Python's objects.
+                    frame = protocol.encode(
+                        {"id": number, "ok": await answering(peer, **_arguments(answering, peer, request, verb))}
+                    )
+                    self._memory.answer_bytes[verb] = len(frame)
+                    client.memory.add_unread(len(frame))
+                finally:
+                    client.memory.end_answer(expected)
+                await client.send_counted(frame)
             else:
                 raise UsageError(
                     f"this daemon ({__version__}) does not know {verb!r}: is the client of another version?"
@@ -217,6 +234,7 @@ class Server:
             message = f"the daemon failed while serving {verb!r}: its log says more"
             await send({"id": number, "error": {"message": message, "exit_code": 1}})
         finally:
+            client.memory.finish(length)
             slots.release()
 
     def _peer(self, stream: anyio.abc.SocketStream) -> Peer:
@@ -286,6 +304,36 @@ def _arguments(verb: Verb | Streaming, peer: Peer, given: dict[str, Any], name: 
 @functools.cache
 def _types(verb: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(verb)
+
+
+class _Client:
+    """One connection: frames go out one after the other, and count until they are taken."""
+
+    def __init__(self, stream: anyio.abc.SocketStream, peer: Peer, memory: ClientMemory) -> None:
+        self.peer, self.memory = peer, memory
+        self._stream = stream
+        self._lock = anyio.Lock()
+
+    async def send(self, message: dict[str, Any]) -> None:
+        frame = protocol.encode(message)
+        self.memory.add_unread(len(frame))
+        await self.send_counted(frame)
+
+    async def send_counted(self, frame: bytes) -> None:
+        try:
+            async with self._lock:
+                await self._stream.send(frame)
+        finally:
+            self.memory.read(len(frame))
+
+
+async def _receive(reader: protocol.Reader, length: int) -> bytes:
+    """Body of a frame; it must come in a while, as it takes from what all requests may take."""
+    try:
+        with anyio.fail_after(RECEIVE_S):
+            return await reader.readexactly(length)
+    except TimeoutError:
+        raise protocol.ProtocolError(f"{length} bytes did not come within {RECEIVE_S:.0f} s") from None
 
 
 class _Reader:

@@ -82,12 +82,10 @@ class DataSets:
             raise ClusterError(
                 f"the data set {name!r} is on {host}, which is no host of ours: clusterd host add {host}"
             )
-        known = self._state.hosts[host].facts
         try:
-            answer = await self._hosts.request(host, "data_serve", dataset=name, path=path, token=token)
+            return await self._hosts.slice_server(host, "data_serve", dataset=name, path=path, token=token)
         except AgentLost:
             return None
-        return [known.address if known else "127.0.0.1", answer["port"]]
 
     def _token(self, job: str, name: str) -> str:
         return hmac.new(self._key, f"{job}/{name}".encode(), hashlib.sha256).hexdigest()[:32]

@@ -188,9 +188,7 @@ class MigrationSaga:
         state = self._engine.scheduler.state
         fabric: dict[str, list[Any]] = {}
         for host in self.all_hosts:
-            port = (await self._hosts.request(host, "fabric"))["port"]
-            known = state.hosts[host].facts
-            fabric[host] = [known.address if known else "127.0.0.1", port]
+            fabric[host] = await self._hosts.slice_server(host, "fabric")
         decision = self.decision
         return {
             "id": self.id,

@@ -300,6 +300,17 @@ class HostRegistry:
             raise AgentLost(f"{host} is no longer part of the cluster")
         return await managed.link.request(verb, timeout_s=timeout_s, **args)
 
+    async def slice_server(self, host: HostId, verb: str, **args: Any) -> list[Any]:
+        """Have a host's agent serve slices at the address by which other hosts know it; return address and port.
+
+        Args:
+            verb: ``fabric``, or a request that also says what is served.
+        Raises:
+            ClusterError: as `request`.
+        """
+        address = self._address(host) or "127.0.0.1"
+        return [address, (await self.request(host, verb, address=address, **args))["port"]]
+
     async def everywhere(
         self, decision: d.ToRanks, verb: str, **args: Any
     ) -> tuple[list[dict[str, Any]], list[ClusterError]]:
@@ -346,8 +357,8 @@ class HostRegistry:
         return {"address": managed.address, "state": str(managed.link.state), "facts": managed.facts}
 
     def _address(self, host: HostId) -> str:
-        known = self._engine.scheduler.state.hosts[host].facts
-        return known.address if known else ""
+        known = self._engine.scheduler.state.hosts.get(host)
+        return known.facts.address if known is not None and known.facts is not None else ""
 
     async def close(self) -> None:
         """Close every link; agents and ranks go on."""

@@ -170,9 +170,7 @@ class SnapshotReplicas:
                     log.info("%s could not drop old state snapshots: %s", host, error)
 
     async def _admitted(self, of: Generation, host: HostId) -> list[Any]:
-        answer = await self._hosts.request(host, "snapshot_admit", set=_set(of), token=self._token(of))
-        facts = self._state.hosts[host].facts
-        return [facts.address if facts else "127.0.0.1", answer["port"]]
+        return await self._hosts.slice_server(host, "snapshot_admit", set=_set(of), token=self._token(of))
 
     def _second(self, host: HostId, attempt: Attempt) -> HostId | None:
         """Host of the replica: the job's next host in a ring; for a job on one host, the least busy other one."""

@@ -1,0 +1,199 @@
+"""Connections of ranks: their messages to the daemon, and their requests about their own attempt.
+
+Ranks run code of users. They have a socket of their own, on which no verb of a daemon exists; each shows the token that
+it was launched with, and may name segments and migrations of its own attempt only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+
+from clusterd import protocol
+from clusterd.agent.host import programs
+from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.agent.log import log_line
+from clusterd.agent.ranks.attempts import Attempts
+from clusterd.agent.server.connection import Connection, Message, outcome
+from clusterd.agent.server.sessions import Sessions
+from clusterd.agent.tensors.datasets import RANGE_BYTES_MAX, Datasets
+from clusterd.agent.tensors.moves import Moves
+from clusterd.agent.threads import in_thread
+from clusterd.protocol.budget import ByteBudget
+
+REPORT_BYTES_MAX = 256 << 10
+"""Of one report to the daemon; ranks of ours send a few hundred bytes."""
+BURST_BYTES, BYTES_PER_S, REPORT_COST_BYTES = 1 << 20, 256 << 10, 1 << 10
+"""What one rank may report at once and in the long run, and what a report costs beside its bytes: the daemon journals
+some of them, for all jobs."""
+FRAMES = (16 << 20, 64 << 20)
+"""Budget of large frames of ranks: of one attempt, and of all."""
+DATA = (8 * RANGE_BYTES_MAX, 16 * RANGE_BYTES_MAX)
+"""Budget of ranges of data sets on their way to ranks: of one attempt, and of all."""
+
+
+class RankRequests:
+    """Serves the connections of ranks.
+
+    Args:
+        mark_needed: called at each message.
+    """
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        sessions: Sessions,
+        moves: Moves,
+        datasets: Datasets,
+        mark_needed: Callable[[], None],
+    ) -> None:
+        self._attempts, self._sessions, self._moves, self._datasets = attempts, sessions, moves, datasets
+        self._mark_needed = mark_needed
+        self._frames, self._data_budget = ByteBudget(*FRAMES), ByteBudget(*DATA)
+        self._requests: set[asyncio.Task[None]] = set()
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection until it ends."""
+        connection = Connection(reader, writer, self._frames)
+        self._sessions.opened(connection)
+        pace = _Pace()
+        try:
+            while True:
+                # What ranks send goes to the daemon: while that takes nothing, nothing more is read from them.
+                await self._sessions.wait_daemons_writable()
+                message, finish = await connection.receive()
+                self._mark_needed()
+                if "event" in message:
+                    self._on_event(connection, message)
+                    finish()
+                    await pace.spend(connection.received_bytes)
+                elif connection.rank is None:  # in order: an event may follow a hello directly
+                    await self._serve(connection, message, finish)
+                else:
+                    request = asyncio.create_task(self._serve(connection, message, finish))
+                    self._requests.add(request)
+                    request.add_done_callback(self._requests.discard)
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except protocol.ProtocolError as error:
+            log_line(f"agent: a rank was cut off: {error}")
+        finally:
+            await self._sessions.closed(connection)
+
+    async def _serve(self, connection: Connection, message: Message, finish: Callable[[], None]) -> None:
+        verb = str(message.get("verb"))
+        try:
+            if connection.reads_for is not None:
+                await self._serve_data(connection, connection.reads_for, verb, message)
+            else:
+                await connection.reply(message.get("id"), await outcome(verb, self._answer(connection, verb, message)))
+        finally:
+            finish()
+
+    async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
+        if verb in ("rank_hello", "data_hello"):
+            return self._hello(connection, verb, message)
+        if connection.rank is None:
+            raise Refused("hello", f"{verb} came before a rank's hello")
+        return await self._request(*connection.rank, verb, message)
+
+    def _hello(self, connection: Connection, verb: str, message: Message) -> Message:
+        rank = int(message["rank"])
+        named = (message["job"], message["attempt"], message["generation"], rank)
+        attempt = self._attempts.admit(*named, str(message["token"]))
+        if verb == "data_hello":
+            connection.reads_for = attempt
+            return {}
+        connection.rank = (attempt, rank)
+        if attempt.stopped:
+            connection.send({"event": "stop", "reason": "stopped", "deadline_s": 0.0})
+        elif missed := self._moves.missed(attempt):
+            connection.send(missed)
+        return {}
+
+    async def _request(self, attempt: Attempt, rank: int, verb: str, message: Message) -> Message:
+        if verb == "segment":
+            _check_own(attempt, message["name"])
+            return await self._moves.segment(attempt, message)
+        if verb == "publish":
+            _check_own(attempt, message["name"])
+            return await self._moves.publish(attempt, message)
+        if verb == "fetch":
+            _check_own(attempt, message["move"])
+            _check_own(attempt, message["name"])
+            for source in message["sources"]:
+                # A state snapshot may be of an earlier attempt.
+                _check_own(attempt, source["name"], any_attempt=True)
+            return await self._moves.fetch(attempt, message)
+        if verb == "segments":
+            _check_own(attempt, message["move"])
+            return self._moves.segments(message)
+        if verb == "failed":
+            self._attempts.failed(attempt, rank, str(message["reason"]), str(message["message"]))
+            return {}
+        raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of a rank's")
+
+    async def _serve_data(self, connection: Connection, attempt: Attempt, verb: str, message: Message) -> None:
+        """Answer a rank that reads a data set of another host; its bytes count until the rank took them."""
+        await self._data_budget.reserve(attempt.name, RANGE_BYTES_MAX)
+        try:
+            await connection.reply(message.get("id"), await outcome(verb, self._data(attempt, verb, message)))
+            await connection.wait_flushed()
+        finally:
+            self._data_budget.release(attempt.name, RANGE_BYTES_MAX)
+
+    async def _data(self, attempt: Attempt, verb: str, message: Message) -> Message:
+        if verb not in ("data_look", "data_read"):
+            raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r} of data sets")
+        return await in_thread(lambda: self._datasets.ask(attempt, verb, message), "data")
+
+    def _on_event(self, connection: Connection, message: Message) -> None:
+        if connection.rank is None:
+            return
+        attempt, rank = connection.rank
+        if connection.received_bytes > REPORT_BYTES_MAX:
+            log_line(f"agent: dropped a report of {connection.received_bytes} bytes by rank {rank} of {attempt.name}")
+        elif message["event"] == "failed":  # an event of ranks that an agent of an earlier version started
+            self._attempts.failed(attempt, rank, str(message.get("reason")), str(message.get("message")))
+        elif message["event"] == "said":
+            self._sessions.send_to_daemons(
+                {
+                    "event": "rank_said",
+                    "job": attempt.job,
+                    "attempt": attempt.attempt,
+                    "generation": attempt.generation,
+                    "rank": rank,
+                    "at_s": time.time(),
+                    "said": message.get("said"),
+                }
+            )
+
+
+class _Pace:
+    """Token bucket of what one rank reports; a rank that reports more is read from more slowly."""
+
+    def __init__(self) -> None:
+        self._left_bytes = float(BURST_BYTES)
+        self._at_s = time.monotonic()
+
+    async def spend(self, count: int) -> None:
+        """Wait until a report of this size is within the rate."""
+        now_s = time.monotonic()
+        earned = (now_s - self._at_s) * BYTES_PER_S
+        self._at_s = now_s
+        self._left_bytes = min(self._left_bytes + earned, BURST_BYTES) - count - REPORT_COST_BYTES
+        if self._left_bytes < 0:
+            await asyncio.sleep(-self._left_bytes / BYTES_PER_S)
+
+
+def _check_own(attempt: Attempt, name: object, any_attempt: bool = False) -> None:
+    """Refuse a migration or segment of another attempt, or of another job.
+
+    Raises:
+        Refused: ``foreign``.
+    """
+    number = r"\d+" if any_attempt else str(attempt.attempt)
+    if not re.match(rf"{re.escape(attempt.job)}\.{number}\.", str(name)):
+        raise Refused("foreign", f"{name} is not of {attempt.name}")
