@@ -1,4 +1,4 @@
-"""Promises of devices to queued jobs: the reservation of the first blocked one, and claims on suspended jobs' devices."""
+"""Promises of devices to queued jobs: the first blocked job's reservation, and claims on suspended jobs' devices."""
 
 from __future__ import annotations
 
