@@ -82,11 +82,14 @@ class RunningCluster:
         until(lambda: not Path(f"/proc/{pid}").exists() or _is_zombie(pid))
 
     def submit(self, text: str, name: str = "job") -> str:
-        """Submit a job file with this content; its workdir is the example GPT unless it says otherwise."""
+        """Submit a job file with this content; its workdir is the example GPT unless it says otherwise.
+
+        It is queued even if no host can ever serve it: some tests need a job that waits.
+        """
         file = self.directory / f"{name}.toml"
         workdir = "" if "workdir" in text else f'workdir = "{GPT}"\n'
         file.write_text(f'name = "{name}"\n{workdir}python = "{sys.executable}"\n{text}')
-        return self.run("submit", str(file)).stdout.strip()
+        return self.run("submit", "--wait-for-hosts", str(file)).stdout.strip()
 
     def submit_script(self, script: str, name: str, *, devices: int = 1, trials: bool = False) -> str:
         """Submit an elastic job of this script, which is its whole working directory."""

@@ -66,7 +66,8 @@ def submit(file: Path, output: str, **options: Any) -> int:
         spec = replace(spec, name=options["name"])
     if options["priority"] is not None:
         spec = replace(spec, priority=options["priority"])
-    spec = replace(spec, env={**spec.env, **variables(options["env"])}, waits_for_hosts=options["wait_for_hosts"])
+    spec = replace(spec, env={**spec.env, **variables(options["env"])})
+    spec = replace(spec, waits_for_hosts=spec.waits_for_hosts or options["wait_for_hosts"])
     spec = replace(spec, after=(*spec.after, *map(JobId, options["after"])))
     sweep = parse_sweep(options["sweep"])
     with Client() as cluster:

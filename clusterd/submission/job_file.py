@@ -18,7 +18,7 @@ from plans.plan import Plan, PlanError
 _TOP = {
     "name", "kind", "command", "workdir", "python", "priority", "guaranteed", "tenant", "resources", "limits", "env",
     "secrets", "trials", "datasets", "snapshots", "checkpoints", "target_loss",
-    "after",
+    "after", "wait_for_hosts",
 }  # fmt: skip
 _RESOURCES = {
     "gpus", "devices", "cpus", "memory", "plan", "plans", "hosts", "gpu_type", "gpu_memory", "nodes", "gpus_per_node",
@@ -98,6 +98,7 @@ def parse_job(values: dict[str, Any], file: Path, where: str) -> Request:
         grace_s=limit.duration_s("grace", 30.0) or 0.0,
         retries=limit("retries", int, 0),
         retry_on=_exit_codes(limit("retry_on", list, []), f"{where}: retry_on"),
+        waits_for_hosts=get("wait_for_hosts", bool, False),
         trials=get("trials", bool, True),
         target_loss=_number(values, "target_loss", where),
         snapshot_every=get("snapshots", int, None),

@@ -18,6 +18,7 @@ from tui.commands.port import AppPort
 from tui.model import rows
 from tui.model.columns import clock, decision_label
 from tui.model.lines import Line, line, printable
+from tui.model.view import promise_text
 
 LOG_BYTES_MAX = 256 << 20
 """Limit of a log copied to a temporary file for the pager."""
@@ -80,6 +81,13 @@ class ClusterCommands:
         answer = rows.read(rows.Explanation, await self._app.shared.source.call("why", job=job.id))
         now_s = self._app.shared.clock()
         made = [line((f"{job.name} ({job.id}) is {answer.state}: ", "bold"), (printable(answer.reason), "warn"))]
+        if job.promise is not None:
+            made.append(line(("starts     ", "dim"), printable(promise_text(job.promise, now_s))))
+        if job.on_loan:
+            held = len(job.devices)
+            made.append(
+                line(("on loan    ", "dim"), f"{job.on_loan} of {held} devices, until another job waits for them")
+            )
         if answer.ahead:
             names = ", ".join(answer.ahead[:5]) + (", ..." if len(answer.ahead) > 5 else "")
             made.append(line(("before it  ", "dim"), f"{len(answer.ahead)} in the queue: {printable(names)}"))

@@ -49,6 +49,14 @@ class NextPlan(msgspec.Struct, frozen=True, kw_only=True):
     move_cost_s: Seconds | None = None
 
 
+class Promise(msgspec.Struct, frozen=True, kw_only=True):
+    """Promised start of the first blocked job."""
+
+    at_s: Seconds
+    latest_s: Seconds | None = None  # by time limits; None: some have none
+    after: tuple[str, ...] = ()  # names of the jobs that it waits for
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Current state of a job."""
 
@@ -60,6 +68,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     away: tuple[str, ...] = ()  # hosts of its ranks that do not answer
     priority: int = 0
     held_by: str | None = None
+    on_loan: int = 0  # devices beyond its request, which go to whoever waits for them
+    promise: Promise | None = None
     guaranteed: bool = False
     user: str = ""
     tenant: str = ""

@@ -140,7 +140,10 @@ def job_summary(job: rows.Job, model: Model, look: Look, now_s: float) -> list[L
         made.append(_fact("plan", (job.plan, "bold"), "  pinned by hand" if job.pinned else ""))
     if job.holds_devices:
         made.append(
-            _fact("devices", f"{len(job.devices)}: {compact_devices(job.devices)}" if job.devices else "CPU cores")
+            _fact(
+                "devices",
+                f"{len(job.devices)}: {compact_devices(job.devices)}{_loan(job)}" if job.devices else "CPU cores",
+            )
         )
     if job.step or job.steps:
         share = job.step / job.steps if job.steps else 0.0
@@ -175,6 +178,8 @@ def _queue_position(job: rows.Job, model: Model, now_s: float) -> list[Line]:
     names = ", ".join(model.jobs[other].name for other in waiting[: min(ahead, 3)])
     more = ", ..." if ahead > 3 else ""
     made = [_fact("in queue", f"{ahead} before it: {names}{more}" if ahead else "first in the queue")]
+    if job.promise is not None:
+        made.append(_fact("starts", printable(promise_text(job.promise, now_s))))
     held = {other.name: len(other.devices) for other in model.jobs.values() if other.holds_devices and other.devices}
     if held:
         most = sorted(held.items(), key=lambda item: -item[1])
@@ -184,6 +189,19 @@ def _queue_position(job: rows.Job, model: Model, now_s: float) -> list[Line]:
     if unusable:
         made.append(_fact("not usable", (", ".join(unusable[:3]) + (", ..." if len(unusable) > 3 else ""), "warn")))
     return made
+
+
+def _loan(job: rows.Job) -> str:
+    return f" ({job.on_loan} on loan)" if job.on_loan else ""
+
+
+def promise_text(promise: rows.Promise, now_s: float) -> str:
+    """Phrase about a promised start: when, and after which jobs."""
+    after = f", when {' and '.join(promise.after[:3])} end{'s' * (len(promise.after) == 1)}" if promise.after else ""
+    if promise.at_s < now_s:
+        return f"next{after}; expected since {clock(promise.at_s, now_s)}"
+    latest = f", by {clock(promise.latest_s, now_s)} at the latest" if promise.latest_s is not None else ""
+    return f"at about {clock(promise.at_s, now_s)}{latest}{after}"
 
 
 def _requested(job: rows.Job) -> str:
