@@ -24,6 +24,7 @@ _COMMANDS = {
     "host": ("hosts", "host", "Add, list, drain and remove hosts."),
     "submit": ("submit", "submit", "Submit a job file; prints the job's id."),
     "run": ("submit", "run", "Run a command on the cluster: streams its log, returns its exit code."),
+    "template": ("submit", "template", "Print a job file for torchrun, accelerate, deepspeed or torchtitan."),
     "shell": ("shell", "shell", "Open a shell with its own devices, or inside a running job."),
     "ls": ("jobs", "ls", "List jobs."),
     "show": ("jobs", "show", "Show all details of one job."),

@@ -86,6 +86,52 @@ def submit(file: Path, output: str, **options: Any) -> int:
     return 0
 
 
+_TEMPLATE = """name = "{name}"
+command = {command}
+# python = "~/envs/llm"          # interpreter or virtual environment on the hosts
+
+[resources]
+nodes = {nodes}{more_nodes}
+gpus_per_node = 4
+# gpu_type = "a100"              # part of the GPU's name
+# gpu_memory = "40GB"            # least memory of each
+# cpus = 32                      # in all; default: one per GPU
+# memory = "128GB"               # host memory in all
+
+[limits]
+time = "12h"                     # lets shorter jobs start before it where that delays nobody
+retries = 1                      # after failures of its own; lost hosts do not count
+"""
+
+_LAUNCHERS = {
+    "torchrun": (2, '["torchrun", "train.py"]'),
+    "accelerate": (
+        2,
+        """["sh", "-c", '''
+    accelerate launch --num_machines $NNODES --machine_rank $NODE_RANK --num_processes $WORLD_SIZE \\
+        --main_process_ip $MASTER_ADDR --main_process_port $MASTER_PORT train.py
+''']""",
+    ),
+    "deepspeed": (2, '["torchrun", "train.py", "--deepspeed", "deepspeed.json"]'),
+    "torchtitan": (2, '["torchrun", "--tee", "3", "-m", "torchtitan.train", "--job.config_file", "train.toml"]'),
+    "single": (1, '["python", "train.py"]'),
+}
+
+
+def job_file_template(launcher: str) -> str:
+    """Text of a job file for a launcher, to begin with."""
+    nodes, command = _LAUNCHERS[launcher]
+    note = "                        # one launcher on each; torchrun finds the others by itself" if nodes > 1 else ""
+    return _TEMPLATE.format(name=f"{launcher}-job", command=command, nodes=nodes, more_nodes=note)
+
+
+@click.command()
+@click.argument("launcher", type=click.Choice(tuple(_LAUNCHERS)))
+def template(launcher: str) -> None:
+    """Print a job file for LAUNCHER, to begin with: clusterd template torchrun > job.toml."""
+    print(job_file_template(launcher), end="")
+
+
 def _read(file: Path) -> Request:
     """Read a job file or a batch script."""
     if not is_script(file):
