@@ -96,6 +96,16 @@ class Client:
 
             logging.getLogger(__name__).warning("clusterd: %s", message)
 
+    def all_jobs(self) -> list[dict[str, Any]]:
+        """Rows of all jobs, oldest first, page by page."""
+        rows: list[dict[str, Any]] = self.call("jobs", all=True)
+        over = next((row["id"] for row in rows if row["ended_s"] is not None), None)
+        while over is not None:
+            page = self.call("jobs", all=True, before=over)
+            over = page[0]["id"] if page else None
+            rows = page + rows
+        return rows
+
     def call_many(self, verb: str, calls: Iterable[dict[str, Any]]) -> list[Any]:
         """Pipeline the requests and return their answers in the order of the calls.
 

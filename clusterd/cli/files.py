@@ -151,6 +151,6 @@ def forget(jobs: tuple[str, ...], older: str | None, dry_run: bool) -> None:
 
 def _ended_before(cluster: Client, limit_s: float) -> list[str]:
     me: dict[str, Any] = cluster.call("hello")
-    rows = cluster.call("jobs", all=True)
+    rows = cluster.all_jobs()
     mine = [row for row in rows if row["user"] == me["user"]]
     return [row["id"] for row in mine if row["ended_s"] is not None and row["ended_s"] < limit_s]

@@ -35,7 +35,7 @@ def history(since: str, job: str | None, host: str | None, output: str) -> None:
         if host is not None:
             host = cluster.call("host", host=host)["name"]
         answer = cluster.call("history", limit=ROWS_MAX)
-        names = {row["id"]: row["name"] for row in cluster.call("jobs", all=True)}
+        names = {row["id"]: row["name"] for row in cluster.all_jobs()}
     rows = [row for row in (*answer["events"], *answer["decisions"]) if row["kind"] not in _ROUTINE]
     rows = [row for row in rows if row["at_s"] >= begin_s]
     rows = [row for row in rows if wanted is None or row.get("job") == wanted]

@@ -43,7 +43,7 @@ LINES_MAX = 20
 def ls(jobs: tuple[str, ...], everything: bool, state: str | None, output: str) -> None:
     """List active jobs, with --all also finished ones; JOBS limits the list to names, ids or patterns."""
     with Client() as cluster:
-        rows = cluster.call("jobs", all=everything or state is not None)
+        rows = cluster.all_jobs() if everything or state is not None else cluster.call("jobs")
     if jobs:
         rows = [row for row in rows if is_selected(row, jobs)]
     if state is not None:

@@ -231,3 +231,17 @@ def test_rows_beside_an_event_that_is_set_aside_go_at_the_next_start(tmp_path: A
     assert anyio.run(archive.secrets, "1") == {"KEY": "hush"}
     assert anyio.run(archive.secrets, "9") == {}
     journal.close()
+
+
+def test_finished_jobs_come_in_pages(local_cluster: RunningCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A year of them would not fit into a frame; the client puts the pages together."""
+    jobs = [local_cluster.run("run", "-d", "--", "true").stdout.strip() for _ in range(3)]
+    for job in jobs:
+        local_cluster.run("wait", job)
+    running = local_cluster.run("run", "-d", "--", "sleep", "1000").stdout.strip()
+    with local_cluster.client() as client:
+        every = [row["id"] for row in client.all_jobs()]
+        assert every == sorted(every, key=int) and every[-4:] == [*jobs, running]
+        assert [row["id"] for row in client.call("jobs", all=True, before=jobs[2])][-2:] == jobs[:2]
+        assert client.call("jobs", all=True, before="1") == []
+    local_cluster.run("cancel", running)

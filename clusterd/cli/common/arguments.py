@@ -28,7 +28,11 @@ def own_jobs(cluster: Client, texts: Iterable[str], *, over: bool) -> list[str]:
             found.append(text)
             continue
         me = cluster.call("hello")["user"]
-        rows = [row for row in cluster.call("jobs", all=over) if row["user"] == me and is_selected(row, [text])]
+        rows = [
+            row
+            for row in (cluster.all_jobs() if over else cluster.call("jobs"))
+            if row["user"] == me and is_selected(row, [text])
+        ]
         ids = [row["id"] for row in rows if (row["ended_s"] is not None) == over]
         if not ids:
             raise UsageError(f"no {'finished' if over else 'active'} job of yours matches {text}")

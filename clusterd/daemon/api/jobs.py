@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
+from itertools import dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -239,9 +240,20 @@ class JobVerbs:
             raise UsageError(f"the workdir is larger than {self._config.workdir_bytes_max} bytes")
         await self._archive.put_snapshot(digest, offset, data, last, peer.connection)
 
-    async def jobs(self, peer: Peer, all: bool = False) -> list[dict[str, Any]]:
-        """Rows of the jobs that are not over, or of all."""
-        return [projection.job_row(j, self._state) for j in self._state.jobs.values() if all or not j.state.is_final]
+    async def jobs(self, peer: Peer, all: bool = False, before: str | None = None) -> list[dict[str, Any]]:
+        """Rows of the jobs that are not over; with `all`, of the newest that are over, too, oldest first.
+
+        Args:
+            before: the next page: only jobs that are over and were submitted before this one.
+        """
+        state = self._state
+        active = [] if before is not None else [state.jobs[job] for job in {**state.queue, **state.active}]
+        older = reversed(state.jobs.values())
+        if before is not None:
+            older = dropwhile(lambda job: job.id != before, older)
+        over = (job for job in older if job.state.is_final and job.id != before)
+        shown = [*active, *islice(over, JOBS_PER_PAGE)] if all else active
+        return [projection.job_row(job, state) for job in sorted(shown, key=lambda job: (len(job.id), job.id))]
 
     async def job(self, peer: Peer, job: str) -> dict[str, Any]:
         """Everything about one job."""
@@ -394,6 +406,10 @@ class JobVerbs:
 
     def _change(self, change: Change) -> dict[str, Any]:
         return projection.change_row(self._state, change.number, change.events, change.decisions, self._hosts.link_row)
+
+
+JOBS_PER_PAGE = 1000
+"""Jobs that are over in one answer; a year of them would not fit into a frame."""
 
 
 class JobIds:
