@@ -204,7 +204,7 @@ def _resources(table: Mapping[str, Any], where: str) -> Resources:
     try:
         named, gpus = parse_gpus(given) if given is not None else ("", None)
     except ValueError as error:
-        raise ConfigError(f"{where}: gpus is {error}") from None
+        raise ConfigError(f"{where}: gpus: {error}") from None
     nodes = get("nodes", int, 1)
     gpus_each, devices_each = get("gpus_per_node", int, None), get("devices_per_node", int, None)
     if nodes < 1:

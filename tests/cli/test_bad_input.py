@@ -194,7 +194,9 @@ def test_a_log_that_cannot_be_written(cluster: RunningCluster) -> None:
 def test_a_state_directory_with_a_file_in_the_place_of_a_folder(cluster: RunningCluster) -> None:
     """It was said to be a bug of the daemon's own."""
     (cluster.directory / "attempts").touch()
-    assert f"{cluster.directory}/attempts: File exists: make it a directory" in refused(cluster, "start", code=1)
+    assert f"{cluster.directory}/attempts: File exists: make it a writable directory" in refused(
+        cluster, "start", code=1
+    )
 
 
 def test_what_is_meant_for_several_hosts_is_done_for_those_that_there_are(local_cluster: RunningCluster) -> None:

@@ -24,7 +24,7 @@ NEVER_TAKEN = [
     "command = ['true']\npriority = 1" + "0" * 30,
     "command = ['true']\nkind = 'checkpointable'",
     "command = ['true']\n[env]\n'A=B' = 'x'",
-    "command = ['true']\n[resources]\ngpus = -1",
+    "command = ['true']\n[resources]\ndevices = -1",
     "command = ['true']\n[resources]\ncpus = -4",
     "command = ['true']\n[resources]\ndevices = 2\nplan = { dp = 4 }",
     "command = ['true']\n[limits]\ntime = -3",

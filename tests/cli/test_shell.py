@@ -179,7 +179,7 @@ def test_what_cannot_be_is_said_in_a_line(local_cluster: RunningCluster, tmp_pat
     local_cluster.run("run", "--name", "done", "--", "true", cwd=tmp_path)
     for arguments, code, why in (
         ((), 2, "give a JOB to join, or devices to reserve"),
-        (("--gpus", "1", "--devices", "1"), 2, "give either --gpus or --devices"),
+        (("--gpus", "1", "--devices", "1"), 2, "--gpus and --devices are both given"),
         (("--time", "2h", "gpt"), 2, "--time applies to a reservation"),
         (("nobody",), 2, "no job"),
         (("done",), 1, "only inside a running job"),

@@ -76,7 +76,7 @@ def variables(attempt: Attempt, rank: Mapping[str, Any], tag: str, secrets: Mapp
     if launch["kind"] == "command" and rank["world_size"] == 1:
         # Without these variables, torchrun or accelerate inside a single-process command set up their own world.
         forget_rank(env)
-    elif launch["kind"] == "command":
+    elif launch["kind"] == "command" and "node" in rank:
         env.update(_launcher_variables(rank))
     return env
 
