@@ -47,6 +47,7 @@ class _Options:
     cluster: str
     workload: Path | None
     truth: Path | None
+    generate: str | None
     journal: Path | None
     journal_policy: str
     form: str
@@ -95,6 +96,7 @@ class _Inputs:
 @click.command()
 @click.option("--cluster", default="8x8:a800", show_default=True, help="HOSTSxDEVICES:TYPE, groups joined by +.")
 @click.option("--workload", type=click.Path(path_type=Path), help="Trace of jobs, in one of the formats.")
+@click.option("--generate", metavar="SPEC", help="Generated jobs and step times, as in jobs=200,wide=0.3,seed=1.")
 @click.option("--truth", type=click.Path(path_type=Path), help="Measured step times, which determine progress.")
 @click.option(
     "--from-journal",
@@ -231,9 +233,19 @@ def _read_inputs(options: _Options) -> _Inputs:
             file,
             recorded.completion_s,
         )
-    if options.workload is None or options.truth is None:
-        raise UsageError("give --workload and --truth (jobs and their step times), or --from-journal")
     from clusterd.simulate.cluster import parse_cluster
+
+    if options.generate is not None:
+        if options.workload is not None or options.truth is not None:
+            raise UsageError("--generate makes jobs and step times: leave --workload and --truth out")
+        from clusterd.simulate.generate import generate, parse_spec
+
+        cluster = parse_cluster(options.cluster)
+        truth, workload = generate(parse_spec(options.generate), cluster)
+        made = Path(f"generated: {options.generate or 'the defaults'}")
+        return _Inputs(cluster, truth, workload, options.cluster, made, made)
+    if options.workload is None or options.truth is None:
+        raise UsageError("give --workload and --truth (jobs and their step times), --generate, or --from-journal")
     from clusterd.simulate.importers import read
 
     cluster = parse_cluster(options.cluster)

@@ -1,0 +1,147 @@
+"""Workloads that no policy was shaped by: every policy on a matrix of generated settings and loads.
+
+python tests/benchmarks/hostile.py [--json] [--quick] [--seeds building|closing] [--settings wide,pareto] [--loads 1.5]
+
+Prints where the default policy is not first, and by how much. Settings are specifications of `clusterd simulate
+--generate`. Seeds for building and for closing reports are different. Every policy pays 78 s for a move and knows the
+true step times.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import multiprocessing
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from clusterd.simulate import run
+from clusterd.simulate.cluster import parse_cluster
+from clusterd.simulate.generate import generate, parse_spec
+from tests.benchmarks.report import Report, arguments
+
+SETTINGS = {
+    "plain": ("8x8:a", ""),
+    "wide": ("8x8:a", "wide=0.3"),
+    "wide half": ("8x8:a", "wide=0.5"),
+    "all wide": ("8x8:a", "wide=1"),
+    "pareto": ("8x8:a", "work=pareto"),
+    "heavy tail": ("8x8:a", "spread=2.5"),
+    "uniform": ("8x8:a", "work=uniform"),
+    "bursts": ("8x8:a", "arrivals=bursts"),
+    "days": ("8x8:a", "arrivals=days"),
+    "half unknown": ("8x8:a", "unknown=0.5"),
+    "unknown": ("8x8:a", "unknown=1"),
+    "unknown wide": ("8x8:a", "unknown=1,wide=0.3"),
+    "guaranteed": ("8x8:a", "guaranteed=1"),
+    "half guaranteed": ("8x8:a", "guaranteed=0.5"),
+    "guaranteed wide": ("8x8:a", "guaranteed=1,wide=0.3"),
+    "one model": ("8x8:a", "models=1"),
+    "two types": ("6x8:a+4x4:b", ""),
+    "scarce type": ("7x8:a+2x4:b", "scarce=0.3"),
+    "small cluster": ("2x4:a", "jobs=100"),
+    "short jobs": ("8x8:a", "median=60"),
+    "long jobs": ("8x8:a", "median=6000"),
+    "bursts wide": ("8x8:a", "arrivals=bursts,wide=0.3"),
+    "pareto days": ("8x8:a", "work=pareto,arrivals=days"),
+}
+POLICIES = ("default", "srtf", "srtf+plans", "sia+plans", "aiturbo", "aiturbo+plans", "gavel", "tiresias", "rubick")
+QUICK = ("wide", "pareto", "unknown", "guaranteed", "small cluster", "bursts wide")
+SEEDS = {"building": 1, "closing": 1001}
+MOVE_S = 78.0
+
+
+def one(cell: tuple[str, float, str, int]) -> dict[str, Any]:
+    """Figures of one policy in one setting at one load."""
+    name, load, policy, seed = cell
+    text, spec_text = SETTINGS[name]
+    cluster = parse_cluster(text)
+    spec = replace(parse_spec(spec_text), load=load, seed=seed)
+    truth, jobs = generate(spec, cluster)
+    tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
+    setting = run.Setting(cluster, jobs, truth, tables, move_s=MOVE_S)
+    return run.outcome(setting, policy).figures
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--quick", action="store_true", help="six settings, one load")
+    parser.add_argument("--seeds", choices=tuple(SEEDS), default="building")
+    parser.add_argument("--settings", default="")
+    parser.add_argument("--loads", default="0.7,1.0,1.5")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    given = parser.parse_args()
+    names = [n for n in given.settings.split(",") if n] or (list(QUICK) if given.quick else list(SETTINGS))
+    loads = [1.0] if given.quick else [float(load) for load in given.loads.split(",")]
+    policies = given.policies.split(",")
+    cells = [(n, load, p, SEEDS[given.seeds]) for n in names for load in loads for p in policies]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = dict(zip(cells, pool.map(one, cells), strict=True))
+    rows = [
+        _row(name, load, {p: found[name, load, p, SEEDS[given.seeds]] for p in policies})
+        for name in names
+        for load in loads
+    ]
+    report = Report("hostile")
+    report.add("settings_and_loads", len(rows))
+    report.add("first_share", statistics.fmean(row["factor"] <= 1.0 for row in rows), at_least=0.9)
+    report.add("worst_factor", max(row["factor"] for row in rows), at_most=1.05)
+    report.add("worst_p99_factor", max(row["p99_factor"] for row in rows), at_most=1.2)
+    report.add("mean_gain_over_best", statistics.geometric_mean([row["factor"] for row in rows]))
+    report.add("unfinished", sum(row["unfinished"] for row in rows), at_most=0)
+    report.details = {"rows": rows}
+    if not given.json:
+        show(rows)
+    report.show(given.json)
+
+
+def _row(name: str, load: float, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The default beside the best of the others."""
+    ours = figures["default"]
+    others = {p: f for p, f in figures.items() if p != "default"}
+    best = min(others, key=lambda p: others[p]["average_completion_s"])
+    best_p99 = min(f["p99_completion_s"] for f in others.values())
+    return {
+        "setting": name,
+        "load": load,
+        "default_s": ours["average_completion_s"],
+        "best": best,
+        "best_s": others[best]["average_completion_s"],
+        "factor": ours["average_completion_s"] / others[best]["average_completion_s"],
+        "p99_factor": ours["p99_completion_s"] / best_p99,
+        "rho_max": ours["rho_max"],
+        "moves_per_job": ours["moves_per_job"],
+        "unfinished": ours["jobs"] - ours["finished"],
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the matrix."""
+    table = Table(box=SIMPLE_HEAD)
+    for heading in ("setting", "load", "default", "best other", "", "factor", "p99", "rho max", "moves/job"):
+        table.add_column(heading, justify="left" if heading in ("setting", "best other") else "right")
+    for row in rows:
+        style = "" if row["factor"] <= 1.0 else "bold"
+        table.add_row(
+            row["setting"], f"{row['load']:g}", f"{row['default_s']:.0f}", row["best"], f"{row['best_s']:.0f}",
+            f"{row['factor']:.2f}", f"{row['p99_factor']:.2f}", f"{row['rho_max']:.1f}", f"{row['moves_per_job']:.2f}",
+            style=style,
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
