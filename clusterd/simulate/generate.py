@@ -117,7 +117,7 @@ def _model(spec: Spec, cluster: Cluster, number: int) -> ModelTruth:
     for kind, hosts in sorted(cluster.sizes.items()):
         speed = random.Random(f"type {spec.seed} {kind}").uniform(0.5, 1.0)
         total = sum(hosts)
-        least = max(total // 4, 1) if is_wide else random_.choice([1, 1, 1, 2, 4])
+        least = max(total // 4, 1) if is_wide else min(random_.choice([1, 1, 1, 2, 4]), max(hosts))
         for shape in _shapes(sorted(hosts, reverse=True)):
             count = sum(shape)
             step_s = one_s * (serial + (1.0 - serial) / count) * (1.0 + per_host * (len(shape) - 1)) / speed
@@ -125,8 +125,6 @@ def _model(spec: Spec, cluster: Cluster, number: int) -> ModelTruth:
                 times[Plan(dp=count), kind, shape] = step_s
             if count > 1 and 2 * count >= least:
                 times[Plan(dp=count, zero=2), kind, shape] = step_s * 13.0 / 12.0
-    if not times:  # a cluster too small for a wide model
-        return _model(dataclasses.replace(spec, wide=0.0), cluster, number)
     batch = math.lcm(*(sum(shape) for _, _, shape in times))  # any number of replicas divides it
     return ModelTruth(name=f"m{number}", global_batch=batch, step_times_s=times, parameters=10**8)
 

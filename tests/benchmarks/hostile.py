@@ -4,7 +4,7 @@ python tests/benchmarks/hostile.py [--json] [--quick] [--seeds building|closing]
 
 Prints where the default policy is not first, and by how much. Settings are specifications of `clusterd simulate
 --generate`. Seeds for building and for closing reports are different. Every policy pays 78 s for a move and knows the
-true step times.
+true step times. Where jobs are guaranteed, the default is compared with policies that keep 95% of guarantees.
 """
 
 from __future__ import annotations
@@ -57,10 +57,23 @@ SETTINGS = {
     "bursts wide": ("8x8:a", "arrivals=bursts,wide=0.3"),
     "pareto days": ("8x8:a", "work=pareto,arrivals=days"),
 }
-POLICIES = ("default", "srtf", "srtf+plans", "sia+plans", "aiturbo", "aiturbo+plans", "gavel", "tiresias", "rubick")
+POLICIES = (
+    "default",
+    "srtf",
+    "srtf+plans",
+    "sia+plans",
+    "aiturbo",
+    "aiturbo+plans",
+    "gavel",
+    "tiresias",
+    "rubick",
+    "fifo",
+)
 QUICK = ("wide", "pareto", "unknown", "guaranteed", "small cluster", "bursts wide")
 SEEDS = {"building": 1, "closing": 1001}
 MOVE_S = 78.0
+GUARANTEES = 0.95
+"""Share of guarantees that a policy keeps to be compared with, where there are any."""
 
 
 def one(cell: tuple[str, float, str, int]) -> dict[str, Any]:
@@ -111,7 +124,10 @@ def main() -> None:
 def _row(name: str, load: float, figures: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The default beside the best of the others."""
     ours = figures["default"]
-    others = {p: f for p, f in figures.items() if p != "default"}
+    # Who breaks guarantees is no measure for those who keep them.
+    others = {p: f for p, f in figures.items() if p != "default" and (f["guaranteed_met"] or 1.0) >= GUARANTEES}
+    others = others or {p: f for p, f in figures.items() if p != "default"}
+    any_best = min((f["average_completion_s"] for p, f in figures.items() if p != "default"))
     best = min(others, key=lambda p: others[p]["average_completion_s"])
     best_p99 = min(f["p99_completion_s"] for f in others.values())
     return {
@@ -124,6 +140,8 @@ def _row(name: str, load: float, figures: dict[str, dict[str, Any]]) -> dict[str
         "p99_factor": ours["p99_completion_s"] / best_p99,
         "rho_max": ours["rho_max"],
         "moves_per_job": ours["moves_per_job"],
+        "guaranteed_met": ours["guaranteed_met"],
+        "factor_to_any": ours["average_completion_s"] / any_best,
         "unfinished": ours["jobs"] - ours["finished"],
     }
 
@@ -131,13 +149,14 @@ def _row(name: str, load: float, figures: dict[str, dict[str, Any]]) -> dict[str
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the matrix."""
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("setting", "load", "default", "best other", "", "factor", "p99", "rho max", "moves/job"):
+    for heading in ("setting", "load", "default", "best other", "", "factor", "p99", "rho max", "moves/job", "kept"):
         table.add_column(heading, justify="left" if heading in ("setting", "best other") else "right")
     for row in rows:
         style = "" if row["factor"] <= 1.0 else "bold"
         table.add_row(
             row["setting"], f"{row['load']:g}", f"{row['default_s']:.0f}", row["best"], f"{row['best_s']:.0f}",
             f"{row['factor']:.2f}", f"{row['p99_factor']:.2f}", f"{row['rho_max']:.1f}", f"{row['moves_per_job']:.2f}",
+            f"{row['guaranteed_met']:.0%}" if row["guaranteed_met"] is not None else "",
             style=style,
         )  # fmt: skip
     Console().print(table)

@@ -1,0 +1,71 @@
+"""Generated workloads: legal on their cluster, the same for the same seed, refused in one line where impossible."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clusterd.errors import UsageError
+from clusterd.simulate import run
+from clusterd.simulate.cluster import parse_cluster
+from clusterd.simulate.generate import ARRIVALS, WORK, Spec, generate, parse_spec
+from clusterd.simulate.workload import asked_step_s, load_of
+
+SHARE = st.sampled_from([0.0, 0.3, 1.0])
+SPECS = st.builds(
+    Spec,
+    jobs=st.integers(2, 30),
+    models=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    wide=SHARE,
+    work=st.sampled_from(WORK),
+    arrivals=st.sampled_from(ARRIVALS),
+    load=st.floats(0.2, 3.0),
+    unknown=SHARE,
+    guaranteed=SHARE,
+    scarce=SHARE,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(spec=SPECS, cluster=st.sampled_from(["1x1:a", "2x4:a", "8x8:a", "3x8:a+2x4:b", "1x6:a"]))
+def test_every_job_can_run_as_it_asks_and_a_seed_gives_the_same(spec: Spec, cluster: str) -> None:
+    where = parse_cluster(cluster)
+    truth, jobs = generate(spec, where)
+    assert (truth, jobs) == generate(spec, where)
+    assert len(jobs.arrivals) == spec.jobs
+    times = [arrival.at_s for arrival in jobs.arrivals]
+    assert times == sorted(times)
+    there = truth.on(where.sizes)
+    for arrival in jobs.arrivals:
+        assert asked_step_s(there.models[arrival.model], arrival) > 0.0
+    assert load_of(jobs, truth, where) == pytest.approx(spec.load)
+    if spec.unknown in (0.0, 1.0):
+        assert {not arrival.predictable for arrival in jobs.arrivals} == {spec.unknown == 1.0}
+
+
+def test_a_generated_workload_runs_to_its_end() -> None:
+    cluster = parse_cluster("4x8:a")
+    truth, jobs = generate(parse_spec("jobs=30,wide=0.5,seed=4"), cluster)
+    tables = run.believe(truth, True, 0, [a.model for a in jobs.arrivals])
+    outcome = run.outcome(run.Setting(cluster, jobs, truth, tables), "default")
+    assert outcome.figures["finished"] == 30 and outcome.undone == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("jbs=3", "there is no 'jbs'; there are jobs, models"),
+        ("jobs=many", "jobs=many must be a number, as in jobs=150"),
+        ("jobs=0", "jobs=0 must be from 1"),
+        ("wide=2", "wide=2 must be a share from 0 to 1"),
+        ("work=zipf", "work=zipf is unknown; there are lognormal"),
+        ("load=0", "load=0 must be above 0"),
+        ("spread=nan", "spread=nan must be above 0"),
+    ],
+)
+def test_a_wrong_specification_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_spec(text)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
