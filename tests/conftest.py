@@ -119,10 +119,10 @@ class RunningCluster:
 
     def story(self, job: str) -> str:
         """What the daemon and the job's ranks said, newest last, for whoever wonders why a test failed."""
-        said = [self.run("why", job, check=False).stdout]
+        message = [self.run("why", job, check=False).stdout]
         for log in sorted(self.directory.glob(f"local/*/agent/attempts/{job}.*/*.log")):
-            said += [f"--- {log.relative_to(self.directory)}", *log.read_text(errors="replace").splitlines()[-8:]]
-        return "\n".join(said)
+            message += [f"--- {log.relative_to(self.directory)}", *log.read_text(errors="replace").splitlines()[-8:]]
+        return "\n".join(message)
 
     def wait_until_up(self, count: int) -> None:
         until(lambda: sum(h["state"] == "up" for h in self.call("hosts")) == count, 30.0, self.log)

@@ -88,14 +88,14 @@ def test_a_command_ends_with_its_own_exit_code_or_signal(
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "message"),
     [("no-such-program", "not found in PATH="), ("./no-such-program", "not found, or the interpreter")],
 )
-def test_a_program_that_is_not_there_is_named_in_the_log(agent: AgentClient, program: str, said: str) -> None:
+def test_a_program_that_is_not_there_is_named_in_the_log(agent: AgentClient, program: str, message: str) -> None:
     """One that is named by its path is not looked for in PATH."""
     agent.launch([program])
     agent.event("rank_exited")
-    assert f"{program}: {said}" in agent.log()
+    assert f"{program}: {message}" in agent.log()
 
 
 def test_a_command_sees_its_job_its_secrets_and_no_trace_of_the_agent(agent: AgentClient, tmp_path: Path) -> None:

@@ -24,14 +24,14 @@ def test_a_host_behind_a_firewall_is_told_from_one_that_answers(connect: Callabl
 
 
 @pytest.mark.parametrize(
-    ("torch", "said"),
+    ("torch", "message"),
     [
         (None, "No module named 'torch'"),
         ("raise OSError('libcudart.so.12: cannot open shared object file')", "OSError: libcudart.so.12"),
         ("__version__ = '2.6.0'\nclass version: cuda = '12.4'\nclass cuda: device_count = lambda: 4", "too old"),
     ],
 )
-def test_an_interpreter_without_a_torch_that_will_do(tmp_path: Path, torch: str | None, said: str) -> None:
+def test_an_interpreter_without_a_torch_that_will_do(tmp_path: Path, torch: str | None, message: str) -> None:
     python = tmp_path / "python"
     module = tmp_path / "site" / "torch.py"
     module.parent.mkdir()
@@ -40,18 +40,18 @@ def test_an_interpreter_without_a_torch_that_will_do(tmp_path: Path, torch: str 
     python.write_text(f'#!/bin/sh\nPYTHONPATH={module.parent} exec {sys.base_prefix}/bin/python3 "$@"\n')
     python.chmod(0o755)
     found = checks.check({}, str(python))["environment"]
-    assert found["python"] and said in found["error"]
+    assert found["python"] and message in found["error"]
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [("exit 3", "exited with 3: no output"), ("echo no such thing >&2; exit 1", "exited with 1: no such thing")],
 )
-def test_what_is_no_interpreter(tmp_path: Path, script: str, said: str) -> None:
+def test_what_is_no_interpreter(tmp_path: Path, script: str, message: str) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    assert said in checks.check({}, str(python))["environment"]["error"]
+    assert message in checks.check({}, str(python))["environment"]["error"]
     assert "no Python at" in checks.check({}, str(tmp_path / "missing"))["environment"]["error"]
 
 

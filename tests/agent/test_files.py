@@ -21,9 +21,9 @@ def test_a_file_is_read_in_pieces(agent: AgentClient) -> None:
     listed = agent.ok("files", job="j", attempt=1)
     assert [(f["path"], f["bytes"]) for f in listed["files"]] == [("own", 5)]
     assert listed["more"] == 0
-    pieces = [agent.ok("file", job="j", attempt=1, path="own", offset=at, limit=3) for at in (0, 3, 5, 99)]
-    assert [piece["data"] for piece in pieces] == [b"min", b"e\n", b"", b""]
-    assert {piece["size"] for piece in pieces} == {5}
+    chunks = [agent.ok("file", job="j", attempt=1, path="own", offset=at, limit=3) for at in (0, 3, 5, 99)]
+    assert [piece["data"] for piece in chunks] == [b"min", b"e\n", b"", b""]
+    assert {piece["size"] for piece in chunks} == {5}
 
 
 def test_where_somebody_made_room_by_hand_there_are_no_files(agent: AgentClient) -> None:

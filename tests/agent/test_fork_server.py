@@ -339,9 +339,9 @@ def test_a_rank_that_does_not_heed_a_stop_shows_where_it_hangs(standin_agent: Ag
     start(standin_agent, tmp_path, source)
     wait_until(lambda: "waits" in standin_agent.log(), "the rank to hang")
     standin_agent.ok("stop", job="j", attempt=1, generation=1, grace_s=1.0, reason="no step for an hour")
-    said = standin_agent.log()
-    assert "did not stop within 0.5 s of being asked" in said
-    assert "in waits_for_a_peer_that_never_comes" in said
+    message = standin_agent.log()
+    assert "did not stop within 0.5 s of being asked" in message
+    assert "in waits_for_a_peer_that_never_comes" in message
     assert standin_agent.event("rank_exited")["reason"] == "stopped"
 
 

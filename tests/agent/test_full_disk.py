@@ -49,11 +49,11 @@ def test_ends_that_cannot_be_written_are_told_to_this_agent_and_the_next_and_wri
 
     agent = connect()
 
-    def told() -> dict[str, int]:
+    def exit_codes() -> dict[str, int]:
         ranks = {report["job"]: report["ranks"][0] for report in agent.hello()["attempts"]}
         return {job: rank["exit_code"] for job, rank in ranks.items() if rank["state"] == "exited"}
 
-    wait_until(lambda: told() == {"first": 3, "second": 5, "third": 7}, "all ends to be known")
+    wait_until(lambda: exit_codes() == {"first": 3, "second": 5, "third": 7}, "all ends to be known")
     fill_disk(server, full=False)
     for job in pids:
         record = home.attempt(job, 1) / "rank-0.state.json"

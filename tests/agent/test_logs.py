@@ -42,8 +42,8 @@ def test_who_reads_what_was_dropped_is_told_and_goes_on_behind_it(long_log: Path
     if not append_only_files.trim(long_log, 4 * MIB):
         pytest.skip("this file system knows no holes in files")
     first = append_only_files.pull(long_log, 0, 32, False)
-    said, _, rest = first["data"].partition(b"]\n")
-    assert b"14680064 bytes of this log were dropped" in said
+    message, _, rest = first["data"].partition(b"]\n")
+    assert b"14680064 bytes of this log were dropped" in message
     assert rest == b"%015d\n%015d\n" % (14 * MIB // 16, 14 * MIB // 16 + 1)
     assert first["offset"] == 14 * MIB + 32
     assert append_only_files.pull(long_log, first["offset"], 16, False)["data"] == b"%015d\n" % (14 * MIB // 16 + 2)

@@ -94,6 +94,6 @@ def test_what_a_rank_is_done_with_is_used_again(
 def test_an_attempt_that_is_over_leaves_nothing_of_its_moves(moves: Moves, attempt: Attempt) -> None:
     """A move that failed left its inbox in the new host's memory for as long as the agent lived."""
     left = [segment(moves, attempt, name) for name in ("j.1.2.in", "j.1.3.out0")]
-    kept = [segment(moves, attempt, name) for name in ("j.1.g1.snap0.0", "j.11.2.in", "k.1.2.in")]
+    stored = [segment(moves, attempt, name) for name in ("j.1.g1.snap0.0", "j.11.2.in", "k.1.2.in")]
     moves.end("j", 1)
-    assert [path.exists() for path in (*left, *kept)] == [False, False, True, True, True]
+    assert [path.exists() for path in (*left, *stored)] == [False, False, True, True, True]

@@ -86,13 +86,13 @@ def test_a_driver_whose_newest_process_list_is_of_another_form_is_read_right(tmp
 
 
 @pytest.mark.parametrize(
-    ("init", "words"), [(18, "driver/library version mismatch"), (9, "not loaded"), (999, "Unknown Error")]
+    ("init", "text"), [(18, "driver/library version mismatch"), (9, "not loaded"), (999, "Unknown Error")]
 )
-def test_a_driver_that_refuses_is_quoted(tmp_path: Path, init: int, words: str) -> None:
+def test_a_driver_that_refuses_is_quoted(tmp_path: Path, init: int, text: str) -> None:
     gpus, error = Probe(fake_driver(tmp_path, init=init)).gpus()
     assert gpus == []
     assert error is not None
-    assert words in error
+    assert text in error
 
 
 def test_a_gpu_that_fell_off_the_bus_leaves_the_others(tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_values_that_the_program_does_not_know_are_unknown() -> None:
     assert (gpu["memory_used_bytes"], gpu["utilisation"], gpu["processes"][0]["memory_bytes"]) == (None, None, None)
 
 
-@pytest.mark.parametrize("said", ["[N/A]", "[Not Supported]"])
-def test_a_gpu_without_memory_of_its_own_has_the_host_s_by_the_program_too(said: str) -> None:
-    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {said}, {said}, 0, [N/A], Default\n", "")
+@pytest.mark.parametrize("message", ["[N/A]", "[Not Supported]"])
+def test_a_gpu_without_memory_of_its_own_has_the_host_s_by_the_program_too(message: str) -> None:
+    [gpu], error = parse_query(f"GPU-a, 0, NVIDIA GB10, {message}, {message}, 0, [N/A], Default\n", "")
     assert error is None
     assert gpu["memory_bytes"] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 

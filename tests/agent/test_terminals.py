@@ -23,7 +23,7 @@ def opened(agent: AgentClient, *argv: str, screen: dict[str, Any] | None = None,
     return str(agent.ok("terminal_open", argv=list(argv), screen=screen, **asked)["terminal"])
 
 
-def said(agent: AgentClient, terminal: str, until: bytes | None = None) -> tuple[bytes, int | None]:
+def message(agent: AgentClient, terminal: str, until: bytes | None = None) -> tuple[bytes, int | None]:
     """What a command wrote, up to `until` or to its end, and its exit code."""
     found, code = b"", None
     while code is None and (until is None or until not in found):
@@ -40,27 +40,27 @@ def job(agent: AgentClient) -> AgentClient:
 
 def test_a_command_has_what_the_rank_has(job: AgentClient, tmp_path: Path) -> None:
     script = 'echo $COLOUR $PIN "rank:$RANK"; pwd; exit 3'
-    out, code = said(job, opened(job, "sh", "-c", script, secrets={"PIN": "1234"}))
+    out, code = message(job, opened(job, "sh", "-c", script, secrets={"PIN": "1234"}))
     assert out.decode().split() == ["blue", "1234", "rank:", str(tmp_path / "agent/attempts/j.1/work")]
     assert code == 3
 
 
 def test_a_terminal_is_one(job: AgentClient) -> None:
     terminal = opened(job, "sh", "-c", "tty; stty size; echo $TERM; read x; stty size; cat", screen=SCREEN)
-    out, _ = said(job, terminal, until=b"xterm")
+    out, _ = message(job, terminal, until=b"xterm")
     assert out.startswith(b"/dev/pts/")
     assert b"31 97" in out
     job.ok("terminal_write", terminal=terminal, screen={**SCREEN, "columns": 50})
     job.ok("terminal_write", terminal=terminal, data=b"go\n")
-    said(job, terminal, until=b"31 50")
+    message(job, terminal, until=b"31 50")
     job.ok("terminal_write", terminal=terminal, data=b"\x03")  # interrupts what is in the foreground
-    assert said(job, terminal)[1] == -2
+    assert message(job, terminal)[1] == -2
 
 
 def test_the_shell_is_the_users(job: AgentClient) -> None:
     terminal = opened(job, screen=SCREEN)
     job.ok("terminal_write", terminal=terminal, data=b"echo $((6*7))x; exit 5\n")
-    out, code = said(job, terminal)
+    out, code = message(job, terminal)
     assert b"42x" in out
     assert code == 5
 
@@ -78,7 +78,7 @@ def test_pipes_carry_much_both_ways(job: AgentClient) -> None:
         job.reply(number)
     assert found == data
     job.ok("terminal_write", terminal=terminal, end=True)
-    assert said(job, terminal) == (b"", 0)
+    assert message(job, terminal) == (b"", 0)
 
 
 def test_what_nobody_reads_waits(job: AgentClient) -> None:
@@ -92,7 +92,7 @@ def test_what_nobody_reads_waits(job: AgentClient) -> None:
 
 def test_a_closed_terminal_hangs_up(job: AgentClient) -> None:
     terminal = opened(job, "sh", "-c", "echo $$; sleep 1000; true", screen=SCREEN)
-    pid = int(said(job, terminal, until=b"\n")[0])
+    pid = int(message(job, terminal, until=b"\n")[0])
     job.ok("terminal_close", terminal=terminal)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the shell")
 
@@ -118,9 +118,9 @@ def test_whoever_is_not_asked_for_any_more_is_hung_up_on() -> None:
 
 def test_it_ends_with_the_attempt_whatever_it_ignores(job: AgentClient) -> None:
     terminal = opened(job, "sh", "-c", "trap '' HUP TERM; echo ready; while :; do sleep 1; done", screen=SCREEN)
-    said(job, terminal, until=b"ready")
+    message(job, terminal, until=b"ready")
     job.stop()
-    assert said(job, terminal)[1] == -9
+    assert message(job, terminal)[1] == -9
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,6 @@ def test_not_after_the_end(job: AgentClient) -> None:
 
 
 def test_a_command_that_is_not_there(job: AgentClient) -> None:
-    out, code = said(job, opened(job, "no-such-thing"))
+    out, code = message(job, opened(job, "no-such-thing"))
     assert b"no-such-thing: not found" in out
     assert code == 127

@@ -87,7 +87,7 @@ def main() -> None:
     began_s = time.time()
     dist.init_process_group("gloo")
     job = job_of_size()
-    told: dict[str, Any] = {"began_s": began_s}
+    answer: dict[str, Any] = {"began_s": began_s}
     source = training_under(job, Plan.parse(first))
     if mode == "live":
         target = training_under(job, Plan.parse(second))
@@ -100,17 +100,17 @@ def main() -> None:
             dist.barrier()
             if number:  # the first one is cold
                 seconds.append(time.perf_counter() - started_s)
-        told["seconds"] = seconds
+        answer["seconds"] = seconds
     elif mode == "save":
         dist.barrier()
-        told["asked_s"] = time.time()
+        answer["asked_s"] = time.time()
         dcp.save(state_of(source), checkpoint_id=directory)
     else:
         dcp.load(state_of(source), checkpoint_id=directory)
         dist.barrier()
-        told["ready_s"] = time.time()
+        answer["ready_s"] = time.time()
     if dist.get_rank() == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(answer), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

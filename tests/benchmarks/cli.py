@@ -92,7 +92,7 @@ async def _rank_starts(directory: Path, repeats: int) -> list[float]:
         script.write_text("import torch, time, sys\nopen(sys.argv[1], 'w').write(repr(time.time()))\n")
         seconds = []
         for number in range(repeats + 1):
-            told = directory / f"started-{number}"
+            answer = directory / f"started-{number}"
             rank = {
                 "rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "master_addr": "127.0.0.1",
                 "master_port": 0, "interface": "", "plan": {}, "hosts": 1,
@@ -101,12 +101,12 @@ async def _rank_starts(directory: Path, repeats: int) -> list[float]:
             asked_s = time.time()
             await link.request(
                 "launch", job=f"b{number}", attempt=1, generation=1, ranks=[rank], kind="elastic",
-                argv=["python", str(script), str(told)], env={}, secrets={}, snapshot=None, workdir=str(directory),
+                argv=["python", str(script), str(answer)], env={}, secrets={}, snapshot=None, workdir=str(directory),
                 python=sys.executable, grace_s=1.0, timeout_s=120.0,
             )  # fmt: skip
-            await asyncio.to_thread(until, lambda told=told: told.exists() and bool(told.read_text()))
+            await asyncio.to_thread(until, lambda answer=answer: answer.exists() and bool(answer.read_text()))
             if number:  # the first one starts the fork server
-                seconds.append(float(told.read_text()) - asked_s)
+                seconds.append(float(answer.read_text()) - asked_s)
         return seconds
     finally:
         running.cancel()

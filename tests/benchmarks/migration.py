@@ -148,9 +148,9 @@ def migrate(
     trained(cluster, job, steps=4)
     larger = max(*steady.values(), *peaks(pids).values())
     found["peak"] = max(watch.peaks.values()) / larger
-    words = next(p["what"] for p in found["phases"] if p["phase"] == "transfer")
-    seconds = re.search(r"copied within ([0-9.]+) s", words)
-    assert seconds is not None, words
+    text = next(p["what"] for p in found["phases"] if p["phase"] == "transfer")
+    seconds = re.search(r"copied within ([0-9.]+) s", text)
+    assert seconds is not None, text
     found["bytes_s"] = float(seconds[1])
     earlier = [m for m in row["migrations"][:done] if not m["failure"]]
     old_devices = earlier[-1]["devices"] if earlier else list(FOUR)
@@ -166,8 +166,8 @@ def migrate(
     found["memcpy_s"] = memcpy_s([share] * len(devices))
     found["wire_s"] = wire_s(found["streams"]) if found["streams"] else 0.0
     resume(pids)
-    said = {k: round(found[k], 4) for k in ("downtime_s", "bytes_s", "memcpy_s", "wire_s", "peak")}
-    print(f"{found['from']} -> {found['to']}: {said}", file=sys.stderr, flush=True)
+    message = {k: round(found[k], 4) for k in ("downtime_s", "bytes_s", "memcpy_s", "wire_s", "peak")}
+    print(f"{found['from']} -> {found['to']}: {message}", file=sys.stderr, flush=True)
     return found
 
 
@@ -221,8 +221,8 @@ def checkpoint_baselines(environment: dict[str, str], repeats: int, which: Seque
         for name, (plan, devices) in PAIRS.items():
             if "live" in which and len(devices) == 4:  # live processes cannot become fewer
                 for label, ends in ((name, (HOME, plan)), (f"{name} and back", (plan, HOME))):
-                    told = ranks("live", *ends, directory, repeats + 1, 4, environment)
-                    found["live_s"][label] = spread(told["seconds"])
+                    answer = ranks("live", *ends, directory, repeats + 1, 4, environment)
+                    found["live_s"][label] = spread(answer["seconds"])
             seconds = []
             for _ in range(max(repeats // 2, 1) if "restart" in which else 0):
                 saved = ranks("save", HOME, "-", f"{directory}/cold", 1, 4, environment)
@@ -238,13 +238,13 @@ def ranks(mode: str, first: str, second: str, directory: str, repeats: int, coun
     """Start the ranks of the baseline, and return what rank 0 told."""
     script = str(Path(__file__).with_name("checkpoint_ranks.py"))
     command = [sys.executable, script, mode, first, second, directory, str(repeats)]
-    processes = started(command, count, more, told=subprocess.PIPE)
-    told = processes[0].communicate()[0]
+    processes = started(command, count, more, stdout=subprocess.PIPE)
+    answer = processes[0].communicate()[0]
     for process in processes:
         process.wait()
     if any(process.returncode for process in processes):
         raise SystemExit(f"the baseline failed: {mode} {first} {second}")
-    return json.loads(told.splitlines()[-1])
+    return json.loads(answer.splitlines()[-1])
 
 
 def summary(moves: dict[str, list[dict[str, Any]]], baselines: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:

@@ -133,10 +133,10 @@ def ranks_of(cluster: RunningCluster, job: str) -> list[int]:
     found = []
     for pid in processes_of(cluster.directory):
         try:
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            message = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if any(word.startswith(b"CLUSTERD_TAG") and f"/{job}.".encode() in word for word in words):
+        if any(word.startswith(b"CLUSTERD_TAG") and f"/{job}.".encode() in word for word in message):
             found.append(pid)
     return found
 

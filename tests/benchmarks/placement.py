@@ -118,14 +118,14 @@ def solve(work: Any, rates: Any, limit_s: float) -> tuple[float | None, float]:
 def quiet() -> Iterator[None]:
     """The solver's library writes to standard output, which is ours."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stored = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stored, 1)
+        os.close(stored)
         os.close(nowhere)
 
 

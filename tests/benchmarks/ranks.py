@@ -13,9 +13,9 @@ from clusterd.agent.host.rank_environment import LARGE_PAGES
 
 
 def started(
-    command: Sequence[str], count: int, more: Mapping[str, str], told: int = subprocess.DEVNULL
+    command: Sequence[str], count: int, more: Mapping[str, str], stdout: int = subprocess.DEVNULL
 ) -> list[subprocess.Popen[bytes]]:
-    """All of them; `told` is where rank 0's output goes."""
+    """Start all ranks; `stdout` receives the output of rank 0."""
     port = _free_port()
     common = {**os.environ, **more, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     # The pages that ours have: a comparison is not to be one of pages.
@@ -24,7 +24,7 @@ def started(
         subprocess.Popen(
             list(command),
             env={**common, "RANK": str(rank)},
-            stdout=subprocess.DEVNULL if rank else told,
+            stdout=subprocess.DEVNULL if rank else stdout,
             stderr=subprocess.DEVNULL if rank else None,
         )
         for rank in range(count)

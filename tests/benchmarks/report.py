@@ -42,16 +42,16 @@ class Report:
         """Print it."""
         if as_json:
             machine = {"cores": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
-            told = {"benchmark": self.title, "figures": self._figures, "machine": machine, **self.details}
-            print(json.dumps(told, indent=2))
+            answer = {"benchmark": self.title, "figures": self._figures, "machine": machine, **self.details}
+            print(json.dumps(answer, indent=2))
             return
         table = Table(title=self.title, title_justify="left")
         for column, justify in (("figure", "left"), ("measured", "right"), ("aim", "right"), ("", "left")):
             table.add_column(column, justify=justify)  # type: ignore[arg-type]
         for name, value in self._figures.items():
             met = self._met[name]
-            said = "" if met is None else "met" if met else "[bold]missed[/bold]"
-            table.add_row(name, "not measured" if value is None else f"{value:.4g}", self._aims[name], said)
+            message = "" if met is None else "met" if met else "[bold]missed[/bold]"
+            table.add_row(name, "not measured" if value is None else f"{value:.4g}", self._aims[name], message)
         Console().print(table)
 
 

@@ -93,9 +93,9 @@ def main() -> None:
         report.add(f"factor_{name.replace('+', '_')}", factor, at_least=AIMS.get(name, PLANS_AIM))
     theirs = [row["factor"]["makespan_s"]["of_means"] for name, row in found.items() if name != "default"]
     report.add("makespan_factor_least", min(theirs, default=None), at_least=1.0)
-    kept = found["default"]["figures"].get("guaranteed_met")
-    if kept is not None:
-        report.add("guaranteed_met", kept, at_least=0.95)
+    stored = found["default"]["figures"].get("guaranteed_met")
+    if stored is not None:
+        report.add("guaranteed_met", stored, at_least=0.95)
     report.details = {"settings": vars(given), "policies": found}
     if not given.json:
         show(found, vars(given))
@@ -152,13 +152,13 @@ def show(found: dict[str, Any], given: dict[str, Any]) -> None:
     for name, row in found.items():
         f, x = row["figures"], row["factor"]
         average = x["average_completion_s"]
-        kept = f.get("guaranteed_met")
+        stored = f.get("guaranteed_met")
         table.add_row(
             name, f"{f['average_completion_s']:.0f} s", f"{average['of_means']:.2f}",
             f"{average['most']:.2f}", f"{average['min']:.2f}-{average['max']:.2f}", str(average["lost"]),
             f"{x['p99_completion_s']['of_means']:.2f}", f"{x['makespan_s']['of_means']:.2f}",
             f"{x['makespan_s']['most']:.2f}",
-            f"{f['moves_per_job']:.2f}", "-" if kept is None else f"{kept:.0%}",
+            f"{f['moves_per_job']:.2f}", "-" if stored is None else f"{stored:.0%}",
         )  # fmt: skip
     Console().print(table)
 

@@ -44,11 +44,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def pretend(socket: Path, told: Path, **sizes: int) -> subprocess.Popen[bytes]:
+def pretend(socket: Path, answer: Path, **sizes: int) -> subprocess.Popen[bytes]:
     """Start the pretending daemon; what it sent of job 1 goes to `told`."""
     arguments = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     argv = [sys.executable, "-m", "tests.tui.pretend", str(socket), *arguments]
-    process = subprocess.Popen(argv, stdout=told.open("wb"), cwd=REPOSITORY)
+    process = subprocess.Popen(argv, stdout=answer.open("wb"), cwd=REPOSITORY)
     deadline_s = time.monotonic() + 20
     while not socket.exists():
         if time.monotonic() > deadline_s or process.poll() is not None:
@@ -64,8 +64,8 @@ def top(socket: Path) -> Terminal:
 
 def measure_load(report: Report, directory: Path, seconds: float, **sizes: int) -> None:
     """Under the full stream of changes."""
-    socket, told = directory / "load.sock", directory / "told"
-    daemon = pretend(socket, told, **sizes)
+    socket, answer = directory / "load.sock", directory / "told"
+    daemon = pretend(socket, answer, **sizes)
     terminal = top(socket)
     seen: list[tuple[float, int]] = []
     try:
@@ -89,7 +89,7 @@ def measure_load(report: Report, directory: Path, seconds: float, **sizes: int) 
         terminal.close()
         daemon.terminate()
         daemon.wait()
-    sent = [int(word) for word in told.read_text().split()[1:-1]]
+    sent = [int(word) for word in answer.read_text().split()[1:-1]]
     first, last = seen[0][1], max(value for _, value in seen)
     waits: list[float] = []
     drawn = iter(seen)

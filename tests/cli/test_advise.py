@@ -82,7 +82,7 @@ def test_what_is_wrong_is_told_with_its_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda s: s["jobs"][0]["configurations"][0].update(step_time_s=0), "> 0.0 - at `$.jobs[0].configurations[0]"),
         (lambda s: s["jobs"][0]["configurations"][0].update(shape=[]), "length >= 1 - at `$.jobs[0].configurations[0]"),
@@ -97,9 +97,9 @@ def test_what_is_wrong_is_told_with_its_line() -> None:
         (lambda s: s["jobs"].append(s["jobs"][0]), "job a is there twice"),
     ],
 )
-def test_figures_that_cannot_be_are_refused(change: Callable[[dict[str, Any]], None], said: str) -> None:
+def test_figures_that_cannot_be_are_refused(change: Callable[[dict[str, Any]], None], message: str) -> None:
     given = situation()
     change(given)
     answer = ask(json.dumps(given))
     assert isinstance(answer.exception, UsageError)
-    assert said in str(answer.exception)
+    assert message in str(answer.exception)

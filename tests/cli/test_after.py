@@ -13,8 +13,8 @@ def test_one_after_the_other(local_cluster: RunningCluster, tmp_path: Path) -> N
     local_cluster.run("run", "-d", "--no-snapshot", "--name", "prepare", "--", "sh", "-c", script)
     file = tmp_path / "train.toml"
     file.write_text('name = "train"\ncommand = ["true"]\nafter = ["prepare"]\n')
-    said = local_cluster.run("submit", "--dry-run", str(file)).stdout
-    assert "train would be queued behind 0 jobs: waits for prepare (1, " in said
+    message = local_cluster.run("submit", "--dry-run", str(file)).stdout
+    assert "train would be queued behind 0 jobs: waits for prepare (1, " in message
     local_cluster.run("submit", str(file))
     last = local_cluster.run("run", "-d", "--after", "train", "--after", "1", "--no-snapshot", "--", "true").stdout
     assert "waits for prepare (1, " in local_cluster.run("why", "train").stdout

@@ -26,7 +26,7 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("comand = ['true']", "unknown key 'comand'; did you mean 'command'?"),
         ("command = ['true']\n[resources]\ngpu = 1", "[resources]: unknown key 'gpu'; did you mean 'gpus'?"),
@@ -57,13 +57,13 @@ def refused(cluster: RunningCluster, *arguments: str, code: int, **options: obje
         ("command = [", "Invalid value"),
     ],
 )
-def test_job_files(cluster: RunningCluster, text: str, said: str) -> None:
+def test_job_files(cluster: RunningCluster, text: str, message: str) -> None:
     """Refused before a daemon is asked, or by it; the file is named where it is at fault."""
     file = cluster.directory / "job.toml"
     file.write_text(text)
-    if said.startswith(("command is empty", "has 4 ranks", "is not supported")):
+    if message.startswith(("command is empty", "has 4 ranks", "is not supported")):
         cluster.start()
-    assert said in refused(cluster, "submit", str(file), code=2)
+    assert message in refused(cluster, "submit", str(file), code=2)
 
 
 def test_without_a_daemon(cluster: RunningCluster) -> None:
@@ -74,8 +74,8 @@ def test_without_a_daemon(cluster: RunningCluster) -> None:
 def test_a_second_daemon(cluster: RunningCluster) -> None:
     """One per state directory."""
     cluster.start()
-    said = refused(cluster, "start", code=1)
-    assert f"a daemon (pid {cluster.pid}) already serves {cluster.directory}" in said
+    message = refused(cluster, "start", code=1)
+    assert f"a daemon (pid {cluster.pid}) already serves {cluster.directory}" in message
 
 
 def test_a_second_daemon_on_the_same_socket(cluster: RunningCluster) -> None:
@@ -100,9 +100,9 @@ def test_the_environment_goes_before_the_file(cluster: RunningCluster) -> None:
     """Clients do not read the file: they would look for the daemon elsewhere."""
     file = cluster.directory / "clusterd.toml"
     file.write_text('[daemon]\nstate_dir = "there"\nsocket = "there/sock"\n')
-    said = cluster.run("start", "--config", "clusterd.toml").stderr
+    message = cluster.run("start", "--config", "clusterd.toml").stderr
     assert cluster.call("status")["state_dir"] == str(cluster.directory)
-    assert "export CLUSTERD_SOCKET" not in said
+    assert "export CLUSTERD_SOCKET" not in message
     cluster.run("stop")
     del cluster.environment["CLUSTERD_STATE_DIR"]
     cluster.environment["XDG_RUNTIME_DIR"] = str(cluster.directory)
@@ -135,7 +135,7 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[daemon]\npolicie = 'default'", "[daemon]: unknown key 'policie'; did you mean 'policy'?"),
         (
@@ -177,12 +177,12 @@ def test_no_name_is_no_job(cluster: RunningCluster) -> None:
         ("[tenants.vision]\nshare = 0", "[tenants.vision]: share is 0; it must be a number above 0"),
     ],
 )
-def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, said: str) -> None:
+def test_a_configuration_that_cannot_be(cluster: RunningCluster, text: str, message: str) -> None:
     """Named with file, table, and what would be right; also before anything is started."""
     file = cluster.directory / "clusterd.toml"
     file.write_text(text)
-    assert f"{file}: {said}" in (told := refused(cluster, "start", "--config", str(file), code=2))
-    assert refused(cluster, "config", "check", str(file), code=2) == told
+    assert f"{file}: {message}" in (answer := refused(cluster, "start", "--config", str(file), code=2))
+    assert refused(cluster, "config", "check", str(file), code=2) == answer
 
 
 def test_a_log_that_cannot_be_written(cluster: RunningCluster) -> None:
@@ -200,12 +200,12 @@ def test_a_state_directory_with_a_file_in_the_place_of_a_folder(cluster: Running
 
 
 def test_what_is_meant_for_several_hosts_is_done_for_those_that_there_are(local_cluster: RunningCluster) -> None:
-    said = local_cluster.run("host", "drain", "nosuch", "local0", check=False)
-    assert said.returncode == 2
-    assert "local0 is drained; no jobs" in said.stderr
+    message = local_cluster.run("host", "drain", "nosuch", "local0", check=False)
+    assert message.returncode == 2
+    assert "local0 is drained; no jobs" in message.stderr
     assert [row["name"] for row in local_cluster.call("hosts") if row["drained"] is not None] == ["local0"]
-    said = local_cluster.run("host", "add", "--cpu-devices", "99999999", "gpu01", check=False)
-    assert "99999999 is not in the range 0<=x<=1024" in said.stderr
+    message = local_cluster.run("host", "add", "--cpu-devices", "99999999", "gpu01", check=False)
+    assert "99999999 is not in the range 0<=x<=1024" in message.stderr
     with pytest.raises(ClusterError, match="the host's options: cpu_devices is -1; it must be a whole number"):
         local_cluster.call("host_add", address="gpu01", accept=[], options={"cpu_devices": -1})
 
@@ -216,16 +216,16 @@ def test_a_standard_input_that_is_closed(cluster: RunningCluster) -> None:
     job = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "1000").stdout.strip()
     cluster.wait_for(job, lambda row: row["state"] == "running")
     clusterd = f"{sys.executable} -m clusterd"
-    said = subprocess.run(
+    message = subprocess.run(
         ["sh", "-c", f"{clusterd} shell {job} -- echo there <&-; {clusterd} top <&-"],
         env=cluster.environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert said.stdout == "there\n"
-    assert "top needs a terminal" in said.stderr
-    assert "bug" not in said.stderr
+    assert message.stdout == "there\n"
+    assert "top needs a terminal" in message.stderr
+    assert "bug" not in message.stderr
 
 
 def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster) -> None:
@@ -237,9 +237,9 @@ def test_a_workdir_that_is_too_large_names_what_is_large(cluster: RunningCluster
     with (work / "model.ckpt").open("wb") as file:
         file.truncate(3 << 20)
     cluster.run("start", "--config", str(config))
-    said = refused(cluster, "run", "--", "true", code=2, cwd=work)
-    assert "the limit is 1.0 MiB; largest: model.ckpt (3.0 MiB)" in said
-    assert ".clusterdignore" in said
+    message = refused(cluster, "run", "--", "true", code=2, cwd=work)
+    assert "the limit is 1.0 MiB; largest: model.ckpt (3.0 MiB)" in message
+    assert ".clusterdignore" in message
 
 
 def test_a_plan_that_cannot_be_and_a_host_without_torch(local_cluster: RunningCluster, tmp_path: Path) -> None:
@@ -280,17 +280,17 @@ def test_why_a_rank_failed_is_told_in_its_words(local_cluster: RunningCluster, t
 def test_options_after_the_command_are_its_own(cluster: RunningCluster) -> None:
     """Whether ours have the same names or not, and with or without --."""
     cluster.start()
-    for words in (("python", "-u", "train.py", "--gpus", "many"), ("--", "./train", "--name", "-d", "--", "x")):
-        job = cluster.run("run", "-d", "--no-snapshot", *words).stdout.strip()
-        assert cluster.job(job)["spec"]["command"] == list(words[words[0] == "--" :])
+    for terms in (("python", "-u", "train.py", "--gpus", "many"), ("--", "./train", "--name", "-d", "--", "x")):
+        job = cluster.run("run", "-d", "--no-snapshot", *terms).stdout.strip()
+        assert cluster.job(job)["spec"]["command"] == list(terms[terms[0] == "--" :])
 
 
 def test_what_is_over_is_not_changed(local_cluster: RunningCluster) -> None:
     """A job that ended has no priority and no pin; a host is added once, and one inside this machine has no key."""
     job = local_cluster.run("run", "-d", "--", "true").stdout.strip()
     local_cluster.run("wait", job)
-    for words in (("priority", job, "5"), ("unpin", job), ("cancel", job)):
-        assert f"job {job} (true) is finished already" in refused(local_cluster, *words, code=1)
+    for terms in (("priority", job, "5"), ("unpin", job), ("cancel", job)):
+        assert f"job {job} (true) is finished already" in refused(local_cluster, *terms, code=1)
     assert "local0 is in the cluster already" in refused(local_cluster, "host", "add", "local0", code=1)
     assert "has the known key" in local_cluster.run("host", "trust", "local0").stderr
 

@@ -11,7 +11,7 @@ from tests.conftest import RunningCluster
 OUTPUT = "head -c 2000000 /dev/zero > out.bin; echo said"
 
 
-def kept(cluster: RunningCluster, job: str) -> list[str]:
+def stored(cluster: RunningCluster, job: str) -> list[str]:
     """Whatever lies on the head node or a host of attempts of this job."""
     return sorted(str(path) for path in cluster.directory.rglob(f"attempts/{job}.*"))
 
@@ -26,10 +26,10 @@ def finished_(local_cluster: RunningCluster, tmp_path: Path) -> str:
 
 
 def test_nothing_is_left_of_a_job_but_its_line(local_cluster: RunningCluster, finished: str) -> None:
-    assert len(kept(local_cluster, finished)) >= 2, "on its host and on the head node"
-    told = local_cluster.run("forget", finished)
-    assert "1 job forgotten, 1.9 MiB freed" in told.stderr
-    assert kept(local_cluster, finished) == []
+    assert len(stored(local_cluster, finished)) >= 2, "on its host and on the head node"
+    answer = local_cluster.run("forget", finished)
+    assert "1 job forgotten, 1.9 MiB freed" in answer.stderr
+    assert stored(local_cluster, finished) == []
     assert "writes" in local_cluster.run("ls", "--all").stdout
     gone = local_cluster.run("logs", finished, check=False)
     assert gone.returncode == 1
@@ -43,17 +43,17 @@ def test_a_job_that_runs_is_not_forgotten(local_cluster: RunningCluster) -> None
     refused = local_cluster.run("forget", job, check=False)
     assert refused.returncode == 1
     assert "runs is running: it is forgotten when it is over" in refused.stderr
-    assert kept(local_cluster, job)
+    assert stored(local_cluster, job)
     local_cluster.run("cancel", "--wait", job)
 
 
 def test_old_ones_are_named_before_they_go(local_cluster: RunningCluster, finished: str) -> None:
     assert f"{finished} (writes), finished" in local_cluster.run("forget", "--older", "0s", "--dry-run").stdout
-    assert kept(local_cluster, finished)
+    assert stored(local_cluster, finished)
     assert "forgotten" in local_cluster.run("forget", "--older", "1d").stderr
-    assert kept(local_cluster, finished), "it ended just now"
+    assert stored(local_cluster, finished), "it ended just now"
     local_cluster.run("forget", "--older", "0s")
-    assert kept(local_cluster, finished) == []
+    assert stored(local_cluster, finished) == []
 
 
 @pytest.mark.parametrize("given", [(), ("1", "--older", "1d"), ("--older", "soon"), ("--older=-1d",), ("--older=-5",)])

@@ -34,8 +34,8 @@ def test_what_a_job_wrote_is_listed_and_copied(local_cluster: RunningCluster, wr
     assert "results/last/b.txt" in local_cluster.run("get", "writes").stdout
 
     here = tmp_path / "here"
-    told = local_cluster.run("get", written, "out.bin", "results", "--to", str(here)).stderr
-    assert "(2.9 MiB) from " in told
+    answer = local_cluster.run("get", written, "out.bin", "results", "--to", str(here)).stderr
+    assert "(2.9 MiB) from " in answer
     copied = sorted(str(p.relative_to(here)) for p in here.rglob("*") if p.is_file())
     assert copied == ["out.bin", "results/a.txt", "results/last/b.txt"]
     assert (here / "out.bin").stat().st_size == 3_000_000
@@ -89,8 +89,8 @@ def test_a_copy_that_a_host_leaves_in_the_middle_is_not_made(
     (file,) = [f for f in local_cluster.call("files", job=written)["files"] if f["path"] == "out.bin"]
     which = {"path": "out.bin", "host": file["host"], "attempt": file["attempt"]}
     with local_cluster.client() as client:
-        pieces = client.stream("file", job=written, **which)
-        next(pieces)
+        chunks = client.stream("file", job=written, **which)
+        next(chunks)
         local_cluster.run("host", "remove", file["host"])
         with pytest.raises(TryLater, match=r"out.bin is not copied, local\d went away in the middle of it"):
-            list(pieces)
+            list(chunks)

@@ -41,8 +41,8 @@ def test_a_firewall_shows_from_either_side() -> None:
         d: {"peers": {"c": {"seconds": 0.002}}},
     }
     places: dict[HostId, Any] = {b: ["10.0.0.2", 4000], c: ["10.0.0.3", 4001], d: ["10.0.0.4", 4002]}
-    said = {row["said"].partition(";")[0]: row["state"] for row in _network(c, answers, places, {c})}
-    assert said == {
+    findings = {row["said"].partition(";")[0]: row["state"] for row in _network(c, answers, places, {c})}
+    assert findings == {
         "reaches 1 of 2 hosts within 1.0 ms": "ok",
         "c does not reach d at 10.0.0.4:4002: No route to host": "failed",
         "b does not reach c at 10.0.0.3:4001: timed out": "failed",

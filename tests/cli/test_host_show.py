@@ -30,5 +30,5 @@ class OneHost:
 
 def test_use_of_a_gpu_is_told_where_the_driver_does_not_say_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "Client", OneHost)
-    told = CliRunner().invoke(hosts.host, ["show", "a"], catch_exceptions=False)
-    assert "gpu0: used outside the queue by bob (pid 42)" in told.output
+    answer = CliRunner().invoke(hosts.host, ["show", "a"], catch_exceptions=False)
+    assert "gpu0: used outside the queue by bob (pid 42)" in answer.output

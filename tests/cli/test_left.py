@@ -16,7 +16,7 @@ from tests.core.test_trials import progress, running
 class Answers:
     """A daemon with these words for each verb."""
 
-    told: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -25,7 +25,7 @@ class Answers:
         pass
 
     def call(self, verb: str, **_arguments: Any) -> Any:
-        return self.told[verb]
+        return self.answers[verb]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_a_running_job_says_how_long_it_will_take(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     left = {**trained, "left_s": 754.0}
     waiting = {**trained, "id": "2", "name": "next", "state": "queued", "left_s": 3600.0}
-    monkeypatch.setattr(Answers, "told", {"jobs": [left, waiting]})
+    monkeypatch.setattr(Answers, "answers", {"jobs": [left, waiting]})
     heading, first, second = CliRunner().invoke(jobs.ls, [], catch_exceptions=False).output.splitlines()
     assert "LEFT" in heading and "12m34s" in first
     assert "1h00m" not in second, "nobody knows when it starts"
@@ -54,7 +54,7 @@ def test_a_running_job_says_how_long_it_will_take(trained: dict[str, Any], monke
 def test_who_waits_is_told_when_devices_come_free(trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     held = {"holders": {"big": 4, "black-box": 1}, "holders_left_s": {"big": 120.0}}
     answer = {**trained, "state": "queued", "ahead": [], "unusable": [], "decisions": [], **held}
-    monkeypatch.setattr(Answers, "told", {"why": answer})
-    told = CliRunner().invoke(jobs.why, ["1"], catch_exceptions=False).output
-    assert "big holds 4 devices, for about 2m00s more" in told
-    assert "black-box holds 1 device\n" in told
+    monkeypatch.setattr(Answers, "answers", {"why": answer})
+    output = CliRunner().invoke(jobs.why, ["1"], catch_exceptions=False).output
+    assert "big holds 4 devices, for about 2m00s more" in output
+    assert "black-box holds 1 device\n" in output

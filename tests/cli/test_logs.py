@@ -21,8 +21,8 @@ def test_a_log_is_followed_past_a_host_that_did_not_start_the_job(local_cluster:
     spec = {"name": "picky", "command": ["python", "-c", "print('said')"], "python": "~/env"}
     with local_cluster.client() as client:
         job = client.call("submit", spec=spec)["id"]
-        pieces = b"".join(piece["data"] for piece in client.stream("logs", job=job, follow=True))
-    assert pieces == b"said\n"
+        chunks = b"".join(piece["data"] for piece in client.stream("logs", job=job, follow=True))
+    assert chunks == b"said\n"
     row = local_cluster.wait_for(job, lambda row: row["state"] == "finished")
     assert len(row["attempts"]) == 2, "local0 was tried first"
     assert local_cluster.run("logs", "-f", job).stdout == "said\n"
@@ -40,15 +40,15 @@ def test_run_tells_why_no_host_started_the_job(local_cluster: RunningCluster, tm
         until(lambda: bool(local_cluster.call("jobs")))
         shutil.rmtree(here)
         local_cluster.run("host", "undrain", "local0", "local1")
-        _, said = run.communicate(timeout=30)
+        _, message = run.communicate(timeout=30)
     assert run.returncode == 1
-    assert "true (1) failed: local" in said
-    assert f"the working directory {here} does not exist on this host" in said
-    assert "has no log" not in said
+    assert "true (1) failed: local" in message
+    assert f"the working directory {here} does not exist on this host" in message
+    assert "has no log" not in message
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster, tmp_path: Path, told: bool) -> None:
+@pytest.mark.parametrize("answer", [True, False])
+def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster, tmp_path: Path, answer: bool) -> None:
     """``run ... | head -1`` ended with 0 while its job ran on; with ``2>&1`` there is nobody left to be told."""
     over = tmp_path / "over"
     script = (
@@ -59,7 +59,7 @@ def test_run_waits_on_when_nobody_reads_its_output(local_cluster: RunningCluster
         "sys.exit(3)"
     )
     command = [sys.executable, "-m", "clusterd", "run", "--no-snapshot", "--name", "yes", "--", "python", "-c", script]
-    errors = subprocess.PIPE if told else subprocess.STDOUT
+    errors = subprocess.PIPE if answer else subprocess.STDOUT
     with subprocess.Popen(
         command, cwd=tmp_path, env=local_cluster.environment, stdout=subprocess.PIPE, stderr=errors, text=True
     ) as run:
@@ -99,9 +99,9 @@ def test_who_follows_a_log_is_told_that_its_host_is_away(cluster: RunningCluster
         assert run.stdout.readline() == "1 begins\n"
         (row,) = cluster.call("jobs")
         cut_power(cluster.directory, int(row["hosts"][0].removeprefix("local")))
-        out, said = run.communicate(timeout=60)
-    lines = said.splitlines()
-    assert run.returncode == 0, said
+        out, message = run.communicate(timeout=60)
+    lines = message.splitlines()
+    assert run.returncode == 0, message
     assert out == "2 begins\n"
     away = next(line for line in lines if " is unreachable since " in line)
     assert away.startswith("long (1): local")
@@ -113,14 +113,14 @@ def test_a_log_on_a_host_that_has_fallen_silent_is_not_waited_for(cluster: Runni
     """Until the connection was given up nothing was said for a minute, and what was copied was not shown."""
     cluster.start(hosts=1)
     job = cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", "echo here; sleep 1000").stdout.strip()
-    kept = cluster.directory / "attempts" / f"{job}.1" / "rank-0.1.tail"
+    stored = cluster.directory / "attempts" / f"{job}.1" / "rank-0.1.tail"
     cluster.wait_for(job, lambda row: row["state"] == "running")
     agent = agent_of(cluster, 0)
     os.kill(agent, signal.SIGSTOP)
     refused = cluster.run("logs", job, check=False)
     os.kill(agent, signal.SIGCONT)
     assert (refused.returncode, "local0 cannot be reached now: it has not answered" in refused.stderr) == (1, True)
-    until(kept.exists, 60.0)
+    until(stored.exists, 60.0)
     os.kill(agent, signal.SIGSTOP)
     assert cluster.run("logs", job).stdout.startswith("here\n\n[clusterd: local0 does not answer; ")
     assert {row["state"] for row in cluster.call("hosts")} == {"up"}, "it was not waited for"

@@ -48,8 +48,8 @@ def test_they_say_what_the_cluster_does(local_cluster: RunningCluster, tmp_path:
 def test_measurements_go_to_standard_output(cluster: RunningCluster) -> None:
     """There was a file named - afterwards."""
     cluster.start()
-    told = cluster.run("measurements", "export", "-")
-    assert told.stdout.startswith("signature,")
+    answer = cluster.run("measurements", "export", "-")
+    assert answer.stdout.startswith("signature,")
     assert not (cluster.directory / "-").exists()
 
 

@@ -45,8 +45,8 @@ def test_an_unreachable_host(cluster: RunningCluster) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets it, and it refuses
         port = holder.getsockname()[1]
-        said = refused(cluster, "host", "add", f"me@127.0.0.1:{port}", code=1)
-    assert f"127.0.0.1:{port}" in said
+        message = refused(cluster, "host", "add", f"me@127.0.0.1:{port}", code=1)
+    assert f"127.0.0.1:{port}" in message
 
 
 @pytest.mark.parametrize("address", ["-oProxyCommand=touch /tmp/x", "a b", "me@", "host:99999", "$(reboot)"])
@@ -64,7 +64,7 @@ def test_hosts_and_jobs_that_are_not_there(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("show", "\udcff\udcfe"), "is no UTF-8"),
         (("host", "add", "\udcff"), "is no UTF-8"),
@@ -82,7 +82,7 @@ def test_hosts_and_jobs_that_are_not_there(cluster: RunningCluster) -> None:
     ],
 )
 def test_arguments_that_nothing_can_be_made_of(
-    cluster: RunningCluster, tmp_path: Path, arguments: tuple[str, ...], said: str
+    cluster: RunningCluster, tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     """Bytes that are no text, numbers that no clock has: refused with 2, and the daemon goes on.
 
@@ -90,7 +90,7 @@ def test_arguments_that_nothing_can_be_made_of(
     """
     job_file = tmp_path / "job.toml"
     job_file.write_text("command = ['true']")
-    assert said in refused(cluster, *[str(job_file) if word == "FILE" else word for word in arguments], code=2)
+    assert message in refused(cluster, *[str(job_file) if word == "FILE" else word for word in arguments], code=2)
 
 
 @pytest.mark.parametrize("verb", ["run", "shell"])
@@ -102,7 +102,7 @@ def test_an_option_that_there_is_not(cluster: RunningCluster, verb: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("command = ['true', 'a\\u0000b']", "command holds a null byte"),
         ("command = ['true']\n[env]\n'A=B' = 'x'", "'A=B' is no name of a variable"),
@@ -119,18 +119,18 @@ def test_an_option_that_there_is_not(cluster: RunningCluster, verb: str) -> None
     ],
 )
 def test_job_files_that_no_process_could_be_made_of(
-    cluster: RunningCluster, tmp_path: Path, text: str, said: str
+    cluster: RunningCluster, tmp_path: Path, text: str, message: str
 ) -> None:
     """Null bytes, loops of links, numbers of 400 digits."""
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     file = tmp_path / "job.toml"
     file.write_text(text.replace("['true', 'a\\u0000b']", '["true", "a\\u0000b"]'))
-    assert said in refused(cluster, "submit", str(file), code=2, cwd=tmp_path)
+    assert message in refused(cluster, "submit", str(file), code=2, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"resources": {"hosts": ["\x1b[2Jgone"]}}, "resources.hosts is '\\x1b[2Jgone'"),
         ({"tenant": "a\nb"}, "tenant is 'a\\nb'"),
@@ -139,10 +139,12 @@ def test_job_files_that_no_process_could_be_made_of(
         ({"secrets": ["A"]}, "the secret A holds a null byte"),
     ],
 )
-def test_what_would_end_up_on_other_peoples_terminals(cluster: RunningCluster, more: dict[str, Any], said: str) -> None:
+def test_what_would_end_up_on_other_peoples_terminals(
+    cluster: RunningCluster, more: dict[str, Any], message: str
+) -> None:
     """By a client of one's own: ours has checked some of it already."""
     spec = {"name": "odd", "command": ["true"], "user": "", **more}
     secrets = {"A": "x\0y"} if "secrets" in more else {}
     with pytest.raises(UsageError) as refused:
         cluster.call("submit", spec=spec, secrets=secrets)
-    assert said in str(refused.value)
+    assert message in str(refused.value)

@@ -27,9 +27,9 @@ def test_a_job_outlives_the_command_that_watches_it(local_cluster: RunningCluste
     assert watching.stdout is not None
     assert watching.stdout.readline() == "begun\n"
     watching.send_signal(number)
-    _, said = watching.communicate(timeout=30.0)
+    _, message = watching.communicate(timeout=30.0)
     job = local_cluster.call("jobs")[0]
-    assert said.splitlines()[-1] == (
+    assert message.splitlines()[-1] == (
         f"clusterd: ended by {number.name}; {job['name']} ({job['id']}) keeps running: clusterd cancel ends it"
     )
     assert watching.returncode == 128 + number

@@ -51,9 +51,9 @@ def test_a_job_file_that_is_right_is_taken(
         file.write_text(text)
         with pytest.raises(UsageError) as refused:
             cluster.call("submit", spec=msgspec.to_builtins(read_job_file(file).spec))
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as answer:
             config.main(["check", "--job", str(file)], standalone_mode=False)
-        assert str(told.value) == f"{file}: {refused.value}"
+        assert str(answer.value) == f"{file}: {refused.value}"
     file.write_text("command = ['true']\n[limits]\ntime = 3")
     config.main(["check", "--job", str(file)], standalone_mode=False)
     assert f"{file}: job job, command: valid" in capsys.readouterr().err
@@ -65,12 +65,12 @@ def test_a_workdir_that_is_not_there_is_refused_alike(cluster: RunningCluster, t
     """The check called it right; submit took a name that is too long for a bug of its own."""
     file = tmp_path / "job.toml"
     file.write_text(f"command = ['true']\nworkdir = '{workdir}'\n")
-    said = f"workdir {tmp_path / workdir} is no directory: set workdir to where the job's code is"
+    message = f"workdir {tmp_path / workdir} is no directory: set workdir to where the job's code is"
     cluster.start()
     for command in (("config", "check", "--job"), ("submit",)):
         refused = cluster.run(*command, str(file), check=False)
         assert refused.returncode == 2
-        assert refused.stderr.strip().endswith(said)
+        assert refused.stderr.strip().endswith(message)
 
 
 def test_the_settings_shown_are_those_in_force(

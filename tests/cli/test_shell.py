@@ -33,7 +33,7 @@ class Person:
 
     def __init__(self, cluster: RunningCluster, cwd: Path, *arguments: str) -> None:
         self._screen, theirs = pty.openpty()
-        self.said = b""
+        self.message = b""
         env = {**cluster.environment, "TERM": "xterm"}
         command = [sys.executable, "-m", "clusterd", *arguments]
         streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
@@ -48,15 +48,15 @@ class Person:
     def sees(self, text: str) -> None:
         """Waits for `text`, which is dropped with all before it."""
         end = time.monotonic() + DEADLINE_S
-        while text.encode() not in self.said:
+        while text.encode() not in self.message:
             ready, _, _ = select.select([self._screen], [], [], 0.1)
             assert time.monotonic() < end, f"waited for {text!r} and saw {self.said!r}"
             if ready:
                 try:
-                    self.said += os.read(self._screen, 1 << 16)
+                    self.message += os.read(self._screen, 1 << 16)
                 except OSError:
                     raise AssertionError(f"{text!r} did not come; it ended with {self.said!r}") from None
-        self.said = self.said.partition(text.encode())[2]
+        self.message = self.message.partition(text.encode())[2]
 
     def leaves(self) -> int:
         return self.process.wait(DEADLINE_S)

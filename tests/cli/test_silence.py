@@ -27,9 +27,9 @@ def impatiently(cluster: RunningCluster, *arguments: str, still_there_s: float) 
 
 def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: RunningCluster, tmp_path: Path) -> None:
     """It said that the daemon might be stopped, while a host ran the job's script to learn its model."""
-    told = tmp_path / "told"
+    answer = tmp_path / "told"
     (tmp_path / "train.py").write_text(
-        f"import os, time\nwhile not os.path.exists({str(told)!r}):\n    time.sleep(0.02)\n"
+        f"import os, time\nwhile not os.path.exists({str(answer)!r}):\n    time.sleep(0.02)\n"
     )
     file = tmp_path / "job.toml"
     file.write_text(
@@ -41,10 +41,10 @@ def test_an_estimate_says_that_its_model_is_being_learned(local_cluster: Running
         lines = iter(estimate.stderr)
         while (line := next(lines)).startswith("sending "):
             pass
-        told.touch()
-        said = line + estimate.stderr.read()
-    assert "inspecting the model of slow: its script runs on a host" in said
-    assert "is it stopped" not in said
+        answer.touch()
+        message = line + estimate.stderr.read()
+    assert "inspecting the model of slow: its script runs on a host" in message
+    assert "is it stopped" not in message
     assert estimate.returncode == 1, "the script ended without a word about its model"
 
 
@@ -55,7 +55,7 @@ def test_a_daemon_that_is_stopped_is_remarked_upon(cluster: RunningCluster) -> N
     os.kill(pid, signal.SIGSTOP)
     with impatiently(cluster, "ls", still_there_s=0.2) as asking:
         assert asking.stderr is not None
-        said = asking.stderr.readline()
+        message = asking.stderr.readline()
         os.kill(pid, signal.SIGCONT)
-    assert "has not answered yet; is it stopped, or very busy?" in said
+    assert "has not answered yet; is it stopped, or very busy?" in message
     assert asking.returncode == 0

@@ -22,8 +22,8 @@ def test_every_combination_is_a_job(local_cluster: RunningCluster, tmp_path: Pat
     file = tmp_path / "job.toml"
     file.write_text('name = "net"\ncommand = ["python3", "train.py", "--lr={LR}", "{other}"]\n[env]\nKEPT = "no"\n')
     sweep = ("--sweep", "LR=1e-3,3e-4", "--sweep", "SEED=1,2", "--env", "KEPT=yes")
-    said = local_cluster.run("submit", *sweep, "--dry-run", str(file)).stdout
-    assert "net_LR3e-4_SEED2 would start now" in said
+    message = local_cluster.run("submit", *sweep, "--dry-run", str(file)).stdout
+    assert "net_LR3e-4_SEED2 would start now" in message
     answer = local_cluster.run("submit", *sweep, "--wait", str(file))
     jobs = answer.stdout.split()
     assert len(jobs) == 4
@@ -84,7 +84,7 @@ def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster
 
 
 @pytest.mark.parametrize(
-    "given, told",
+    "given, report",
     [
         (["LR"], "write NAME=VALUE"),
         (["LR=1,,2"], "write NAME=VALUE"),
@@ -95,8 +95,8 @@ def test_the_jobs_of_a_sweep_are_named_by_one_word(local_cluster: RunningCluster
         ([f"A={','.join(map(str, range(101)))}", f"B={','.join(map(str, range(10)))}"], "1010 jobs"),
     ],
 )
-def test_what_is_no_sweep(given: list[str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_what_is_no_sweep(given: list[str], report: str) -> None:
+    with pytest.raises(UsageError, match=report):
         parse_sweep(given)
 
 

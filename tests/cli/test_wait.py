@@ -41,9 +41,9 @@ def test_a_daemon_that_is_restarted_is_waited_for(local_cluster: RunningCluster,
         local_cluster.run("stop")
         local_cluster.run("start")
         over.touch()
-        printed, said = waiting.communicate(timeout=60)
-    assert waiting.returncode == (0 if command == "logs" else 3), said
-    assert ("the daemon went away; sh (1) keeps running" in said) == (command != "wait")
+        printed, message = waiting.communicate(timeout=60)
+    assert waiting.returncode == (0 if command == "logs" else 3), message
+    assert ("the daemon went away; sh (1) keeps running" in message) == (command != "wait")
     assert printed == {"run": "over\n", "logs": "0: over\n", "wait": ""}[command]
 
 
@@ -69,16 +69,16 @@ def test_a_cancel_that_waits_for_a_silent_host_says_so(cluster: RunningCluster) 
     cluster.wait_for(job, lambda row: row["state"] == "running")
     cut_power(cluster.directory, 0)
     cluster.wait_for(job, lambda row: bool(row["away"]))
-    said = cluster.run("cancel", "--wait", job).stderr.splitlines()
-    assert said[0].startswith("long (1): local0 is unreachable since ")
-    assert "it is over without an answer; cancelled by " in said[0]
-    assert said[-1] == "1 (long) is cancelled"
+    message = cluster.run("cancel", "--wait", job).stderr.splitlines()
+    assert message[0].startswith("long (1): local0 is unreachable since ")
+    assert "it is over without an answer; cancelled by " in message[0]
+    assert message[-1] == "1 (long) is cancelled"
 
 
 def test_a_job_that_is_over_is_not_said_to_be_none(local_cluster: RunningCluster) -> None:
     """`ls` of its name said that there were no such jobs."""
     local_cluster.run("run", "--no-snapshot", "--name", "done", "--", "true")
-    said = local_cluster.run("ls", "done").stderr
-    assert said == "no such jobs are queued or running (clusterd ls --all shows finished ones)\n"
+    message = local_cluster.run("ls", "done").stderr
+    assert message == "no such jobs are queued or running (clusterd ls --all shows finished ones)\n"
     assert "finished" in local_cluster.run("ls", "--all", "done").stdout
     assert local_cluster.run("ls", "--all", "nobody").stderr == "no such jobs\n"

@@ -112,7 +112,7 @@ def test_a_submodule_that_is_not_there_is_missed_here_and_not_on_the_host(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         ("owner", "detected dubious ownership in repository .* git config --global --add safe.directory"),
         ("settings", "bad config line .* in file"),
@@ -120,7 +120,7 @@ def test_a_submodule_that_is_not_there_is_missed_here_and_not_on_the_host(tmp_pa
     ],
 )
 def test_where_git_refuses_a_repository_nothing_it_ignores_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, message: str
 ) -> None:
     """Its sentence says what to do; packed without its .gitignore, the secrets would be on the hosts."""
     work = repository(tmp_path / "work", "train.py", ".gitignore")
@@ -136,7 +136,7 @@ def test_where_git_refuses_a_repository_nothing_it_ignores_is_sent(
     else:
         (work / ".git").rename(tmp_path / "elsewhere")
         (work / ".git").write_text("gitdir: /gone/worktree\n")
-    with pytest.raises(UsageError, match=f"git does not list its files: .*{said}"):
+    with pytest.raises(UsageError, match=f"git does not list its files: .*{message}"):
         pack(work, LIMIT)
 
 
@@ -174,8 +174,8 @@ def test_running_from_a_home_directory(cluster: RunningCluster) -> None:
     cluster.environment["CLUSTERD_STATE_DIR"] = str(cluster.directory / "home" / ".local" / "state")
     cluster.start()
     (cluster.directory / "home" / "train.py").touch()
-    said = cluster.run("run", "--detach", "--", "true", cwd=cluster.directory / "home").stderr
-    assert "sending 1 files" in said
+    message = cluster.run("run", "--detach", "--", "true", cwd=cluster.directory / "home").stderr
+    assert "sending 1 files" in message
 
 
 def test_an_ignore_file_that_is_none(tmp_path: Path) -> None:

@@ -71,6 +71,6 @@ def test_whoever_removes_a_host_that_is_away_is_told_of_its_agent(cluster: Runni
     cluster.wait_until_up(2)
     cut_power(cluster.directory, 0)
     until(lambda: [row["state"] for row in cluster.call("hosts")] == ["unreachable", "up"])
-    said = cluster.run("host", "remove", "local0", "local1").stderr.splitlines()
-    assert said[0].startswith("local0 is removed; it could not be reached, and its idle agent is still running there")
-    assert said[1] == "local1 is removed"
+    lines = cluster.run("host", "remove", "local0", "local1").stderr.splitlines()
+    assert lines[0].startswith("local0 is removed; it could not be reached, and its idle agent is still running there")
+    assert lines[1] == "local1 is removed"

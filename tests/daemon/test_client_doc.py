@@ -30,7 +30,7 @@ def test_its_example_runs(local_cluster: RunningCluster, tmp_path: Path) -> None
 
 
 def test_every_verb_is_told_with_its_arguments() -> None:
-    told = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
+    answer = {name: arguments.split(", ") for name, arguments in re.findall(r"^\| `(\w+)\(([\w, ]*)\)`", PAGE, re.M)}
     there: dict[str, list[str]] = {}
     for verbs in (
         jobs.JobVerbs, migration.MigrationVerbs, host_check.HostChecks, files.FileVerbs, retention.RetentionVerbs,
@@ -41,7 +41,7 @@ def test_every_verb_is_told_with_its_arguments() -> None:
             if of == "peer" and not name.startswith("_") and _is_verb(verb):
                 there[name] = arguments or [""]
     there["logs"] = list(inspect.signature(job_logs.JobLogs.follow).parameters)[2:]
-    assert told == there
+    assert answer == there
 
 
 def _is_verb(function: object) -> bool:

@@ -23,10 +23,10 @@ def sleepers(cluster: RunningCluster) -> set[int]:
     found = set()
     for pid in processes_of(cluster.directory):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            message = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[:2] == [b"sleep", b"3123"]:
+        if message[:2] == [b"sleep", b"3123"]:
             found.add(pid)
     return found
 

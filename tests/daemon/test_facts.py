@@ -16,8 +16,8 @@ GIB = 1 << 30
 def foreign(total_gib: int = 80, **gpu: Any) -> str:
     """What is said of foreign use of a host's one GPU."""
     one = {"uuid": "GPU-1", "index": 0, "name": "A100", "memory_bytes": total_gib * GIB, "processes": [], **gpu}
-    told = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0, 1, 2, 3], "memory_bytes": GIB, "gpus": [one]}
-    [device] = host_facts(HostId("a"), told, HostOptions(), "10.0.0.1").devices
+    answer = {"boot_id": "b", "cpu_cores": 4, "cpu_ids": [0, 1, 2, 3], "memory_bytes": GIB, "gpus": [one]}
+    [device] = host_facts(HostId("a"), answer, HostOptions(), "10.0.0.1").devices
     return device.foreign
 
 
@@ -33,8 +33,8 @@ def test_a_process_of_somebody_else_keeps_the_gpu_from_being_offered() -> None:
 ])  # fmt: skip
 def test_use_by_somebody_who_is_not_listed_is_foreign(total_gib: int, unlisted_gib: int, is_foreign: bool) -> None:
     """In another container, say; a little is the driver's own."""
-    said = foreign(total_gib, unlisted_bytes=unlisted_gib * GIB)
-    assert said == ("in use, the driver does not say by whom" if is_foreign else "")
+    message = foreign(total_gib, unlisted_bytes=unlisted_gib * GIB)
+    assert message == ("in use, the driver does not say by whom" if is_foreign else "")
 
 
 def test_facts_of_an_agent_from_before_are_understood() -> None:

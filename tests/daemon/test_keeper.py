@@ -59,7 +59,7 @@ def keeper(state: State, agents: Agents) -> SnapshotReplicas:
     return SnapshotReplicas(engine, hosts, "secret")
 
 
-def told(keeper: SnapshotReplicas, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
+def report_snapshot(keeper: SnapshotReplicas, rank: int, step: int, slot: int = 0, generation: int = 1) -> None:
     host = HostId("ab"[rank])
     name = f"7.1.g{generation}.snap{rank}.{slot}"
     anyio.run(keeper.on_taken, host, StateSnapshotTaken("7", 1, generation, rank, name, step, 9))
@@ -76,10 +76,10 @@ def lost(state: State, *hosts: str) -> None:
 
 def test_each_rank_is_kept_by_the_other_host(keeper: SnapshotReplicas, agents: Agents, state: State) -> None:
     """Either host may die: the other has both parts. The rank is answered last."""
-    told(keeper, 0, 20)
-    told(keeper, 1, 20)
-    kept = [(host, what["name"]) for host, verb, what in agents.asked if verb == "snapshot_keep"]
-    assert kept == [("b", "7.1.g1.snap0.0"), ("a", "7.1.g1.snap1.0")]
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
+    stored = [(host, what["name"]) for host, verb, what in agents.asked if verb == "snapshot_keep"]
+    assert stored == [("b", "7.1.g1.snap0.0"), ("a", "7.1.g1.snap1.0")]
     assert [verb for host, verb, _ in agents.asked if host == "a"][:2] == ["snapshot_admit", "snapshot_kept"]
     lost(state, "b")
     whole = keeper.newest(state.jobs[JOB])
@@ -88,12 +88,12 @@ def test_each_rank_is_kept_by_the_other_host(keeper: SnapshotReplicas, agents: A
 
 def test_a_step_counts_when_every_rank_has_it(keeper: SnapshotReplicas, state: State) -> None:
     """A newer snapshot of one rank alone is worth nothing; the older whole one is in the other slot."""
-    told(keeper, 0, 20)
-    told(keeper, 1, 20)
-    told(keeper, 0, 40, slot=1)
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
+    report_snapshot(keeper, 0, 40, slot=1)
     whole = keeper.newest(state.jobs[JOB])
     assert whole is not None and whole.step == 20
-    told(keeper, 1, 40, slot=1)
+    report_snapshot(keeper, 1, 40, slot=1)
     newer = keeper.newest(state.jobs[JOB])
     assert newer is not None and newer.step == 40
 
@@ -102,8 +102,8 @@ def test_without_room_elsewhere_the_rank_goes_on_and_a_lost_host_takes_it_with_i
     keeper: SnapshotReplicas, agents: Agents, state: State
 ) -> None:
     agents.full = {"a", "b", "c"}
-    told(keeper, 0, 20)
-    told(keeper, 1, 20)
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
     assert sum(verb == "snapshot_kept" for _, verb, _ in agents.asked) == 2
     assert keeper.newest(state.jobs[JOB]) is not None
     lost(state, "b")
@@ -122,15 +122,15 @@ def test_a_daemon_that_starts_learns_from_agents(keeper: SnapshotReplicas, state
 def test_older_generations_are_dropped_and_all_when_the_job_is_over(
     keeper: SnapshotReplicas, agents: Agents, state: State
 ) -> None:
-    told(keeper, 0, 20)
-    told(keeper, 1, 20)
+    report_snapshot(keeper, 0, 20)
+    report_snapshot(keeper, 1, 20)
     attempt = state.jobs[JOB].attempts[0]
     assert attempt.plan is not None
     attempt.plans_by_generation[1] = attempt.plan
     attempt.generation = 2
-    told(keeper, 0, 40, generation=2)
+    report_snapshot(keeper, 0, 40, generation=2)
     assert not any(verb == "drop" for _, verb, _ in agents.asked)
-    told(keeper, 1, 40, generation=2)
+    report_snapshot(keeper, 1, 40, generation=2)
     assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps"}
     anyio.run(keeper.forget, "7")
     assert {what["move"] for _, verb, what in agents.asked if verb == "drop"} == {"7.1.g1.snaps", "7.1.g2.snaps"}

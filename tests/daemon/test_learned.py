@@ -41,8 +41,8 @@ def test_what_is_imported_while_the_store_is_read_is_not_missed(
         found = read(*wanted)
         if not found.online.observations:
             row = Row(workload_of(gpt()), Plan(), Allocation.of((1,), device_type="a100"))
-            with Store(store) as kept:
-                kept.add(Measurement(Key("net", "a100", "", ""), row, 1.0))
+            with Store(store) as stored:
+                stored.add(Measurement(Key("net", "a100", "", ""), row, 1.0))
             learned.forget()
         return found
 
@@ -79,10 +79,10 @@ def test_what_one_model_shows_of_the_links_is_believed_of_the_next(tmp_path: Pat
         journal=SimpleNamespace(fact=lambda name, default: default), scheduler=SimpleNamespace(state=State())
     )
     large = replace(workload_of(gpt()), parameters=10**9, flops_per_sample=1e12)
-    with Store(store) as kept:
+    with Store(store) as stored:
         for plan, counts, seconds in ((Plan(dp=4), (4,), 1.0), (Plan(dp=8), (4, 4), 2.0), (Plan(dp=2), (1, 1), 4.0)):
             row = Row(large, plan, Allocation.of(counts, device_type="x"))
-            kept.add(Measurement(Key("first", "x", "", ""), row, seconds))
+            stored.add(Measurement(Key("first", "x", "", ""), row, seconds))
     learned = PerformanceModels(cast(Engine, engine), store)
 
     async def ask() -> tuple[Knowledge, Knowledge]:

@@ -25,20 +25,20 @@ PLAIN = st.recursive(
 )
 
 
-def said(**message: Any) -> dict[str, Any]:
+def output(**message: Any) -> dict[str, Any]:
     return {"event": "rank_said", **SENDER, "at_s": 1.0, "said": message}
 
 
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (said(**{**CHECKPOINTED, "step": "x"}), "checkpointed.step is str, not int"),
-        (said(**{**CHECKPOINTED, "step": True}), "checkpointed.step is bool, not int"),
-        (said(step=1), "unknown kind"),  # no `what`
-        (said(what=["orphaned"]), "unknown kind"),
+        (output(**{**CHECKPOINTED, "step": "x"}), "checkpointed.step is str, not int"),
+        (output(**{**CHECKPOINTED, "step": True}), "checkpointed.step is bool, not int"),
+        (output(step=1), "unknown kind"),  # no `what`
+        (output(what=["orphaned"]), "unknown kind"),
         ({"event": "rank_said", **SENDER, "said": "orphaned"}, "unknown kind"),
-        (said(what="orphaned"), "orphaned.step is absent"),
-        (said(what="probe", figures={"a": "b"}), "probe.figures.a is str, not float"),
+        (output(what="orphaned"), "orphaned.step is absent"),
+        (output(what="probe", figures={"a": "b"}), "probe.figures.a is str, not float"),
         ({"event": "rank_exited", **SENDER, "reason": "bored"}, "rank_exited.reason is no Reason"),
         ({"event": "rank_exited", **SENDER, "rank": None, "reason": "exit"}, "rank_exited.rank is NoneType, not int"),
         ({"event": "progress", **SENDER, "step": 1, "loss": 1.0, "step_time_s": None}, "progress.step_time_s"),

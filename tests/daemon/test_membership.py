@@ -167,10 +167,10 @@ def test_the_address_of_a_host_that_is_gone_is_not_dialed(journal: Journal) -> N
 
 def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of its host may be an hour ahead, and the scheduler's timers would wait for it."""
-    told: list[e.Event] = []
+    output: list[e.Event] = []
 
     async def report(event: e.Event) -> None:
-        told.append(event)
+        output.append(event)
 
     async def run() -> None:
         async with lab(journal) as made:
@@ -178,7 +178,7 @@ def test_a_rank_ends_by_the_daemons_clock(journal: Journal, monkeypatch: pytest.
             message = {"job": "1", "attempt": 1, "generation": 1, "rank": 0, "exit_code": 0, "reason": "exit"}
             ahead = {**message, "event": "rank_exited", "at_s": time.time() + 3600.0}
             await made.hosts.on_event(HOST, ahead)
-        assert told[0].at_s <= time.time()
+        assert output[0].at_s <= time.time()
 
     anyio.run(run)
 

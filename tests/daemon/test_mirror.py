@@ -98,9 +98,9 @@ def test_of_a_long_log_the_end_is_at_hand_and_the_rest_is_counted(
     agents.file(0).write_bytes(lines)
     anyio.run(mirror.look)
     agents.away.add("a")
-    said = read(job_logs, 0)
-    assert lines[-TAIL_BYTES:] in said
-    assert said.startswith(b"\n[clusterd: 170 KiB of this log are on a alone"), said[:80]
+    message = read(job_logs, 0)
+    assert lines[-TAIL_BYTES:] in message
+    assert message.startswith(b"\n[clusterd: 170 KiB of this log are on a alone"), message[:80]
 
 
 def test_a_log_that_did_not_grow_is_not_brought_again(parts: tuple[LogTails, JobLogs], agents: Agents) -> None:

@@ -23,11 +23,11 @@ from tests.conftest import RunningCluster, crash_host, until
 
 
 def test_ends_of_jobs_are_told_in_order(cluster: RunningCluster, tmp_path: Path) -> None:
-    heard = tmp_path / "heard"
+    inbox = tmp_path / "inbox"
     teller = tmp_path / "teller"
     # It fails the first time: what comes later is told all the same.
     teller.write_text(
-        f"#!/bin/sh\nsleep 0.2\ncat >> {heard}\ntest -e {heard}.failed || {{ touch {heard}.failed; exit 1; }}\n"
+        f"#!/bin/sh\nsleep 0.2\ncat >> {inbox}\ntest -e {inbox}.failed || {{ touch {inbox}.failed; exit 1; }}\n"
     )
     teller.chmod(0o755)
     settings = tmp_path / "clusterd.toml"
@@ -40,23 +40,23 @@ def test_ends_of_jobs_are_told_in_order(cluster: RunningCluster, tmp_path: Path)
     cluster.run("cancel", "--wait", gone)  # by default, whoever cancelled it knows
     cluster.run("run", "--no-snapshot", "--name", "last", "--", "true")
 
-    def told() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in heard.read_text().splitlines()] if heard.exists() else []
+    def notifications() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in inbox.read_text().splitlines()] if inbox.exists() else []
 
-    until(lambda: len(told()) == 3, 30.0, lambda: str(told()))
-    assert [(one["kind"], one["name"], one["exit_code"]) for one in told()] == [
+    until(lambda: len(notifications()) == 3, 30.0, lambda: str(notifications()))
+    assert [(one["kind"], one["name"], one["exit_code"]) for one in notifications()] == [
         ("job finished", "good", 0),
         ("job failed", "bad", 9),
         ("job finished", "last", 0),
     ]
-    assert told()[1]["text"].startswith("bad (2) failed: ")
+    assert notifications()[1]["text"].startswith("bad (2) failed: ")
     assert f"notify: {teller} ended with 1" in cluster.log()
 
 
 def test_a_job_that_starts_again_is_told_of(cluster: RunningCluster, tmp_path: Path) -> None:
-    heard = tmp_path / "heard"
+    inbox = tmp_path / "inbox"
     settings = tmp_path / "clusterd.toml"
-    settings.write_text(f'[notify]\ncommand = ["tee", "-a", "{heard}"]\non = ["job queued again"]\n')
+    settings.write_text(f'[notify]\ncommand = ["tee", "-a", "{inbox}"]\non = ["job queued again"]\n')
     cluster.environment["CLUSTERD_CONFIG"] = str(settings)
     cluster.start(hosts=2)
     cluster.wait_until_up(2)
@@ -64,11 +64,11 @@ def test_a_job_that_starts_again_is_told_of(cluster: RunningCluster, tmp_path: P
     job = cluster.run(*command, cwd=tmp_path).stdout.strip()
     host = cluster.wait_for(job, lambda row: row["state"] == "running")["hosts"][0]
     crash_host(cluster.directory, int(host.removeprefix("local")))
-    until(lambda: heard.exists() and heard.read_text().endswith("\n"), 30.0, cluster.log)
-    told = json.loads(heard.read_text())
-    assert told["text"].startswith("long (1): attempt 1 was lost")
-    assert told["text"].count("again") == 1
-    assert (told["job"], told["hosts"]) == (job, [host])
+    until(lambda: inbox.exists() and inbox.read_text().endswith("\n"), 30.0, cluster.log)
+    notification = json.loads(inbox.read_text())
+    assert notification["text"].startswith("long (1): attempt 1 was lost")
+    assert notification["text"].count("again") == 1
+    assert (notification["job"], notification["hosts"]) == (job, [host])
 
 
 @pytest.mark.parametrize("command", [("true",), ("no-such-command",), ("sleep", "1000")])
@@ -84,15 +84,15 @@ def test_a_command_that_does_not_work_harms_nothing(
 
 
 def test_a_host_is_told_of_when_it_is_lost_and_when_it_is_back(tmp_path: Path) -> None:
-    heard = tmp_path / "heard"
+    inbox = tmp_path / "inbox"
     host = Host(HostId("gpu01"), HostState.UP)
-    notifier = Notifier(config.Notify(("tee", "-a", str(heard)), config.NOTIFICATIONS), State(hosts={host.id: host}))
+    notifier = Notifier(config.Notify(("tee", "-a", str(inbox)), config.NOTIFICATIONS), State(hosts={host.id: host}))
     for state in (HostState.UNREACHABLE, HostState.LOST, HostState.CONNECTING, HostState.UP):
         host.go(state, 0.0, "no answer" if state is HostState.LOST else "")
         notifier.handled([])
     anyio.run(notifier.deliver)
-    told = [json.loads(line) for line in heard.read_text().splitlines()]
-    assert [(one["kind"], one["text"]) for one in told] == [
+    notifications = [json.loads(line) for line in inbox.read_text().splitlines()]
+    assert [(one["kind"], one["text"]) for one in notifications] == [
         ("host lost", "gpu01 is lost: no answer"),
         ("host back", "gpu01 is back"),
     ]
@@ -117,11 +117,11 @@ def test_settings_that_cannot_be_are_refused(text: str, why: str, tmp_path: Path
 
 def test_a_slow_command_holds_up_neither_stop_nor_what_it_left_behind(cluster: RunningCluster, tmp_path: Path) -> None:
     """The first ends and leaves a child with its streams open; the second would take an hour."""
-    heard, child = tmp_path / "heard", tmp_path / "child"
+    inbox, child = tmp_path / "inbox", tmp_path / "child"
     teller = tmp_path / "teller"
     teller.write_text(
-        f"#!/bin/sh\ncat >> {heard}\nif test -e {heard}.once; then echo $$ > {child}; exec sleep 3600; fi\n"
-        f"touch {heard}.once; sleep 3600 & echo $! > {child}.left\n"
+        f"#!/bin/sh\ncat >> {inbox}\nif test -e {inbox}.once; then echo $$ > {child}; exec sleep 3600; fi\n"
+        f"touch {inbox}.once; sleep 3600 & echo $! > {child}.left\n"
     )
     teller.chmod(0o755)
     settings = tmp_path / "clusterd.toml"

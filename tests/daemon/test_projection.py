@@ -98,5 +98,5 @@ def test_plans_under_which_a_job_cannot_train_are_told(monkeypatch: pytest.Monke
     assert row["refused"] == {"tp=2": "exit code 96: the forward pass writes into blocks.0.weight"}
     answer = row | {"ahead": [], "holders": {}, "unusable": [], "decisions": []}
     monkeypatch.setattr("clusterd.cli.jobs.Client", lambda: contextlib.nullcontext(Mock(call=lambda *_, **__: answer)))
-    said = CliRunner().invoke(why, [job]).output.splitlines()
-    assert said[1] == "  it cannot train under tp=2: exit code 96: the forward pass writes into blocks.0.weight"
+    message = CliRunner().invoke(why, [job]).output.splitlines()
+    assert message[1] == "  it cannot train under tp=2: exit code 96: the forward pass writes into blocks.0.weight"

@@ -32,8 +32,8 @@ def restored(cluster: RunningCluster) -> RunningCluster:
     cluster.run("stop")
     until(lambda: not (cluster.directory / "journal.db-wal").exists())
     shutil.copy(cluster.directory / "backup.db", cluster.directory / "journal.db")
-    for kept in (cluster.directory / "attempts").glob("[23].*"):
-        shutil.rmtree(kept)
+    for stored in (cluster.directory / "attempts").glob("[23].*"):
+        shutil.rmtree(stored)
     return cluster
 
 
@@ -57,8 +57,8 @@ def test_what_runs_is_left_alone_until_somebody_says_so(restored: RunningCluster
     before = sleeps()
     cluster.run("start", "--restored")
     cluster.wait_until_up(1)
-    said = cluster.run("host", "show", "local0").stdout
-    assert "local0 runs job 3 of a later state of this cluster: clusterd host undrain local0 ends that" in said
+    message = cluster.run("host", "show", "local0").stdout
+    assert "local0 runs job 3 of a later state of this cluster: clusterd host undrain local0 ends that" in message
     new = cluster.run("run", "-d", "--no-snapshot", "--", "echo", "new").stdout.strip()
     assert new == "4", "2 and 3 are remembered there"
     assert "local0 runs job 3 of a later state" in cluster.job(new)["reason"]
@@ -79,8 +79,8 @@ def test_a_job_is_not_taken_for_another_of_its_number(restored: RunningCluster) 
     row = cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed", "queued"))
     cluster.run("host", "undrain", "local0")
     row = cluster.wait_for(job, lambda row: row["state"] in ("finished", "failed"))
-    said = cluster.run("logs", job, check=False).stdout
-    assert "of job 2" not in said
+    message = cluster.run("logs", job, check=False).stdout
+    assert "of job 2" not in message
     assert row["state"] == "finished" or "of another job is on this host" in row["reason"]
 
 

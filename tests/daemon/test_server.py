@@ -36,7 +36,7 @@ SPEC = {"name": "x", "command": ["true"]}
 def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
     """A browser, a scanner, a client that dies in the middle."""
     cluster.start()
-    pieces = (
+    chunks = (
         b"GET / HTTP/1.0\r\n\r\n",
         b"\x00",
         b"\xff" * 100,
@@ -44,7 +44,7 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
         struct.pack("!I", 3) + msgpack.packb([1, 2]),
         struct.pack("!I", 1000) + b"half",
     )
-    for piece in pieces:
+    for piece in chunks:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(cluster.socket))
             client.sendall(piece)
@@ -57,7 +57,7 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "arguments", "said"),
+    ("verb", "arguments", "message"),
     [
         ("job", {"job": None}, "job: job: Expected `str`, got `null`"),
         ("cancel", {"job": 1}, "cancel: job: Expected `str`, got `int`"),
@@ -72,12 +72,12 @@ def test_garbage_and_half_frames(cluster: RunningCluster) -> None:
         ("host_add", {"address": "a", "accept": "b"}, "host_add: accept: Expected `array`, got `str`"),
     ],
 )
-def test_arguments_of_another_type(cluster: RunningCluster, verb: str, arguments: dict[str, Any], said: str) -> None:
+def test_arguments_of_another_type(cluster: RunningCluster, verb: str, arguments: dict[str, Any], message: str) -> None:
     """A reason of a drain that was no text was in the journal for ever, and ended the daemon at every start."""
     cluster.start()
     with pytest.raises(UsageError) as refused, cluster.client() as client:
         list(client.stream(verb, **arguments))
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert cluster.call("status")["jobs"] == {}
 
 
@@ -189,8 +189,8 @@ def test_the_end_of_a_log_is_read_wherever_it_is(local_cluster: RunningCluster) 
 
     def end(job: str) -> tuple[bytes, int]:
         with local_cluster.client() as client:
-            pieces = list(client.stream("logs", job=job, rank=0, last_bytes=10))
-        return b"".join(piece["data"] for piece in pieces), pieces[-1]["offset"] if pieces else 0
+            chunks = list(client.stream("logs", job=job, rank=0, last_bytes=10))
+        return b"".join(piece["data"] for piece in chunks), chunks[-1]["offset"] if chunks else 0
 
     made = "import sys; sys.stdout.write('a' * 20_000_000 + 'the very end'); sys.stdout.flush(); sys.stdin.readline()"
     done = local_cluster.directory / "done"

@@ -40,8 +40,8 @@ def test_a_job_of_many_steps_ends(local_cluster: RunningCluster) -> None:
     local_cluster.run("wait", job, timeout=30)
     row = local_cluster.job(job)
     assert (row["state"], row["step"], row["loss"]) == ("finished", 180_000, 1 / 180_000)
-    kept = local_cluster.call("steps", job=job)["data"]
-    assert len(kept) == 16 << 20
+    stored = local_cluster.call("steps", job=job)["data"]
+    assert len(stored) == 16 << 20
     assert not any(device["job"] for host in local_cluster.call("hosts") for device in host["devices"])
 
 

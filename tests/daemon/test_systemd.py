@@ -15,8 +15,8 @@ def test_systemd_is_told_when_it_is_up_and_that_it_turns(cluster: RunningCluster
         systemd.settimeout(30.0)
         cluster.environment |= {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "100000"}
         cluster.start()
-        heard = {systemd.recv(4096).decode().partition("\n")[0] for _ in range(3)}
-        assert heard == {"READY=1", "WATCHDOG=1"}
+        received = {systemd.recv(4096).decode().partition("\n")[0] for _ in range(3)}
+        assert received == {"READY=1", "WATCHDOG=1"}
     path.unlink()
     until(lambda: f"systemd cannot be notified at {path}" in cluster.log())
     assert cluster.call("status")["pid"] == cluster.pid, "it serves on"

@@ -38,12 +38,12 @@ def write(path: Path, *rows: dict[str, str], leave_out: str = "") -> Path:
 def test_a_missing_column_is_named(tmp_path, capsys, column):
     path = write(tmp_path / "t.csv", GOOD, leave_out=column)
     assert main(["evaluate", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and str(path) in said and column in said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and str(path) in message and column in message
 
 
 @pytest.mark.parametrize(
-    ("column", "value", "says"),
+    ("column", "value", "expected"),
     [
         ("step_time_s", "0", "outside"),
         ("step_time_s", "-1", "outside"),
@@ -67,13 +67,13 @@ def test_a_missing_column_is_named(tmp_path, capsys, column):
         ("model", "", "name the model"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_place(tmp_path, capsys, column, value, says):
+def test_a_value_that_cannot_be_is_refused_with_its_place(tmp_path, capsys, column, value, expected):
     path = write(tmp_path / "t.csv", GOOD, {**GOOD, column: value})
     assert main(["evaluate", str(path), "--json"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert told.err.count("\n") == 1
-    assert "line 3" in told.err and says in told.err
+    answer = capsys.readouterr()
+    assert answer.out == ""
+    assert answer.err.count("\n") == 1
+    assert "line 3" in answer.err and expected in answer.err
 
 
 def test_one_row_is_not_enough_to_judge_by(tmp_path, capsys):
@@ -179,8 +179,8 @@ def test_the_structure_is_not_shaped_to_one_model():
 def test_a_name_changes_nothing(tmp_path):
     """Models are told apart by their sizes and times alone."""
     lines = A800.read_text().splitlines()
-    kept = [lines[0]] + [line.replace("llama7,", "anything,", 1) for line in lines if line.startswith("llama7,")]
-    (tmp_path / "renamed.csv").write_text("\n".join(kept))
+    stored = [lines[0]] + [line.replace("llama7,", "anything,", 1) for line in lines if line.startswith("llama7,")]
+    (tmp_path / "renamed.csv").write_text("\n".join(stored))
     named = {"llama7": read_table(A800)["llama7"]}
     one = evaluate(named, seeds=1, leave_one_out=False)["figures"]
     other = evaluate(read_table(tmp_path / "renamed.csv"), seeds=1, leave_one_out=False)["figures"]

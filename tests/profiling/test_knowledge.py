@@ -59,12 +59,12 @@ def test_saving_memory_that_is_there_is_needless() -> None:
 
 def test_step_times_by_cores_are_told_where_cores_matter() -> None:
     """Of a plan with its optimizer on the host, not of one without; each further step of the ladder is worth it."""
-    offloaded, kept = Plan(dp=2, zero=2, offload="optimizer"), Plan(dp=2)
+    offloaded, stored = Plan(dp=2, zero=2, offload="optimizer"), Plan(dp=2)
     some = known(replace(lab(4), cores_most=48))
     some.workload = replace(some.workload, parameters=2_000_000_000)
-    told = {one.plan: one for one in some.with_cores(some.ranked([(2,)], keep=0, always=[offloaded, kept]))}
-    assert told[kept].core_times == ()
-    cores, times = zip(*told[offloaded].core_times, strict=True)
+    report = {one.plan: one for one in some.with_cores(some.ranked([(2,)], keep=0, always=[offloaded, stored]))}
+    assert report[stored].core_times == ()
+    cores, times = zip(*report[offloaded].core_times, strict=True)
     assert cores[0] == 1 and list(cores) == sorted(cores) and cores[-1] <= 24
     assert all(less <= 0.97 * more for more, less in pairwise(times))
     some.devices = lab(4)

@@ -27,9 +27,9 @@ def test_lines_are_fastest_first_and_know_their_error():
 def test_where_a_step_goes_is_told_longest_first():
     phases = (("input", 0.0001), ("forward", 0.03), ("backward", 0.06), ("optimizer", 0.01))
     first, other = lines(FIT, ROWS[:2], [0.1, 0.2], {ROWS[0]: phases})
-    told = {line.plan: line.spent for line in (first, other)}
-    assert told[str(ROWS[0].plan)] == "backward 60%, forward 30%, optimizer 10%", "a thousandth is left out"
-    assert sorted(told.values())[0] == "", "nothing is said of what was not timed"
+    answer = {line.plan: line.spent for line in (first, other)}
+    assert answer[str(ROWS[0].plan)] == "backward 60%, forward 30%, optimizer 10%", "a thousandth is left out"
+    assert sorted(answer.values())[0] == "", "nothing is said of what was not timed"
     assert "backward 60%" in to_html("gpt", FIT, [first, other])
 
 

@@ -29,9 +29,9 @@ any_world = st.lists(st.floats(-3, 3), min_size=len(ALL), max_size=len(ALL)).map
 @given(any_world)
 @settings(max_examples=60, deadline=None)
 def test_every_step_takes_time_and_its_phases_add_up(logs):
-    told = phases(logs, FEATURES)
-    assert np.all(np.isfinite(told.step_s)) and np.all(told.step_s > 0)
-    for part in (told.forward_s, told.backward_s, told.pipe_s, told.gather_s, told.update_s):
+    answer = phases(logs, FEATURES)
+    assert np.all(np.isfinite(answer.step_s)) and np.all(answer.step_s > 0)
+    for part in (answer.forward_s, answer.backward_s, answer.pipe_s, answer.gather_s, answer.update_s):
         assert np.all(part >= 0)
 
 
@@ -99,7 +99,7 @@ def test_too_few_cores_starve_the_devices():
 
 
 def test_an_optimizer_on_the_host_takes_its_threads_and_no_more_than_the_host_gives():
-    offloaded, kept = Plan(dp=4, zero=2, offload="optimizer"), Plan(dp=4, zero=2)
+    offloaded, stored = Plan(dp=4, zero=2, offload="optimizer"), Plan(dp=4, zero=2)
     world = truth(sample_core_s=1e-9, thread_update_rate=1e8, host_update_rate=8e8, host_sharing=1e-9)
 
     def step_s(plan, cores):
@@ -108,7 +108,7 @@ def test_an_optimizer_on_the_host_takes_its_threads_and_no_more_than_the_host_gi
     one, two, eight, sixteen = (step_s(offloaded, n) for n in (1, 2, 8, 16))
     assert one - two == pytest.approx(TRANSFORMER.parameters / 4 / 1e8 / 2, rel=0.01)
     assert two > eight == pytest.approx(sixteen)
-    assert step_s(kept, 1) == pytest.approx(step_s(kept, 16)), "what stays on the device needs no more cores"
+    assert step_s(stored, 1) == pytest.approx(step_s(stored, 16)), "what stays on the device needs no more cores"
 
 
 def test_a_described_model_is_predicted_under_every_legal_plan():

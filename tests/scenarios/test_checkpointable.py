@@ -169,5 +169,5 @@ def test_who_waits_for_a_checkpoint_is_told_when_there_is_none_to_come(local_clu
         second = local_cluster.run("checkpoint", job, place, check=False)
         assert (second.returncode, f"writing a checkpoint to {place}: wait for it" in second.stderr) == (75, True)
         local_cluster.run("cancel", job)
-        told = first.result(timeout=60)
-    assert (told.returncode, "had not written its checkpoint" in told.stderr) == (1, True), told.stderr
+        answer = first.result(timeout=60)
+    assert (answer.returncode, "had not written its checkpoint" in answer.stderr) == (1, True), answer.stderr

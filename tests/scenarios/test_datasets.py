@@ -80,6 +80,6 @@ def test_a_place_that_is_none_is_refused(cluster: RunningCluster, tmp_path: Path
     """Before anything is asked of a daemon."""
     file = tmp_path / "job.toml"
     file.write_text('command = ["true"]\n[datasets]\ncorpus = "gpu01/data"\n')
-    said = cluster.run("submit", str(file), check=False)
-    assert said.returncode == 2
-    assert "corpus is 'gpu01/data'; write \"HOST:/folder\"" in said.stderr
+    message = cluster.run("submit", str(file), check=False)
+    assert message.returncode == 2
+    assert "corpus is 'gpu01/data'; write \"HOST:/folder\"" in message.stderr

@@ -38,8 +38,8 @@ def test_a_job_whose_host_is_silent_says_so_and_its_last_words_are_there(cluster
     cluster.start(hosts=1)
     cluster.wait_until_up(1)
     job = cluster.submit('command = ["sh", "-c", "echo the loss is falling; sleep 600"]\n', "quiet")
-    kept = cluster.directory / "attempts" / f"{job}.1" / "rank-0.1.tail"
-    until(kept.exists, 60.0)
+    stored = cluster.directory / "attempts" / f"{job}.1" / "rank-0.1.tail"
+    until(stored.exists, 60.0)
     cut_power(cluster.directory, 0)
     row = cluster.wait_for(job, lambda row: "local0 is unreachable" in row["reason"])
     assert row["state"] == "running"

@@ -53,8 +53,8 @@ def test_two_elastic_jobs_under_different_plans_across_hosts(local_cluster: Runn
     )
     waiting = local_cluster.wait_for(second, lambda row: "waits for 4 free devices" in row["reason"])
     assert waiting["state"] == "queued"
-    said = local_cluster.run("why", "deep").stdout
-    assert "wide holds 4 devices" in said
+    message = local_cluster.run("why", "deep").stdout
+    assert "wide holds 4 devices" in message
     assert local_cluster.run("wait", "wide", "deep").returncode == 0
     for job in (first, second):
         row = local_cluster.job(job)

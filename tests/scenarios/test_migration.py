@@ -80,12 +80,12 @@ def last_move(cluster: RunningCluster, job: str) -> dict[str, Any]:
 def test_a_job_is_moved_by_hand_to_other_plans_and_places(local_cluster: RunningCluster) -> None:
     """There, to fewer devices, and back; the output names plan, bytes and downtime, each phase has its time."""
     job = train(local_cluster)
-    said = local_cluster.run("migrate", "gpt", "--plan", "tp=4", "--dry-run").stdout
-    assert "dp=2,tp=2 -> tp=4" in said
-    assert "predicted downtime" in said
+    message = local_cluster.run("migrate", "gpt", "--plan", "tp=4", "--dry-run").stdout
+    assert "dp=2,tp=2 -> tp=4" in message
+    assert "predicted downtime" in message
     assert local_cluster.job(job)["migrations"] == []
-    said = local_cluster.run("migrate", "gpt", "--plan", "dp=4,zero=3").stdout
-    assert "resumed after step" in said
+    message = local_cluster.run("migrate", "gpt", "--plan", "dp=4,zero=3").stdout
+    assert "resumed after step" in message
     local_cluster.run("migrate", "gpt", "--plan", "tp=2", "--devices", "local1:cpu0,local1:cpu1", "--pin")
     row = trains_on(local_cluster, job)
     assert (row["plan"], row["devices"], row["attempt"]) == ("tp=2", ["local1:cpu0", "local1:cpu1"], 1)
@@ -190,9 +190,9 @@ def test_a_job_without_survivors_goes_on_from_its_checkpoint(local_cluster: Runn
     """Both hosts lose power; the newest checkpoint is on a disk they share."""
     job = train(local_cluster)
     directory = local_cluster.directory / "checkpoint"
-    said = local_cluster.run("checkpoint", "gpt", str(directory)).stderr
+    message = local_cluster.run("checkpoint", "gpt", str(directory)).stderr
     taken = local_cluster.job(job)["checkpoint_step"]
-    assert f"step {taken} is in {directory}" in said
+    assert f"step {taken} is in {directory}" in message
     for number in (0, 1):
         crash_host(local_cluster.directory, number)
     row = local_cluster.wait_for(job, lambda row: row["attempt"] == 2 and row["step"] > taken, timeout_s=100.0)

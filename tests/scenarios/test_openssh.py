@@ -44,9 +44,9 @@ def test_two_hosts_are_added_through_each_other_and_train_together(cluster_over_
     refused = cluster.run("host", "add", "inner", check=False)
     assert refused.returncode == 1
     assert "bastion is not in any known_hosts file. Its key is ed25519 SHA256:" in refused.stderr
-    said = cluster.run("host", "add", "--yes", "--cpu-devices", "1", "bastion", "inner").stderr
-    assert said.count("SHA256:") == 2
-    assert "inner is up: 1 x CPU device" in said
+    message = cluster.run("host", "add", "--yes", "--cpu-devices", "1", "bastion", "inner").stderr
+    assert message.count("SHA256:") == 2
+    assert "inner is up: 1 x CPU device" in message
     file = cluster.directory / "across.toml"
     file.write_text(
         f'name = "across"\nkind = "elastic"\nworkdir = "{GPT}"\npython = "{sys.executable}"\n'

@@ -62,8 +62,8 @@ def test_a_first_plan_that_does_not_fit_makes_way_for_one_that_needs_less(local_
     row = local_cluster.wait_for(job, lambda row: row["step"] >= 2)
     assert row["attempt"] == 2
     assert row["plan"] == "accumulation=2"
-    said = " ".join(local_cluster.run("why", job).stdout.split())
-    assert "ran out of memory under dp=1" in said and "accumulation=2 needs less" in said
+    message = " ".join(local_cluster.run("why", job).stdout.split())
+    assert "ran out of memory under dp=1" in message and "accumulation=2 needs less" in message
 
 
 def test_a_plan_that_runs_out_of_memory_costs_no_step(local_cluster: RunningCluster) -> None:

@@ -40,8 +40,8 @@ def test_a_host_dies_without_replicas_and_the_snapshot_in_memory_goes_on(local_c
     first = next(line["step"] for line in lines(local_cluster, job, 2) if "step" in line)
     assert (first - 1) % 5 == 0 and 0 < first - 1 <= last
     assert last - first < 50
-    said = local_cluster.run("why", "sharded").stdout
-    assert f"goes on from the snapshot of step {first - 1} in memory" in said
+    message = local_cluster.run("why", "sharded").stdout
+    assert f"goes on from the snapshot of step {first - 1} in memory" in message
     # The loss of the step in which the host died was never summed up.
     before = {line["step"]: line["loss"] for line in lines(local_cluster, job, 1) if line.get("loss") is not None}
     again = [line for line in lines(local_cluster, job, 2) if line.get("step") in before]

@@ -51,8 +51,8 @@ def test_ten_jobs_of_every_kind(local_cluster: RunningCluster) -> None:
     assert len(moves) >= 3
     assert all(move["reason"] for move in moves)
     for name, row in rows.items():
-        said = local_cluster.run("why", name).stdout
-        assert name in said and len(said.splitlines()) >= 2, said
+        message = local_cluster.run("why", name).stdout
+        assert name in message and len(message.splitlines()) >= 2, message
         if row["kind"] == "elastic":
             data = local_cluster.call("steps", job=ids[name])["data"]
             steps = [line["step"] for line in map(json.loads, data.splitlines()) if "step" in line]

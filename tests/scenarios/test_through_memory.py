@@ -48,14 +48,14 @@ def test_a_job_that_fills_its_devices_goes_through_host_memory(cluster: RunningC
     cluster.wait_for(undisturbed, lambda row: row["state"] == "finished")
     job = cluster.submit_script(script, "full")
     cluster.wait_for(job, lambda row: row["step"] >= 3)
-    said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", "--dry-run").stdout
+    message = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1", "--dry-run").stdout
     assert (
-        "through host memory" in said
-        and "it stops and restarts: a rank of dp=2" in said
-        and "trains on the same device" in said
+        "through host memory" in message
+        and "it stops and restarts: a rank of dp=2" in message
+        and "trains on the same device" in message
     )
-    said = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1").stdout
-    assert "dp=1 -> dp=2" in said
+    message = cluster.run("migrate", job, "--plan", "dp=2", "--devices", "local0:cpu0,local0:cpu1").stdout
+    assert "dp=1 -> dp=2" in message
     row = cluster.wait_for(job, lambda row: row["state"] == "finished")
     assert row["attempt"] == 2
     (move,) = row["migrations"]
@@ -76,5 +76,5 @@ def test_a_job_that_fills_its_devices_is_profiled_through_host_memory(cluster: R
     assert all(move["restarts"] and not move["failure"] for move in row["migrations"])
     assert all(move["reason"].startswith("trial of") for move in row["migrations"][:3])
     losses(cluster, job, row["attempt"])
-    told = cluster.run("profile", job).stdout
-    assert all(move["to"] in told for move in row["migrations"][:2])
+    answer = cluster.run("profile", job).stdout
+    assert all(move["to"] in answer for move in row["migrations"][:2])

@@ -101,8 +101,8 @@ def test_the_command_says_what_could_not_be_beaten(tmp_path: Path) -> None:
         "name,submission_time,duration,application,num_gpus,num_cpus,exec_plan,steps,is_sla\na,0,0,net,8,64,ga,1000,0\n"
     )
     given_ = ["--cluster", "1x8:g", "--workload", f"{tmp_path}/jobs.csv", "--truth", f"{tmp_path}/truth.csv"]
-    said = CliRunner().invoke(command, [*given_, "--bound", "--json"])
-    assert said.exit_code == 0, said.output
-    assert json.loads(said.output)["bounds"]["average_completion_s"] == pytest.approx(1000.0, rel=0.01)
-    said = CliRunner().invoke(command, [*given_, "--bound", "--horizon", "50"])
-    assert "--bound" in str(said.exception)
+    message = CliRunner().invoke(command, [*given_, "--bound", "--json"])
+    assert message.exit_code == 0, message.output
+    assert json.loads(message.output)["bounds"]["average_completion_s"] == pytest.approx(1000.0, rel=0.01)
+    message = CliRunner().invoke(command, [*given_, "--bound", "--horizon", "50"])
+    assert "--bound" in str(message.exception)

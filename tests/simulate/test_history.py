@@ -51,7 +51,7 @@ def past(files: tuple[Path, Path], tmp_path: Path) -> tuple[Path, list[float]]:
     return directory, [(r.end_s or 0.0) - r.arrival.at_s for r in result.runs]
 
 
-def told(*arguments: str) -> dict[str, Any]:
+def report(*arguments: str) -> dict[str, Any]:
     answer = CliRunner().invoke(command, [*arguments, "--json", "--processes", "1"], catch_exceptions=False)
     assert answer.exit_code == 0, answer.output
     found: dict[str, Any] = json.loads(answer.output)
@@ -60,7 +60,7 @@ def told(*arguments: str) -> dict[str, Any]:
 
 def test_the_same_policy_on_the_same_past_gives_the_same_present(past: tuple[Path, list[float]]) -> None:
     directory, times_s = past
-    found = told("--from-journal", str(directory), "--policy", "default", "--policy", "fifo", "--move-cost", "2")
+    found = report("--from-journal", str(directory), "--policy", "default", "--policy", "fifo", "--move-cost", "2")
     assert found["cluster"] == "1x8:g"
     assert found["jobs"] == found["recorded_finished"] == 3
     assert found["recorded_average_completion_s"] == pytest.approx(fmean(times_s), rel=1e-6)
@@ -73,14 +73,14 @@ def test_a_journal_needs_nothing_else_and_has_to_be_one(past: tuple[Path, list[f
     from clusterd.errors import ClusterError, UsageError
 
     with pytest.raises(UsageError, match="leave --workload and --truth out"):
-        told("--from-journal", str(past[0]), "--truth", "x.csv")
+        report("--from-journal", str(past[0]), "--truth", "x.csv")
     with pytest.raises(ClusterError, match="cannot be read as a journal"):
-        told("--from-journal", str(tmp_path / "nowhere"))
+        report("--from-journal", str(tmp_path / "nowhere"))
     empty = tmp_path / "empty"
     empty.mkdir()
     written(empty, [[e.HostAdded(at_s=1.0, id=e.EventId(1), host="a")]])  # type: ignore[arg-type]
     with pytest.raises(ClusterError, match="no job of this journal has run yet"):
-        told("--from-journal", str(empty))
+        report("--from-journal", str(empty))
 
 
 def test_what_came_after_another_job_does_so_again(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_came_after_another_job_does_so_again(tmp_path: Path) -> None:
         lab.now_s += 100.0
         lab.finish(job)
     written(tmp_path, [[event] for event in lab.log])
-    found = told("--from-journal", str(tmp_path), "--policy", "fifo", "--move-cost", "0")
+    found = report("--from-journal", str(tmp_path), "--policy", "fifo", "--move-cost", "0")
     assert found["policies"]["fifo"]["makespan_s"] == pytest.approx(200.0, abs=20.0), (
         "on two devices, one after another"
     )

@@ -97,8 +97,8 @@ def test_policies_may_be_told_step_times_by_count_alone() -> None:
     """What is believed of four devices is the same wherever they lie; what is true is not."""
     world, _ = read("auto", DATA / "pollux" / "workloads" / "workload-6.csv", DATA / "pollux" / "t4", POLLUX)
     model = world.models["deepspeech2_320"]
-    told = oracle(by_count(model))
-    believed = {x.step_time_s for x in told.estimates if x.devices == 8}
+    answer = oracle(by_count(model))
+    believed = {x.step_time_s for x in answer.estimates if x.devices == 8}
     assert believed == {model.step_time_s(replicas(8, 320), "t4", (4, 4))}
     assert len({t for (_, _, shape), t in model.step_times_s.items() if sum(shape) == 8}) > 1
 
@@ -119,7 +119,7 @@ def _arena_table(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "no JSON"),
         ("[1]", "no object"),
@@ -129,17 +129,17 @@ def _arena_table(tmp_path: Path) -> Path:
         ('{"optimal": {"bert_1.3B_128": {"1_a100_1_n_2_d": "fast"}}}', "'fast'"),
     ],
 )
-def test_a_wrong_arena_table_is_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_arena_table_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     """File and entry, and what belongs there."""
     path = tmp_path / "table.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=said) as told:
+    with pytest.raises(InputError, match=message) as answer:
         arena.read_truth(path)
-    assert str(path) in str(told.value) and "\n" not in str(told.value)
+    assert str(path) in str(answer.value) and "\n" not in str(answer.value)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("a,0,0,bert__1.3B,128,2,a100", "line 2"),
         ("a,0,many,bert__1.3B,128,2,a100", "line 2"),
@@ -147,28 +147,28 @@ def test_a_wrong_arena_table_is_told_in_one_line(tmp_path: Path, text: str, said
         ("a,0,5,gpt__7B,128,2,a100", "gpt_7B_128"),
     ],
 )
-def test_a_wrong_arena_trace_is_told_in_one_line(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_arena_trace_is_told_in_one_line(tmp_path: Path, line: str, message: str) -> None:
     """The line, or the models that the table does not hold."""
     truth = arena.read_truth(_arena_table(tmp_path))
     trace = tmp_path / "trace.csv"
     trace.write_text(f"{','.join(arena.COLUMNS)}\n{line}\n")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         arena.read(trace, truth)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"v100": {}, "p100": {}}', "no throughputs on k80"),
         ('{"v100": {"ResNet": {"null": 1.0}}, "p100": {}, "k80": {}}', "'ResNet'"),
         ('{"v100": {"(\'ResNet\', 1)": {}}, "p100": {}, "k80": {}}', "no number"),
     ],
 )
-def test_wrong_throughputs_are_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_throughputs_are_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
     """Type and entry, and what belongs there."""
     path = tmp_path / "throughputs.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         gavel.read_truth(path, GAVEL.sizes)
 
 

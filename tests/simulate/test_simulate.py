@@ -113,9 +113,9 @@ def test_a_move_costs_what_it_is_said_to_cost(files: tuple[Path, Path]) -> None:
 def test_runs_are_reproducible(files: tuple[Path, Path]) -> None:
     """The same input gives the same figures, processor time apart."""
     once, again = (figures(run.simulate(setting(files), "default")) for _ in range(2))
-    for told in (once, again):
+    for report in (once, again):
         for key in ("pass_s", "pass_s_max"):
-            told.pop(key)
+            report.pop(key)
     assert once == again
 
 
@@ -180,12 +180,12 @@ def test_a_wrong_line_is_told_with_its_number(files: tuple[Path, Path], tmp_path
 def test_what_is_over_at_the_horizon_is_counted_to_it(files: tuple[Path, Path]) -> None:
     """Eight devices for as long as it is looked at, and jobs that wait all that time."""
     cut = run.simulate(setting(files, horizon_s=500.0), "fifo")
-    told = figures(cut)
+    report = figures(cut)
     assert cut.ended_s == 500.0
-    assert told["makespan_s"] == 500.0
-    assert told["utilisation"] == pytest.approx(1.0)
-    assert told["average_completion_s"] == pytest.approx((500.0 + 490.0 + 480.0) / 3)
-    assert told["finished"] == told["stuck"] == 0
+    assert report["makespan_s"] == 500.0
+    assert report["utilisation"] == pytest.approx(1.0)
+    assert report["average_completion_s"] == pytest.approx((500.0 + 490.0 + 480.0) / 3)
+    assert report["finished"] == report["stuck"] == 0
 
 
 @pytest.mark.parametrize("policy", ["fifo", "tiresias", "default"])
@@ -236,8 +236,8 @@ def test_jobs_that_come_at_one_time_are_told_in_json_that_parses(files: tuple[Pa
     lines = files[1].read_text().splitlines()
     files[1].write_text("\n".join([*lines[:2], lines[4].replace(",30,", ",0,").replace("other", "[/x]")]) + "\n")
     given = ["--cluster", "1x8:g", "--workload", str(files[1]), "--truth", str(files[0]), "--oracle"]
-    told = CliRunner().invoke(command, [*given, "--json"], catch_exceptions=False)
-    assert json.loads(told.output, parse_constant=pytest.fail)["load"] is None
+    report = CliRunner().invoke(command, [*given, "--json"], catch_exceptions=False)
+    assert json.loads(report.output, parse_constant=pytest.fail)["load"] is None
     assert "1 [/x]" in CliRunner().invoke(command, given, catch_exceptions=False).output
 
 
@@ -268,14 +268,14 @@ def test_the_command_prints_the_figures_that_were_promised(files: tuple[Path, Pa
         ],
         catch_exceptions=False,
     )
-    told = json.loads(answer.output)
+    report = json.loads(answer.output)
     names = (
         "average_completion_s median_completion_s p99_completion_s makespan_s queueing_s utilisation guaranteed_met "
         "rho_p95 rho_over_1_1 jain moves_per_job pass_s finished jobs"
     )
     for policy in ("default", "tiresias"):
-        assert set(names.split()) <= set(told["policies"][policy])
-    assert told["left_out"] == {"other": 1}
+        assert set(names.split()) <= set(report["policies"][policy])
+    assert report["left_out"] == {"other": 1}
     assert plot.read_text().startswith("<svg")
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert lines[0]["number"] == 0 and {"status", "jobs", "hosts"} <= set(lines[0]["snapshot"])

@@ -48,14 +48,14 @@ class Server:
 
     async def start(
         self,
-        says: Callable[[str], bytes] = lambda _command: b"",
+        reply: Callable[[str], bytes] = lambda _command: b"",
         authorized_keys: str | None = None,
         port: int = 0,
         **more: Any,
     ) -> None:
         async def answer(process: asyncssh.SSHServerProcess[bytes]) -> None:
             self.commands.append(process.command or "")
-            process.stdout.write(says(process.command or ""))
+            process.stdout.write(reply(process.command or ""))
             process.exit(0)
 
         options: dict[str, Any] = {

@@ -30,7 +30,7 @@ def test_an_address_is_read_and_written(text: str, address: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("-oProxyCommand=reboot", "is no name"),
         ("-F/etc/passwd", "is no name"),
@@ -51,11 +51,11 @@ def test_an_address_is_read_and_written(text: str, address: Address) -> None:
         ("a" * 300, "is no name"),
     ],
 )
-def test_what_is_no_address_is_refused_in_one_line(text: str, words: str | None) -> None:
-    if words is None:
+def test_what_is_no_address_is_refused_in_one_line(text: str, message: str | None) -> None:
+    if message is None:
         assert parse(text) == Address("gpu01")
         return
     with pytest.raises(UsageError) as refused:
         parse(text)
-    assert words in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)

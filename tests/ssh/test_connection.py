@@ -28,28 +28,28 @@ def public(server: Server) -> asyncssh.SSHKey:
     return server.host_key.convert_to_public()
 
 
-async def says(dialer: Dialer, route: Route) -> str:
+async def run_command(dialer: Dialer, route: Route) -> str:
     async with dialer.connect(route) as connection:
         return str((await connection.run("hello")).stdout)
 
 
 async def refusal(dialer: Dialer, route: Route) -> str:
     with pytest.raises(HostError) as refused:
-        await says(dialer, route)
+        await run_command(dialer, route)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
 async def test_an_unknown_host_is_inspected_accepted_and_reached(serve: Serve, dialer: Dialer, keys: HostKeys) -> None:
-    server = await serve("gpu01", says=lambda _: b"hi")
+    server = await serve("gpu01", reply=lambda _: b"hi")
     with pytest.raises(HostKeyUnknown, match=re.escape(public(server).get_fingerprint())):
-        await says(dialer, server.route())
+        await run_command(dialer, server.route())
     verdict = await dialer.inspect(server.route())
     assert isinstance(verdict, Unknown)
     assert verdict.fingerprint == public(server).get_fingerprint()
     keys.accept(server.route(), verdict.key)
     assert isinstance(await dialer.inspect(server.route()), Known)
-    assert await says(dialer, server.route()) == "hi"
+    assert await run_command(dialer, server.route()) == "hi"
 
 
 async def test_a_changed_key_is_refused_before_anything_is_sent(serve: Serve, dialer: Dialer, keys: HostKeys) -> None:
@@ -57,12 +57,12 @@ async def test_a_changed_key_is_refused_before_anything_is_sent(serve: Serve, di
     keys.accept(server.route(), public(server))
     await server.reinstall()
     with pytest.raises(HostKeyChanged, match="clusterd host trust gpu01"):
-        await says(dialer, server.route())
+        await run_command(dialer, server.route())
     assert server.commands == []
     verdict = await dialer.inspect(server.route())
     assert isinstance(verdict, Changed)
     keys.trust(server.route(), verdict.key)
-    await says(dialer, server.route())
+    await run_command(dialer, server.route())
 
 
 async def test_a_key_of_another_type_than_the_known_one_is_a_changed_key(
@@ -71,7 +71,7 @@ async def test_a_key_of_another_type_than_the_known_one_is_a_changed_key(
     server = await serve("gpu01")
     keys.accept(server.route(), asyncssh.generate_private_key("ecdsa-sha2-nistp256").convert_to_public())
     with pytest.raises(HostKeyChanged):
-        await says(dialer, server.route())
+        await run_command(dialer, server.route())
 
 
 async def test_a_revoked_key_is_refused(serve: Serve, dialer: Dialer, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_a_revoked_key_is_refused(serve: Serve, dialer: Dialer, tmp_path: 
     line = " ".join(public(server).export_public_key().decode().split()[:2])
     theirs.write_text(f"[127.0.0.1]:{server.port} {line}\n@revoked * {line}\n")
     with pytest.raises(HostKeyChanged, match=f"is revoked by {theirs}:2"):
-        await says(dialer, server.route(user_known_hosts=(str(theirs),)))
+        await run_command(dialer, server.route(user_known_hosts=(str(theirs),)))
 
 
 async def test_a_host_certificate_is_enough(serve: Serve, dialer: Dialer, tmp_path: Path) -> None:
@@ -88,12 +88,12 @@ async def test_a_host_certificate_is_enough(serve: Serve, dialer: Dialer, tmp_pa
     authority = asyncssh.generate_private_key("ssh-ed25519")
     host_key = asyncssh.generate_private_key("ssh-ed25519")
     certificate = authority.generate_host_certificate(host_key, "gpu01", principals=["127.0.0.1"])
-    server = await serve("gpu01", says=lambda _: b"hi", server_host_keys=[(host_key, certificate)])
+    server = await serve("gpu01", reply=lambda _: b"hi", server_host_keys=[(host_key, certificate)])
     theirs = tmp_path / "theirs"
     theirs.write_text(f"@cert-authority [127.0.0.1]:* {authority.export_public_key().decode()}")
     route = server.route(user_known_hosts=(str(theirs),))
     assert isinstance(await dialer.inspect(route), Known)
-    assert await says(dialer, route) == "hi"
+    assert await run_command(dialer, route) == "hi"
 
 
 async def test_a_user_certificate_lets_in(serve: Serve, dialer: Dialer, keys: HostKeys, tmp_path: Path) -> None:
@@ -103,12 +103,12 @@ async def test_a_user_certificate_lets_in(serve: Serve, dialer: Dialer, keys: Ho
     certificate = authority.generate_user_certificate(mine, "me", principals=["user"])
     certificate.write_certificate(str(tmp_path / "issued.pub"))
     trusted = f"cert-authority {authority.export_public_key().decode()}"
-    server = await serve("gpu01", says=lambda _: b"hi", authorized_keys=trusted)
+    server = await serve("gpu01", reply=lambda _: b"hi", authorized_keys=trusted)
     keys.accept(server.route(), public(server))
     route = server.route(identity_files=(str(tmp_path / "mine"),))
     assert "does not let user in" in await refusal(dialer, route)
     route = server.route(identity_files=(str(tmp_path / "mine"),), certificate_files=(str(tmp_path / "issued.pub"),))
-    assert await says(dialer, route) == "hi"
+    assert await run_command(dialer, route) == "hi"
 
 
 async def test_being_kept_out_says_what_was_tried(serve: Serve, dialer: Dialer, keys: HostKeys, tmp_path: Path) -> None:
@@ -126,13 +126,13 @@ async def test_being_kept_out_says_what_was_tried(serve: Serve, dialer: Dialer, 
 
 
 async def test_a_host_behind_a_jump_host_is_reached_through_it(serve: Serve, dialer: Dialer, keys: HostKeys) -> None:
-    bastion, inner = await serve("bastion"), await serve("gpu01", says=lambda _: b"inside")
+    bastion, inner = await serve("bastion"), await serve("gpu01", reply=lambda _: b"inside")
     route = inner.route(via=bastion.route())
     keys.accept(inner.route(), public(inner))
     with pytest.raises(HostKeyUnknown, match="clusterd host add bastion"):
-        await says(dialer, route)
+        await run_command(dialer, route)
     keys.accept(bastion.route(), public(bastion))
-    assert await says(dialer, route) == "inside"
+    assert await run_command(dialer, route) == "inside"
     assert bastion.jumps == [("127.0.0.1", inner.port)]
 
 
@@ -145,18 +145,18 @@ async def test_a_changed_key_of_the_inner_host_is_seen_through_the_jump(
     keys.accept(inner.route(), public(inner))
     await inner.reinstall()
     with pytest.raises(HostKeyChanged, match="gpu01 refused"):
-        await says(dialer, inner.route(via=bastion.route()))
+        await run_command(dialer, inner.route(via=bastion.route()))
 
 
 async def test_many_hosts_share_one_connection_to_their_jump_host(serve: Serve, dialer: Dialer, keys: HostKeys) -> None:
-    bastion, inner = await serve("bastion"), await serve("gpu01", says=lambda _: b"inside")
+    bastion, inner = await serve("bastion"), await serve("gpu01", reply=lambda _: b"inside")
     for server in (bastion, inner):
         keys.accept(server.route(), public(server))
     route = inner.route(via=bastion.route())
     async with dialer.connect(route):
-        assert await asyncio.gather(*(says(dialer, route) for _ in range(5))) == ["inside"] * 5
+        assert await asyncio.gather(*(run_command(dialer, route) for _ in range(5))) == ["inside"] * 5
     assert len(bastion.connections) == 1
-    await says(dialer, route)
+    await run_command(dialer, route)
     assert len(bastion.connections) == 2  # the first was closed with its last user
 
 
@@ -208,7 +208,7 @@ async def test_at_most_so_many_dials_are_under_way(keys: HostKeys, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "text"),
     [
         ({"port": 1}, "nothing listens on port 1; is sshd running there?"),
         ({"host": "no-such-host.invalid"}, "the name 'no-such-host.invalid' cannot be resolved"),
@@ -216,10 +216,10 @@ async def test_at_most_so_many_dials_are_under_way(keys: HostKeys, tmp_path: Pat
     ],
 )
 async def test_a_host_that_cannot_be_reached_says_why(
-    serve: Serve, dialer: Dialer, changes: dict[str, Any], words: str
+    serve: Serve, dialer: Dialer, changes: dict[str, Any], text: str
 ) -> None:
     server = await serve("gpu01")
-    assert words in await refusal(dialer, server.route(**changes))
+    assert text in await refusal(dialer, server.route(**changes))
 
 
 async def test_a_host_that_does_not_answer_is_not_waited_for_forever(
@@ -260,7 +260,7 @@ async def test_what_is_no_ssh_server_is_said(dialer: Dialer, serve: Serve) -> No
 async def test_a_proxy_command_carries_the_connection(
     serve: Serve, dialer: Dialer, keys: HostKeys, tmp_path: Path
 ) -> None:
-    server = await serve("gpu01", says=lambda _: b"hi")
+    server = await serve("gpu01", reply=lambda _: b"hi")
     keys.accept(server.route(), public(server))
     relay = tmp_path / "relay.py"
     relay.write_text(
@@ -272,7 +272,7 @@ async def test_a_proxy_command_carries_the_connection(
         "while d := s.recv(65536):\n"
         "    sys.stdout.buffer.write(d); sys.stdout.buffer.flush()\n"
     )
-    assert await says(dialer, server.route(proxy_command=f"{sys.executable} {relay} %h %p")) == "hi"
+    assert await run_command(dialer, server.route(proxy_command=f"{sys.executable} {relay} %h %p")) == "hi"
     # The loop must not end before it has seen the relay's end: its watcher's thread tells it with a last callback.
     while any(thread.name.startswith("waitpid") for thread in threading.enumerate()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)

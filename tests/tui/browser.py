@@ -147,10 +147,10 @@ async def opened(browser: str, url: str, profile: Path) -> AsyncIterator[Page]:
 
 async def _endpoint(lines: asyncio.StreamReader) -> str:
     """Where the browser says that it listens."""
-    said = b""
+    output = b""
     async for line in lines:
-        said += line
+        output += line
         _, found, address = line.partition(b"DevTools listening on ")
         if found:
             return address.decode().strip()
-    raise AssertionError(f"the browser did not start: {said.decode(errors='replace')[-2000:]}")
+    raise AssertionError(f"the browser did not start: {output.decode(errors='replace')[-2000:]}")

@@ -179,9 +179,9 @@ class Staged:
     player = None
     environment: Mapping[str, str] = {}
 
-    def __init__(self, told: Sequence[Any], log: bytes = b"step 1  loss 10.8\nstep 2  loss 9.9\n") -> None:
+    def __init__(self, feed: Sequence[Any], log: bytes = b"step 1  loss 10.8\nstep 2  loss 9.9\n") -> None:
         self.queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._told = list(told)
+        self._published = list(feed)
         self._log = log
         self.log_begin = 0
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -194,7 +194,7 @@ class Staged:
         }
 
     async def items(self) -> AsyncIterator[Any]:
-        for item in self._told:
+        for item in self._published:
             yield item
         while True:
             yield await self.queue.get()
@@ -220,7 +220,7 @@ class Staged:
         pass
 
 
-def staged(told: Sequence[Any] | None = None, first: str = "queue", **more: Any) -> Top:
+def staged(feed: Sequence[Any] | None = None, first: str = "queue", **more: Any) -> Top:
     """The interface on such a source."""
-    source = Staged(items() if told is None else told)
+    source = Staged(items() if feed is None else feed)
     return Top(source, clock=lambda: NOW_S, first=first, ticks=False, **more)

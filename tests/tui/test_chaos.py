@@ -96,15 +96,15 @@ def test_what_came_while_the_terminal_was_given_away_is_taken_in(monkeypatch: py
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        heard: asyncio.Future[str] = loop.create_future()
+        received: asyncio.Future[str] = loop.create_future()
 
         async def stream() -> AsyncGenerator[str, None]:
-            yield await heard
+            yield await received
 
         def pager() -> None:
-            told = threading.Thread(target=loop.call_soon_threadsafe, args=[heard.set_result, "alive"])
-            told.start()
-            told.join()
+            answer = threading.Thread(target=loop.call_soon_threadsafe, args=[received.set_result, "alive"])
+            answer.start()
+            answer.join()
             blocked_until_s = time.monotonic() + 0.3
             while time.monotonic() < blocked_until_s:
                 pass
@@ -112,7 +112,7 @@ def test_what_came_while_the_terminal_was_given_away_is_taken_in(monkeypatch: py
         loop.call_soon(pager)
         assert await sources._next(stream()) == "alive"
         silent = stream()
-        heard = loop.create_future()
+        received = loop.create_future()
         monkeypatch.setattr(sources, "LAST_LOOK_S", 0.1)
         with pytest.raises(TimeoutError):
             await sources._next(silent)
@@ -181,9 +181,9 @@ def test_a_daemon_that_has_heard_from_its_hosts_is_up_again(cluster: RunningClus
             await test_pilot.until(pilot, lambda: app.link.state is LinkState.LIVE and "daemon up" in head.text)
 
     asyncio.run(run())
-    told = [item["recovering"] for item in recording(cluster.directory) if "number" in item and "jobs" in item]
-    assert ["local0"] in told
-    assert told[-1] == []
+    answer = [item["recovering"] for item in recording(cluster.directory) if "number" in item and "jobs" in item]
+    assert ["local0"] in answer
+    assert answer[-1] == []
 
 
 @pytest.mark.parametrize("garbage", ["text", "length", "msgpack", "rows", "item", "error"])

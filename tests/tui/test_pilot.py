@@ -103,10 +103,10 @@ def test_why_and_priority_of_a_job_that_waits(shared: RunningCluster, running: s
     async def script(app: Top, pilot: Pilot[Any]) -> None:
         await on_job(app, pilot, waits)
         await pilot.press("w")
-        said = await window(pilot)
-        assert isinstance(said, TextDialog)
-        assert "no host has more than 2" in said.text
-        assert "steady has 2 devices" in said.text
+        message = await window(pilot)
+        assert isinstance(message, TextDialog)
+        assert "no host has more than 2" in message.text
+        assert "steady has 2 devices" in message.text
         await pilot.press("escape", "p")
         await window(pilot)
         await type_in(pilot, "-7")
@@ -185,8 +185,8 @@ def test_checkpoint_logs_and_the_id(shared: RunningCluster, running: str, tmp_pa
         await pilot.press("y")
         await until(pilot, lambda: app.clipboard == running)
         await pilot.press("L")
-        said = await window(pilot)
-        assert "no log of an earlier one" in said.text
+        message = await window(pilot)
+        assert "no log of an earlier one" in message.text
 
     drive(shared, script)
 
@@ -197,8 +197,8 @@ def test_a_shell_is_refused_where_there_is_no_terminal(shared: RunningCluster, r
     async def script(app: Top, pilot: Pilot[Any]) -> None:
         await on_job(app, pilot, running)
         await pilot.press("!")
-        said = await window(pilot)
-        assert "no terminal for this" in said.text
+        message = await window(pilot)
+        assert "no terminal for this" in message.text
 
     drive(shared, script)
 
@@ -282,9 +282,9 @@ def test_readonly_has_no_key_that_changes_anything(shared: RunningCluster) -> No
             await pilot.press(screen, "m", "c", "p", "P", "K", "n", "d", "u")
             assert len(app.screen_stack) == 1, screen
         await pilot.press("question_mark")
-        said = await window(pilot)
-        assert "cancel" not in said.text
-        assert "read-only" in said.text
+        message = await window(pilot)
+        assert "cancel" not in message.text
+        assert "read-only" in message.text
 
     drive(shared, script, readonly=True)
 

@@ -109,18 +109,18 @@ def test_a_listing_kept_up_to_date_is_the_one_built_anew(changes: list[tuple[int
         listing.configure(shown, lambda row: row.step, True)
         return listing
 
-    kept, table = made(), dict[str, rows.Job]()
+    stored, table = made(), dict[str, rows.Job]()
     for number, step, goes in changes:
         key = str(number)
         if goes:
             table.pop(key, None)
         else:
             table[key] = rows.read(rows.Job, job(number, "abc"[step % 3], "running", step=step))
-        kept.update(table, [key])
+        stored.update(table, [key])
         anew = made()
         anew.rebuild(table)
-        assert kept.keys == anew.keys
-        assert kept.hidden == anew.hidden
+        assert stored.keys == anew.keys
+        assert stored.hidden == anew.hidden
 
 
 @given(
@@ -135,13 +135,13 @@ def test_lines_fit_and_wrap_to_the_width(runs: list[tuple[str, str]], cells: int
 
 
 @given(st.lists(st.binary(max_size=60), max_size=30), st.integers(1, 7))
-def test_a_log_window_holds_the_last_lines_however_the_bytes_are_cut(pieces: list[bytes], kept: int) -> None:
-    window = LogWindow(kept)
-    for piece in pieces:
+def test_a_log_window_holds_the_last_lines_however_the_bytes_are_cut(chunks: list[bytes], stored: int) -> None:
+    window = LogWindow(stored)
+    for piece in chunks:
         window.feed(piece)
-    expected = b"".join(pieces).split(b"\n")
+    expected = b"".join(chunks).split(b"\n")
     assert window.total == len(expected) - 1
-    assert list(window.lines) == [readable(raw) for raw in expected[:-1][-kept:]]
+    assert list(window.lines) == [readable(raw) for raw in expected[:-1][-stored:]]
 
 
 def test_a_log_line_cannot_move_the_cursor() -> None:
@@ -165,12 +165,12 @@ def test_a_chart_is_as_large_as_asked(points: list[tuple[float, float]], cells: 
 def test_a_footer_names_whole_keys_and_the_way_out(screen: str, replays: bool, cells: int) -> None:
     """However narrow, help and leaving are there; at 80 columns so is what the screen is for."""
     shown, clicks = footer(screen, not replays, replays, cells)
-    said = lines.plain(shown[0])
+    message = lines.plain(shown[0])
     assert lines.width(shown[0]) <= cells
-    words = {f"{command.shown} {command.short}" for command in COMMANDS}
-    assert set(said.strip().split("  ")) <= words
-    assert "q quit" in said
-    assert "? help" in said
+    terms = {f"{command.shown} {command.short}" for command in COMMANDS}
+    assert set(message.strip().split("  ")) <= terms
+    assert "q quit" in message
+    assert "? help" in message
     if cells >= 80:
         wanted = {"fleet": "d u", "queue": "w m c n l /", "job": "w m c K l", "decisions": "/ s", "events": "/ s"}[
             screen
@@ -182,9 +182,9 @@ def test_a_drained_host_says_what_is_still_there_and_not_since_when() -> None:
     """It was up for two hours; nobody knows for how long it has been drained."""
     here = [host("gpu01", drained="ann: new fan", jobs=["gpt-large"]), host("gpu02")]
     drained, used = rows.read(rows.Baseline, {"status": {}, "jobs": [], "hosts": here}).hosts
-    said = [lines.plain(one) for one in host_summary(drained, {}, Look(), NOW_S)]
-    assert said[0] == "gpu01  ◇ drained"
-    assert any("still here" in one and "gpt-large" in one for one in said)
+    message = [lines.plain(one) for one in host_summary(drained, {}, Look(), NOW_S)]
+    assert message[0] == "gpu01  ◇ drained"
+    assert any("still here" in one and "gpt-large" in one for one in message)
     free = [lines.plain(one) for one in host_summary(used, {}, Look(), NOW_S)]
     assert free[0] == "gpu02  ● up for 2h00m"
     assert not any("still here" in one for one in free)

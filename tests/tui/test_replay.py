@@ -54,7 +54,7 @@ def play(file: Path, script: Callable[[Top, Player, Pilot[Any]], Awaitable[None]
     asyncio.run(run())
 
 
-def told(player: Player) -> dict[str, Any]:
+def report(player: Player) -> dict[str, Any]:
     """What the screens show of this instant."""
     return {
         "jobs": {job.name: (job.state, job.step, job.plan, tuple(job.devices)) for job in player.model.jobs.values()},
@@ -68,10 +68,10 @@ def test_a_simulated_run_goes_by_and_back_again(recorded: Path) -> None:
     """Each instant is the same whether one comes from before it or from after it, and at the end all is done."""
 
     async def script(app: Top, player: Player, pilot: Pilot[Any]) -> None:
-        seen = [told(player)]
+        seen = [report(player)]
         while player.index < len(player) - 1:
             await pilot.press("full_stop")
-            seen.append(told(player))
+            seen.append(report(player))
         assert {name: job[:2] for name, job in seen[-1]["jobs"].items()} == {
             "large": ("finished", 1000), "middle": ("finished", 400), "small": ("finished", 50),
         }  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_simulated_run_goes_by_and_back_again(recorded: Path) -> None:
         assert max(len(instant["leased"]) for instant in seen) == 16
         while player.index:
             await pilot.press("comma")
-            assert told(player) == seen[player.index], player.index
+            assert report(player) == seen[player.index], player.index
 
     play(recorded, script, ticks=False)
 

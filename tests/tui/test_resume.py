@@ -46,8 +46,8 @@ async def take(path: Path, after: int | None, until_priority: int) -> list[dict[
     async with asyncio.timeout(20), aclosing(watch(path, after)) as items:  # type: ignore[type-var]
         async for item in items:
             found.append(item)
-            told = item["snapshot"]["jobs"] if "snapshot" in item else item["events"]
-            if any(row.get("priority") == until_priority for row in told):
+            answer = item["snapshot"]["jobs"] if "snapshot" in item else item["events"]
+            if any(row.get("priority") == until_priority for row in answer):
                 return found
     raise AssertionError("the stream ended")
 
@@ -116,13 +116,13 @@ def test_the_interface_goes_on_where_its_connection_broke(running: RunningCluste
         monkeypatch.setattr("tui.source.sources.Wire.open", remember)
         source = DaemonSource(running.socket)
         links: list[LinkState] = []
-        told: list[dict[str, Any]] = []
+        answer: list[dict[str, Any]] = []
         async with asyncio.timeout(30):
             async for item in source.items():
                 if isinstance(item, Link):
                     links.append(item.state)
                     continue
-                told.append(item)
+                answer.append(item)
                 if "snapshot" in item:
                     await asyncio.to_thread(running.call, "priority", job="1", priority=5)
                 elif [event["priority"] for event in item.get("events", ()) if "priority" in event] == [5]:
@@ -133,8 +133,8 @@ def test_the_interface_goes_on_where_its_connection_broke(running: RunningCluste
                     break
         await source.close()
         assert links == [LinkState.LIVE, LinkState.LOST, LinkState.LIVE]
-        assert ["snapshot" in item for item in told] == [True, False, False]
-        priorities = [event.get("priority") for item in told[1:] for event in item["events"]]
+        assert ["snapshot" in item for item in answer] == [True, False, False]
+        priorities = [event.get("priority") for item in answer[1:] for event in item["events"]]
         assert priorities == [5, 6]
 
     with pytest.MonkeyPatch.context() as patched:

@@ -15,7 +15,7 @@ from tui.app import Top
 
 
 @pytest.mark.parametrize(
-    ("key", "typed", "said"),
+    ("key", "typed", "message"),
     [
         ("p", "--5", "a whole number"),
         ("p", "-", "a whole number"),
@@ -33,7 +33,7 @@ from tui.app import Top
     ],
     ids=lambda text: text[:12],
 )
-def test_a_slip_is_said_under_what_was_typed(key: str, typed: str, said: str) -> None:
+def test_a_slip_is_said_under_what_was_typed(key: str, typed: str, message: str) -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         before = list(source.calls)
         await pilot.press(key)
@@ -44,7 +44,7 @@ def test_a_slip_is_said_under_what_was_typed(key: str, typed: str, said: str) ->
             await until(pilot, lambda: type(app.screen).__name__ == "PromptDialog")
         ask = await window(pilot)
         await type_in(pilot, typed)
-        await until(pilot, lambda: said in str(ask._wrong.content))
+        await until(pilot, lambda: message in str(ask._wrong.content))
         assert app.screen is ask
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
@@ -70,9 +70,9 @@ def test_a_pager_that_is_no_command_is_said(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         await pilot.press("o")
-        said = await window(pilot)
-        assert "$PAGER" in said.text
-        assert "No closing quotation" in said.text
+        message = await window(pilot)
+        assert "$PAGER" in message.text
+        assert "No closing quotation" in message.text
 
     drive(script)
 
@@ -84,8 +84,8 @@ MARKUP = "a[/b]["
 def test_what_is_typed_is_no_markup() -> None:
     """Of a checkpoint's path, of a view's name, of a search in a log: shown to the letter."""
 
-    async def noticed(pilot: Pilot[Any], words: str) -> None:
-        await until(pilot, lambda: any(words in str(toast.render()) for toast in pilot.app.screen.query("Toast")))
+    async def noticed(pilot: Pilot[Any], terms: str) -> None:
+        await until(pilot, lambda: any(terms in str(toast.render()) for toast in pilot.app.screen.query("Toast")))
 
     async def script(pilot: Pilot[Any], app: Top) -> None:
         source: Any = app.shared.source

@@ -82,8 +82,8 @@ def test_a_job_with_a_loop_of_its_own_is_started_again() -> None:
 def test_a_refused_verb_is_said_in_the_daemons_words() -> None:
     async def script(app: Top, source: Any, pilot: Pilot[Any]) -> None:
         await pilot.press("w")
-        said = await window(pilot)
-        assert "does not know 'why'" in said.text
+        output = await window(pilot)
+        assert "does not know 'why'" in output.text
 
     drive(script)
 
