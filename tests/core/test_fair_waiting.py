@@ -139,6 +139,20 @@ def test_a_command_without_devices_gets_the_cores_of_devices_on_loan(lab: Lab) -
     assert shrink is not None and len(shrink.new_ranks) == 2
 
 
+def test_a_command_without_devices_that_suspends_others_gets_none(lab: Lab) -> None:
+    """Only the cores of the suspended job's device."""
+    lab.host("a", cpus=1, cores=1)
+    on_one = tuple(replace(x, device_type="cpu") for x in known().estimates if x.devices == 1)
+    lab.tell(e.SpeedLearned(**lab.at(), model="net", table=replace(known(), estimates=on_one), why="trials"))
+    job, _ = submit(lab, "long", 30_000)
+    progress(lab, job, 10)
+    urgent, _ = lab.submit("urgent", devices=0, cpus=1, priority=5)
+    pass_time(lab, 200.0)
+    assert lab.state(job) == "stopping"
+    lab.stopped(job)
+    assert lab.state(urgent) == "starting" and lab.attempt(urgent).devices == ()
+
+
 def test_a_guaranteed_job_takes_nothing_from_a_higher_priority(lab: Lab) -> None:
     lab.host("a", gpus=4)
     lab.tell(e.SpeedLearned(**lab.at(), model="net", table=known(), why="trials"))

@@ -76,6 +76,12 @@ def start_waiting(
 def _start_claimed(ctx: PassContext, p: JobForecast) -> Refusal | None:
     """Start a job on the devices that others were suspended for; a refusal where cores or memory beside them lack."""
     claim = ctx.view.claims[p.job.id]
+    if p.curve.is_request:  # the claim may be of devices whose cores alone it needs
+        answer = allocate(p.job, ctx.view)
+        if isinstance(answer, Grant):
+            _grant(ctx, p.job, answer, p.steps_left)
+            return None
+        return Refusal(p.job.id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
     devices = claimed_devices(ctx, p.job.id)
     if not fits_cores(ctx, p, claim, devices):
         return Refusal(p.job.id, suspended_for(ctx.view, claim), devices=claim.offer.devices)
@@ -97,16 +103,21 @@ def _start_request(ctx: PassContext, p: JobForecast, longest_s: float) -> Refusa
             answer = replace(answer, reason=_may_not_pass(ctx))
     if isinstance(answer, Refusal):
         return _free_for_request(ctx, p, answer, longest_s) if answer.is_shortage else answer
-    where = answer.placement
+    _grant(ctx, job, answer, longest_s)
+    return None
+
+
+def _grant(ctx: PassContext, job: Job, grant: Grant, longest_s: float) -> None:
+    """Start a job without a performance model on what it was granted."""
+    where = grant.placement
     devices = held(ctx.view.hosts, ((place.host, place.device) for place in where.ranks))
     ctx.forecast.occupy(devices)
     if ctx.backfill is not None:
         ctx.backfill.take(longest_s, devices, where.cores)
     ctx.view.quotas.take(job.spec.tenant, len(devices))
     ctx.ledger.take_places(where.ranks, where.cores, where.memory_bytes)
-    start = Start(job.id, answer.plan, where.ranks, where.cores, where.memory_bytes, answer.reason)
+    start = Start(job.id, grant.plan, where.ranks, where.cores, where.memory_bytes, grant.reason)
     ctx.proposal.starts.append(start)
-    return None
 
 
 def _free_for_request(ctx: PassContext, p: JobForecast, shortage: Refusal, longest_s: float) -> Refusal:
@@ -345,9 +356,6 @@ def reserve(
 def started_as(p: JobForecast, offer: Estimate, devices: Sequence[Device]) -> Start:
     """Start of a job under an offer on these devices."""
     where = bind(p.job, offer, devices)
-    if p.curve.is_request:
-        plan = None if p.job.spec.kind is JobKind.COMMAND else offer.plan
-        return Start(p.job.id, plan, where.ranks, where.cores, where.memory_bytes, f"fits on {_names(devices)}")
     reason = (
         f"{offer.plan} on {_names(devices)}{shared_by(offer)}: {duration(p.left_s(offer))} to go, by what is known of "
         "its speed"
