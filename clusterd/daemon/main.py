@@ -39,7 +39,7 @@ from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.local import local_hosts
 from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
-from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.engine import Engine, JournalHistory
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.notifications import Notifier
@@ -106,7 +106,12 @@ class Daemon:
             agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
             epoch = max(scheduler.state.epoch + 1, int(time.time()) if self._restored else 0)
             agent_key = journal.fact("agent_key", secrets.token_hex(32))
-            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key}
+            if self._restored:
+                await journal.keep_fact("restored", str(epoch))
+            history = JournalHistory(engine, restored=int(journal.fact("restored", "0")))
+            leader = {
+                "daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key, "history": history,
+            }  # fmt: skip
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             timers = Timers(engine)

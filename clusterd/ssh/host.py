@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import anyio
 import asyncssh
@@ -16,7 +16,7 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
-from clusterd.protocol.agent import Superseded
+from clusterd.protocol.agent import SeenByAgent, Superseded
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.proof import proof
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
@@ -67,6 +67,20 @@ class LinkState:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
+class History(Protocol):
+    """The daemon's history of events, by which an agent recognises an older copy of it."""
+
+    def newest(self) -> tuple[int, str]:
+        """Id and checksum of the newest event that was handled."""
+
+    async def check(self, epoch: int, event: int, checksum: str) -> None:
+        """Check what an agent has seen: the epoch of its last daemon, and the newest event that this daemon named.
+
+        Raises:
+            ClusterError: the history does not contain that event.
+        """
+
+
 class HostLink:
     """One connection to one host, for as long as `run` runs.
 
@@ -88,6 +102,7 @@ class HostLink:
         key: of the cluster, by which agents know its daemons.
         home_source: asked before every dial for the directory of agents on the host; "": their default.
         cluster: whose agent it is there; "": that of the directory itself.
+        history: agents get its newest event with each request; None: they compare nothing.
     """
 
     def __init__(
@@ -104,6 +119,7 @@ class HostLink:
         on_event: Callback,
         home_source: Callable[[], str] = str,
         cluster: str = "",
+        history: History | None = None,
         code: Bundle | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -119,6 +135,7 @@ class HostLink:
         self._on_event = on_event
         self._home_source = home_source
         self._cluster = cluster
+        self._history = history
         self.agent_home = ""
         """Where the agent was looked for when the host was last dialed."""
         self._code = code
@@ -201,7 +218,7 @@ class HostLink:
         self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
-                await stream.send({**arguments, "id": number, "verb": verb})
+                await stream.send({**arguments, **self._newest(), "id": number, "verb": verb})
                 return _unpack(self.name, await future)
         except TimeoutError:
             lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
@@ -211,12 +228,16 @@ class HostLink:
         finally:
             self._waiting.pop(number, None)
 
+    def _newest(self) -> Message:
+        return {"newest": list(self._history.newest())} if self._history is not None else {}
+
     def _bundle(self) -> Bundle:
         return self._code or bundle()
 
     async def _greet(self, stream: AgentStream) -> Message | None:
         """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
-        arguments: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        named: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        arguments = {**named, **self._newest()}
         if nonce := await self._challenge(stream):
             arguments["proof"] = proof(self._key, "hello", nonce, self._daemon_id, self._epoch)
         try:
@@ -238,13 +259,21 @@ class HostLink:
         return hello
 
     async def _challenge(self, stream: AgentStream) -> str:
-        """The agent's nonce; "": it is of a version before proofs, which still runs jobs, and asks for none."""
+        """The agent's nonce; "": it is of a version before proofs, which still runs jobs, and asks for none.
+
+        Raises:
+            ClusterError: the agent has seen events that this daemon's journal does not hold.
+        """
         try:
-            return str((await self._exchange(stream, "challenge", {}))["nonce"])
+            answer = await self._exchange(stream, "challenge", {"daemon": self._daemon_id})
         except AgentRefused as refused:
             if refused.kind != "verb":
                 raise
             return ""
+        if self._history is not None and answer.get("seen"):
+            seen = from_map(SeenByAgent, answer["seen"], "challenge")
+            await self._history.check(seen.epoch, seen.event, seen.checksum)
+        return str(answer["nonce"])
 
     async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
         """Ask when nobody else listens yet."""

@@ -54,7 +54,7 @@ class Agent:
     def __init__(self, home: Home, key: str) -> None:
         self._home, self._key = home, key
         self._id = home.identity()
-        self._sessions = Sessions(home.root / "epochs.json")
+        self._sessions = Sessions(home.root / "epochs.json", home.root / "events.json")
         self._progress = Progress(self._sessions.send_to_daemons)
         self._attempts = Attempts(
             home,
@@ -120,6 +120,7 @@ class Agent:
         await self._done.wait()
         for task in services:
             task.cancel()
+        self._sessions.save()
         await self._sessions.close()
         self._terminals.close_all()
         self._ports.close()
@@ -179,11 +180,11 @@ class Agent:
     async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
         if verb == "challenge":
             connection.nonce = new_nonce()
-            return {"nonce": connection.nonce}
+            return {"nonce": connection.nonce, "seen": self._sessions.seen(str(message.get("daemon")))}
         if verb == "hello":
             self._check_proof(connection, message)
             return await self._hello(connection, message)
-        self._sessions.check(connection, verb)
+        self._sessions.check(connection, verb, message)
         if verb not in self._verbs:
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
         return await self._verbs[verb](message)
@@ -222,6 +223,8 @@ class Agent:
         found = await self._hardware.facts()
         # No await from here on: changes after this report reach this connection as events.
         self._sessions.lead(connection, str(message["daemon"]), int(message["epoch"]))
+        self._sessions.see(str(message["daemon"]), message.get("newest"))
+        self._sessions.save()
         return {
             "agent": self._id,
             "version": programs.version(),

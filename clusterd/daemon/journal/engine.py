@@ -21,7 +21,7 @@ from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.daemon.journal import codec
 from clusterd.daemon.journal.journal import Journal, Statement, proposal_row, snapshot_row
-from clusterd.errors import ClusterError
+from clusterd.errors import ClusterError, HostError
 
 log = logging.getLogger(__name__)
 
@@ -267,3 +267,33 @@ class Engine:
             log.error("%s", error)
             return False
         return True
+
+
+class JournalHistory:
+    """History of this daemon's events; an agent that has seen others refuses to be led by it.
+
+    Args:
+        restored: epoch of the last start with ``--restored``; 0: there was none.
+    """
+
+    def __init__(self, engine: Engine, restored: int) -> None:
+        self._engine = engine
+        self._restored = restored
+
+    def newest(self) -> tuple[int, str]:
+        """Id and checksum of the newest event that was handled."""
+        return self._engine.newest()
+
+    async def check(self, epoch: int, event: int, checksum: str) -> None:
+        """Check what an agent has seen: the epoch of its last daemon, and the newest event that this daemon named.
+
+        Raises:
+            HostError: the journal does not hold that event, and was not restored on purpose since.
+        """
+        if self._restored > epoch or event == 0 or await self._engine.journal.has(event, checksum):
+            return
+        raise HostError(
+            f"its agent knows event {event} of this cluster, which this daemon's journal does not hold (it ends at "
+            f"event {self.newest()[0]}): the journal is an older copy; if it was restored from a backup on purpose: "
+            "clusterd stop; clusterd start --restored"
+        )
