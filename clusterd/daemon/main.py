@@ -60,6 +60,7 @@ from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
+from clusterd.umask import make_files_private
 
 log = logging.getLogger(__name__)
 
@@ -290,6 +291,7 @@ def main(argv: list[str]) -> int:
         file = options.config or configuration.usual_file(options.system)
         refuse_unknown(config, str(file))
         _raise_open_files()
+        make_files_private()
         with only_instance(config.state_dir):
             set_up_log(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

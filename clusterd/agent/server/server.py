@@ -33,6 +33,7 @@ from clusterd.agent.tensors.moves import Moves
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.proof import new_nonce, proves
 from clusterd.socket_files import inode, is_still
+from clusterd.umask import make_files_private
 
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""
@@ -252,6 +253,7 @@ class Agent:
 
 def main() -> int:
     """Run the agent of this home; exit at once if one runs already."""
+    make_files_private()
     home = default_home()
     home.make()
     key = _read_key()
