@@ -65,6 +65,8 @@ from clusterd.umask import make_files_private
 log = logging.getLogger(__name__)
 
 WATCHDOG_S = 10.0
+HEARTBEAT_MIN_S = 20.0
+"""Shortest silence of an agent that counts as a hang, whatever `host_lost_after` is: hosts are busy at times."""
 OPEN_FILES = 65536
 
 
@@ -112,6 +114,7 @@ class Daemon:
             history = JournalHistory(engine, restored=int(journal.fact("restored", "0")))
             leader = {
                 "daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key, "history": history,
+                "lost_after_s": max(config.host_lost_after_s, HEARTBEAT_MIN_S),
             }  # fmt: skip
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())

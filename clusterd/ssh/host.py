@@ -30,6 +30,10 @@ STEADY_S = 30.0
 
 REQUEST_TIMEOUT_S = 60.0
 
+LOST_AFTER_S = 120.0
+HEARTBEATS = 4
+"""Heartbeats in `lost_after_s`."""
+
 EVENT_BYTES_MAX, EVENT_BYTES_LIMIT = 8 << 20, 64 << 20
 """Reports that wait for their handler: beyond the first the link is not read from, beyond the second it is broken."""
 
@@ -103,6 +107,7 @@ class HostLink:
         home_source: asked before every dial for the directory of agents on the host; "": their default.
         cluster: whose agent it is there; "": that of the directory itself.
         history: agents get its newest event with each request; None: they compare nothing.
+        lost_after_s: an agent that answers no heartbeat for this long has lost its link.
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class HostLink:
         home_source: Callable[[], str] = str,
         cluster: str = "",
         history: History | None = None,
+        lost_after_s: float = LOST_AFTER_S,
         code: Bundle | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -136,6 +142,7 @@ class HostLink:
         self._home_source = home_source
         self._cluster = cluster
         self._history = history
+        self._lost_after_s = lost_after_s
         self.agent_home = ""
         """Where the agent was looked for when the host was last dialed."""
         self._code = code
@@ -317,7 +324,22 @@ class HostLink:
                         waiting_bytes -= length
                         self._read_on.set()
 
+                async def heartbeat() -> None:
+                    """Break the link to an agent that hangs: sshd keeps its connection alive without it."""
+                    pause_s = self._lost_after_s / HEARTBEATS
+                    while True:
+                        await anyio.sleep(pause_s)
+                        if waiting_bytes > EVENT_BYTES_MAX:
+                            continue  # an answer would come behind reports that are not read now
+                        try:
+                            await self._ask(stream, "heartbeat", {}, self._lost_after_s - pause_s)
+                        except AgentRefused:  # an agent of an older version does not know it, and lives
+                            continue
+                        except AgentLost:
+                            return
+
                 tasks.start_soon(deliver)
+                tasks.start_soon(heartbeat)
                 try:
                     while True:
                         # A handler may wait for an answer, which comes behind the events: only without one is it safe

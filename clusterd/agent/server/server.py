@@ -87,7 +87,7 @@ class Agent:
         self._ranks = RankRequests(
             self._attempts, self._sessions, self._moves, self._datasets, self._housekeeping.mark_needed
         )
-        self._verbs = {"facts": self._facts, "shutdown": self._shutdown, **verbs.table}
+        self._verbs = {"facts": self._facts, "heartbeat": self._heartbeat, "shutdown": self._shutdown, **verbs.table}
 
     async def run(self) -> None:
         """Adopt the attempts of an earlier agent, then serve until asked to exit."""
@@ -239,6 +239,9 @@ class Agent:
 
     async def _facts(self, _message: Message) -> Message:
         return await self._hardware.facts()
+
+    async def _heartbeat(self, _message: Message) -> Message:
+        return {}
 
     async def _shutdown(self, message: Message) -> Message:
         running = self._attempts.running
