@@ -18,7 +18,8 @@ import msgspec
 from clusterd import projection
 from clusterd.core.policies import POLICIES
 from clusterd.core.scheduler import Batch, Scheduler
-from clusterd.daemon.journal.journal import FORMAT, SELECT_BATCHES, batches
+from clusterd.daemon.journal.checksums import FORMAT, Damaged
+from clusterd.daemon.journal.journal import SELECT_BATCHES, batches
 from clusterd.errors import ClusterError, UsageError
 
 Item = dict[str, Any]
@@ -113,5 +114,7 @@ def journal_batches(file: Path) -> Iterator[Batch]:
         db.close()
     except sqlite3.DatabaseError as error:
         raise ClusterError(f"{file} cannot be read as a journal: {error}") from None
+    except Damaged as error:
+        raise ClusterError(f"{file} is damaged: {error}: restore a backup of it") from None
     except (KeyError, msgspec.ValidationError) as error:
         raise ClusterError(f"{file} holds an event of another version: {error}") from None

@@ -1,17 +1,20 @@
-"""``clusterd history``: past events and decisions."""
+"""``clusterd history`` and ``clusterd journal``: past events and decisions, and the file that holds them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
+from clusterd import config as configuration
 from clusterd.cli.common.arguments import time_s
 from clusterd.cli.common.completers import complete_host, complete_job
 from clusterd.cli.common.output import escaped, note, output_option, print_line, readable_kind, show_json
 from clusterd.client import Client
+from clusterd.errors import ClusterError
 
 ROWS_MAX = 5000
 """Limit of events, and of decisions, per reply of the daemon."""
@@ -84,3 +87,26 @@ def _end(end: Mapping[str, Any]) -> str:
     if end.get("signal"):
         return f"signal {end['signal']}"
     return f"exit code {end['exit_code']}" if end.get("exit_code") is not None else str(end.get("reason", ""))
+
+
+@click.group()
+def journal() -> None:
+    """Check the daemon's journal."""
+
+
+@journal.command()
+@click.argument("place", required=False, metavar="[FILE_OR_STATE_DIR]", type=click.Path(path_type=Path))
+@click.option("--system", is_flag=True, help="The journal of the system's daemon, not the user's.")
+def check(place: Path | None, system: bool) -> None:
+    """Check every event of a journal; needs no daemon, and may run beside one."""
+    from clusterd.daemon.journal.checksums import check_file
+    from clusterd.replay import journal_file
+
+    file = journal_file(place or configuration.load(None, system=system).state_dir)
+    sound, damages = check_file(file)
+    if damages:
+        raise ClusterError(
+            "\n".join([f"{file} is damaged; {sound} events before the damage are sound", *damages])
+            + "\nrestore a backup of it and start with `clusterd start --restored`"
+        )
+    note(f"{file}: {sound} events: sound")

@@ -142,11 +142,12 @@ def _when(at_s: float | None) -> str | None:
 @click.option("--rank", type=int, help="Only this rank; default: rank 0.")
 @click.option("--all-ranks", is_flag=True, help="All ranks, each line prefixed with the rank.")
 @click.option("--attempt", type=int, help="Show an earlier attempt.")
-def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None) -> None:
+@click.option("--raw", is_flag=True, help="Pass control sequences on to the terminal.")
+def logs(job: str, follow: bool, rank: int | None, all_ranks: bool, attempt: int | None, raw: bool) -> None:
     """Print a job's output."""
     with Client() as cluster:
         row = cluster.call("job", job=job)
-    show_logs(row, None if all_ranks else (rank or 0), follow, attempt)
+    show_logs(row, None if all_ranks else (rank or 0), follow, attempt, raw=raw)
 
 
 @click.command()

@@ -46,6 +46,7 @@ _COMMANDS = {
     "wait": ("jobs", "wait", "Wait for jobs; returns the exit code of the first that failed."),
     "why": ("jobs", "why", "Explain a job's state."),
     "history": ("history", "history", "Print past events and decisions."),
+    "journal": ("history", "journal", "Check the file of the daemon's events."),
     "top": ("top", "top", "Watch and control the cluster in this terminal."),
     "metrics": ("metrics", "metrics", "Print metrics of hosts, devices and jobs for Prometheus."),
     "simulate": ("simulate", "simulate", "Simulate a workload under several policies and compare them."),

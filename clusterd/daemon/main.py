@@ -39,7 +39,7 @@ from clusterd.daemon.hosts.host_key_enrolment import HostKeyEnrolment
 from clusterd.daemon.hosts.local import local_hosts
 from clusterd.daemon.hosts.registry import LOCAL, HostRegistry
 from clusterd.daemon.hosts.reports import HostUp
-from clusterd.daemon.journal.engine import Engine
+from clusterd.daemon.journal.engine import Engine, JournalHistory
 from clusterd.daemon.journal.journal import Journal
 from clusterd.daemon.journal.timers import Timers
 from clusterd.daemon.notifications import Notifier
@@ -60,10 +60,13 @@ from clusterd.ssh.host import HostLink
 from clusterd.ssh.hostkeys import HostKeys
 from clusterd.ssh.resolve import Route
 from clusterd.types import HostId
+from clusterd.umask import make_files_private
 
 log = logging.getLogger(__name__)
 
 WATCHDOG_S = 10.0
+HEARTBEAT_MIN_S = 20.0
+"""Shortest silence of an agent that counts as a hang, whatever `host_lost_after` is: hosts are busy at times."""
 OPEN_FILES = 65536
 
 
@@ -106,7 +109,13 @@ class Daemon:
             agents_of = journal.fact("agents_of", "" if scheduler.state.epoch else cluster)
             epoch = max(scheduler.state.epoch + 1, int(time.time()) if self._restored else 0)
             agent_key = journal.fact("agent_key", secrets.token_hex(32))
-            leader = {"daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key}
+            if self._restored:
+                await journal.keep_fact("restored", str(epoch))
+            history = JournalHistory(engine, restored=int(journal.fact("restored", "0")))
+            leader = {
+                "daemon_id": cluster, "cluster": agents_of, "epoch": epoch, "key": agent_key, "history": history,
+                "lost_after_s": max(config.host_lost_after_s, HEARTBEAT_MIN_S),
+            }  # fmt: skip
             stop = anyio.Event()
             tasks = await stack.enter_async_context(anyio.create_task_group())
             timers = Timers(engine)
@@ -285,6 +294,7 @@ def main(argv: list[str]) -> int:
         file = options.config or configuration.usual_file(options.system)
         refuse_unknown(config, str(file))
         _raise_open_files()
+        make_files_private()
         with only_instance(config.state_dir):
             set_up_log(config.state_dir / "daemon.log", config.log_level, options.foreground)
             try:

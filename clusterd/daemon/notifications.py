@@ -19,6 +19,7 @@ from clusterd.config import Notify
 from clusterd.core.decisions import Decision, EndJob, RequeueJob
 from clusterd.core.state import Job, Outcome, State
 from clusterd.types import HostId, HostState
+from clusterd.umask import inherited
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ async def _run(command: Sequence[str], text: IO[bytes], errors: IO[bytes]) -> in
         TimeoutError: it took too long.
     """
     process = await anyio.open_process(
-        command, stdin=text, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        command, stdin=text, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True, umask=inherited()
     )
     try:
         with anyio.move_on_after(PATIENCE_S):

@@ -169,6 +169,15 @@ class Superseded:
     by: int  # its epoch
 
 
+@dataclass(frozen=True)
+class SeenByAgent:
+    """Newest daemon of a cluster, and the newest event that it named, as an agent has seen them."""
+
+    epoch: int
+    event: int
+    checksum: str
+
+
 Report = RankExited | Progress | StateSnapshotTaken | FactsChanged | FromRank
 
 _KINDS: dict[str, type[RankExited | Progress | StateSnapshotTaken | FactsChanged]] = {

@@ -17,6 +17,7 @@ from pathlib import Path
 import asyncssh
 
 from clusterd.ssh.resolve import Route
+from clusterd.umask import inherited
 
 _CHUNK = 1 << 16
 
@@ -143,6 +144,7 @@ class EmbeddedHost:
             stderr=asyncio.subprocess.PIPE,
             env=self.environment(),
             cwd=self.directory / "home",
+            umask=inherited(),
         )
         if self._cores:
             # What it is to do comes on its stdin, which is fed below: nothing was started from it yet.

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import anyio
 import asyncssh
@@ -16,7 +16,7 @@ import asyncssh
 from clusterd import protocol
 from clusterd.agent.host.bundle import Bundle, bundle
 from clusterd.errors import AgentLost, ClusterError, HostError
-from clusterd.protocol.agent import Superseded
+from clusterd.protocol.agent import SeenByAgent, Superseded
 from clusterd.protocol.codec import from_map
 from clusterd.protocol.proof import proof
 from clusterd.ssh.bootstrap import AgentStream, attach, readable
@@ -29,6 +29,10 @@ STEADY_S = 30.0
 """A link that held this long starts its next wait from the shortest."""
 
 REQUEST_TIMEOUT_S = 60.0
+
+LOST_AFTER_S = 120.0
+HEARTBEATS = 4
+"""Heartbeats in `lost_after_s`."""
 
 EVENT_BYTES_MAX, EVENT_BYTES_LIMIT = 8 << 20, 64 << 20
 """Reports that wait for their handler: beyond the first the link is not read from, beyond the second it is broken."""
@@ -67,6 +71,20 @@ class LinkState:
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
+class History(Protocol):
+    """The daemon's history of events, by which an agent recognises an older copy of it."""
+
+    def newest(self) -> tuple[int, str]:
+        """Id and checksum of the newest event that was handled."""
+
+    async def check(self, epoch: int, event: int, checksum: str) -> None:
+        """Check what an agent has seen: the epoch of its last daemon, and the newest event that this daemon named.
+
+        Raises:
+            ClusterError: the history does not contain that event.
+        """
+
+
 class HostLink:
     """One connection to one host, for as long as `run` runs.
 
@@ -88,6 +106,8 @@ class HostLink:
         key: of the cluster, by which agents know its daemons.
         home_source: asked before every dial for the directory of agents on the host; "": their default.
         cluster: whose agent it is there; "": that of the directory itself.
+        history: agents get its newest event with each request; None: they compare nothing.
+        lost_after_s: an agent that answers no heartbeat for this long has lost its link.
     """
 
     def __init__(
@@ -104,6 +124,8 @@ class HostLink:
         on_event: Callback,
         home_source: Callable[[], str] = str,
         cluster: str = "",
+        history: History | None = None,
+        lost_after_s: float = LOST_AFTER_S,
         code: Bundle | None = None,
         jitter: random.Random | None = None,
     ) -> None:
@@ -119,6 +141,8 @@ class HostLink:
         self._on_event = on_event
         self._home_source = home_source
         self._cluster = cluster
+        self._history = history
+        self._lost_after_s = lost_after_s
         self.agent_home = ""
         """Where the agent was looked for when the host was last dialed."""
         self._code = code
@@ -201,7 +225,7 @@ class HostLink:
         self._read_on.set()
         try:
             with anyio.fail_after(timeout_s):
-                await stream.send({**arguments, "id": number, "verb": verb})
+                await stream.send({**arguments, **self._newest(), "id": number, "verb": verb})
                 return _unpack(self.name, await future)
         except TimeoutError:
             lost = AgentLost(f"{self.name} did not answer {verb!r} within {timeout_s:.0f} s")
@@ -211,12 +235,16 @@ class HostLink:
         finally:
             self._waiting.pop(number, None)
 
+    def _newest(self) -> Message:
+        return {"newest": list(self._history.newest())} if self._history is not None else {}
+
     def _bundle(self) -> Bundle:
         return self._code or bundle()
 
     async def _greet(self, stream: AgentStream) -> Message | None:
         """The agent's reply to hello; None when it was of another version and ended, to be replaced."""
-        arguments: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        named: Message = {"protocol": protocol.VERSION, "daemon": self._daemon_id, "epoch": self._epoch}
+        arguments = {**named, **self._newest()}
         if nonce := await self._challenge(stream):
             arguments["proof"] = proof(self._key, "hello", nonce, self._daemon_id, self._epoch)
         try:
@@ -238,13 +266,21 @@ class HostLink:
         return hello
 
     async def _challenge(self, stream: AgentStream) -> str:
-        """The agent's nonce; "": it is of a version before proofs, which still runs jobs, and asks for none."""
+        """The agent's nonce; "": it is of a version before proofs, which still runs jobs, and asks for none.
+
+        Raises:
+            ClusterError: the agent has seen events that this daemon's journal does not hold.
+        """
         try:
-            return str((await self._exchange(stream, "challenge", {}))["nonce"])
+            answer = await self._exchange(stream, "challenge", {"daemon": self._daemon_id})
         except AgentRefused as refused:
             if refused.kind != "verb":
                 raise
             return ""
+        if self._history is not None and answer.get("seen"):
+            seen = from_map(SeenByAgent, answer["seen"], "challenge")
+            await self._history.check(seen.epoch, seen.event, seen.checksum)
+        return str(answer["nonce"])
 
     async def _exchange(self, stream: AgentStream, verb: str, arguments: Message) -> Message:
         """Ask when nobody else listens yet."""
@@ -288,7 +324,22 @@ class HostLink:
                         waiting_bytes -= length
                         self._read_on.set()
 
+                async def heartbeat() -> None:
+                    """Break the link to an agent that hangs: sshd keeps its connection alive without it."""
+                    pause_s = self._lost_after_s / HEARTBEATS
+                    while True:
+                        await anyio.sleep(pause_s)
+                        if waiting_bytes > EVENT_BYTES_MAX:
+                            continue  # an answer would come behind reports that are not read now
+                        try:
+                            await self._ask(stream, "heartbeat", {}, self._lost_after_s - pause_s)
+                        except AgentRefused:  # an agent of an older version does not know it, and lives
+                            continue
+                        except AgentLost:
+                            return
+
                 tasks.start_soon(deliver)
+                tasks.start_soon(heartbeat)
                 try:
                     while True:
                         # A handler may wait for an answer, which comes behind the events: only without one is it safe

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterd.cli.common.following import TerminalText
 from tests.conftest import RunningCluster, cut_power, until
 from tests.scenarios.test_migration import agent_of
 
@@ -125,3 +126,41 @@ def test_a_log_on_a_host_that_has_fallen_silent_is_not_waited_for(cluster: Runni
     assert cluster.run("logs", job).stdout.startswith("here\n\n[clusterd: local0 does not answer; ")
     assert {row["state"] for row in cluster.call("hosts")} == {"up"}, "it was not waited for"
     os.kill(agent, signal.SIGCONT)
+
+
+def test_control_sequences_of_a_log_do_not_reach_a_terminal(local_cluster: RunningCluster) -> None:
+    """Somebody else's job may rename the window, or have the terminal type an answer for the reader."""
+    script = r"printf 'a\033]0;title\007b \033[31mred\033[0m caf\303\251\233\rdone\n'"
+    local_cluster.run("run", "-d", "--no-snapshot", "--", "sh", "-c", script)
+    local_cluster.wait_for("1", lambda row: row["state"] == "finished")
+    shown = b"a\\x1b]0;title\\x07b \x1b[31mred\x1b[0m caf\xc3\xa9\\x9b\rdone"
+    sent = b"a\x1b]0;title\x07b \x1b[31mred\x1b[0m caf\xc3\xa9\x9b\rdone"
+    assert shown in on_terminal(local_cluster, "logs", "1")
+    assert b"0: " + shown in on_terminal(local_cluster, "logs", "--all-ranks", "1")
+    assert sent in on_terminal(local_cluster, "logs", "--raw", "1")
+    command = [sys.executable, "-m", "clusterd", "logs", "1"]
+    piped = subprocess.run(command, env=local_cluster.environment, capture_output=True, check=True).stdout
+    assert piped == sent + b"\n"
+
+
+def on_terminal(cluster: RunningCluster, *arguments: str) -> bytes:
+    """Output of a command on a terminal."""
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "clusterd", *arguments]
+    with subprocess.Popen(command, env=cluster.environment, stdout=theirs, stdin=subprocess.DEVNULL):
+        os.close(theirs)
+        output = b""
+        try:
+            while piece := os.read(ours, 65536):
+                output += piece
+        except OSError:  # the other side is closed
+            pass
+    os.close(ours)
+    return output
+
+
+def test_a_sequence_that_comes_in_two_pieces() -> None:
+    text = TerminalText()
+    pieces = (b"a\x1b[3", b"1mred\x1b", b"]0;t", b"\xc3", b"\xa9\x1b[")
+    assert [text.feed(piece) for piece in pieces] == [b"a", b"\x1b[31mred", b"\\x1b]0;t", b"", b"\xc3\xa9"]
+    assert text.feed(b"", final=True) == b"\\x1b["

@@ -9,13 +9,17 @@ from pathlib import Path
 
 import anyio
 import pytest
+from click.testing import CliRunner
 
+from clusterd.cli.history import journal as journal_command
 from clusterd.core import events as e
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.view import Proposal, Refusal, View
+from clusterd.daemon.journal import checksums
 from clusterd.daemon.journal import journal as module
+from clusterd.daemon.journal.checksums import FORMAT, check_file
 from clusterd.daemon.journal.engine import Engine
-from clusterd.daemon.journal.journal import FORMAT, Journal
+from clusterd.daemon.journal.journal import Journal
 from clusterd.errors import ClusterError
 from clusterd.replay import journal_batches
 from clusterd.types import HostId, JobId, JobSpec
@@ -257,13 +261,17 @@ def test_a_journal_that_is_damaged_or_of_another_program(tmp_path: Path) -> None
     with cut.open("r+b") as file:
         file.truncate(cut.stat().st_size // 2)
     with sqlite3.connect(unknown_attempts_notice) as db:
-        db.execute("UPDATE events SET kind = 'Teleported' WHERE id = 7")
+        (before,) = db.execute("SELECT checksum FROM events WHERE id = 298").fetchone()
+        row = db.execute("SELECT id, batch, at_s, 'Teleported', body FROM events WHERE id = 299").fetchone()
+        db.execute(
+            "UPDATE events SET kind = 'Teleported', checksum = ? WHERE id = 299", (checksums.of_event(before, *row),)
+        )
     db.close()
     foreign.parent.mkdir()
     with sqlite3.connect(foreign) as db:
         db.execute("CREATE TABLE cookies (name TEXT)")
     db.close()
-    with pytest.raises(ClusterError, match="cannot be used as the journal"):
+    with pytest.raises(ClusterError, match=r"cannot be used as the journal|is damaged"):
         engine_of(Journal(cut))[0].restore()
     opened = Journal(unknown_attempts_notice)
     with pytest.raises(ClusterError, match=r"has events that this version does not know.*Teleported"):
@@ -286,3 +294,90 @@ def test_what_is_over_is_not_written_down_at_each_return_of_its_host(local_clust
     newest = {event["host"]: event for event in events if event["kind"] == "HostConnected"}
     assert [report["job"] for event in newest.values() for report in event["attempts"]] == [runs]
     local_cluster.run("cancel", "--wait", runs)
+
+
+def test_a_changed_event_is_refused_by_name(tmp_path: Path) -> None:
+    """A flipped bit that the database itself does not see: it was replayed as if it had happened."""
+    path = tmp_path / "journal.db"
+    first = Journal(path)
+    engine, _ = engine_of(first)
+    anyio.run(post, engine, *[submitted(n) for n in range(1, 10)])
+    first.close()
+    assert check_file(path) == (9, [])
+    assert "9 events: sound" in CliRunner().invoke(journal_command, ["check", str(tmp_path)]).output
+    with sqlite3.connect(path) as db:
+        (body,) = db.execute("SELECT body FROM events WHERE id = 7").fetchone()
+        at = body.index(b"true")
+        db.execute("UPDATE events SET body = ? WHERE id = 7", (body[:at] + b"tsue" + body[at + 4 :],))
+    db.close()
+    opened = Journal(path)
+    with pytest.raises(ClusterError, match=r"is damaged: event 7 \(JobSubmitted\) .*clusterd start --restored"):
+        engine_of(opened)[0].restore()
+    opened.close()
+    with pytest.raises(ClusterError, match=r"is damaged: event 7"):
+        list(journal_batches(path))
+    assert check_file(path) == (6, ["event 7 (JobSubmitted) does not match its checksum"])
+    said = CliRunner().invoke(journal_command, ["check", str(path)])
+    assert isinstance(said.exception, ClusterError)
+    assert "6 events before the damage are sound\nevent 7 (JobSubmitted)" in str(said.exception)
+
+
+def test_a_removed_event_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    first = Journal(path)
+    engine, _ = engine_of(first)
+    anyio.run(post, engine, *[submitted(n) for n in range(1, 10)])
+    first.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DELETE FROM events WHERE id = 4")
+    db.close()
+    opened = Journal(path)
+    with pytest.raises(ClusterError, match="is damaged: event 5"):
+        engine_of(opened)[0].restore()
+    opened.close()
+
+
+def test_a_damaged_journal_snapshot_costs_only_a_longer_replay(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    first = Journal(path)
+    engine, _ = engine_of(first)
+
+    async def run() -> None:
+        await post(engine, *[submitted(n) for n in range(1, 10)])
+        await engine.snapshot()
+
+    anyio.run(run)
+    first.close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE snapshots SET body = CAST(substr(body, 1, length(body) - 1) || x'01' AS BLOB)")
+    db.close()
+    opened = Journal(path)
+    again = engine_of(opened)[0]
+    assert again.restore() == 9
+    assert again.scheduler.state == engine.scheduler.state
+    opened.close()
+    assert check_file(path)[1] == ["the journal snapshot at event 9 does not match its checksum"]
+
+
+def test_bytes_flipped_anywhere_in_the_file_are_refused_or_do_no_harm(tmp_path: Path) -> None:
+    """A failing disk: the daemon either refuses the file, or has exactly the state from before."""
+    path = tmp_path / "journal.db"
+    first = Journal(path)
+    engine, _ = engine_of(first)
+    anyio.run(post, engine, *[submitted(n) for n in range(1, 300)])
+    first.close()
+    sound = path.read_bytes()
+    for at in range(2048, len(sound) - 600, len(sound) // 40):
+        path.write_bytes(sound[:at] + bytes(byte ^ 0x15 for byte in sound[at : at + 600]) + sound[at + 600 :])
+        try:
+            damaged = Journal(path)
+        except ClusterError:
+            continue
+        again = engine_of(damaged)[0]
+        try:
+            again.restore()
+        except ClusterError:
+            continue
+        finally:
+            damaged.close()
+        assert again.scheduler.state == engine.scheduler.state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,34 @@ def restored(cluster: RunningCluster) -> RunningCluster:
     for stored in (cluster.directory / "attempts").glob("[23].*"):
         shutil.rmtree(stored)
     return cluster
+
+
+def test_an_older_copy_of_a_running_daemons_journal_is_refused(cluster: RunningCluster) -> None:
+    """The copy has the epoch of the daemon that the host knows: nothing but the events tells that it is older."""
+    cluster.start(hosts=1, devices=2)
+    cluster.wait_until_up(1)
+    cluster.run("run", "--no-snapshot", "--", "true")
+    journal, copy = cluster.directory / "journal.db", cluster.directory / "copy.db"
+    with contextlib.closing(sqlite3.connect(journal)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    later = cluster.run("run", "-d", "--no-snapshot", "--", "sleep", "600").stdout.strip()
+    cluster.wait_for(later, lambda row: row["state"] == "running")
+    before = sleeps()
+    cluster.kill()
+    for rest in ("-wal", "-shm"):
+        journal.with_name(journal.name + rest).unlink(missing_ok=True)
+    shutil.copy(copy, journal)
+    cluster.run("start")
+    until(lambda: "the journal is an older copy" in cluster.run("host", "show", "local0").stdout)
+    assert "clusterd start --restored" in cluster.run("host", "show", "local0").stdout
+    assert sleeps() == before
+    cluster.run("stop")
+    cluster.run("start", "--restored")
+    cluster.wait_until_up(1)
+    assert sleeps() == before
+    cluster.kill()
+    cluster.start()  # from now on the host follows the restored history
+    cluster.wait_until_up(1)
 
 
 def sleeps() -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,8 +31,9 @@ def written(directory: Path, batches: Sequence[Sequence[e.Event]]) -> None:
 
     async def write() -> None:
         journal = Journal(directory / "journal.db")
+        numbers = itertools.count(1)  # in the order of handling, as a daemon gives them
         for batch in batches:
-            await journal.append(batch)
+            await journal.append([replace(event, id=e.EventId(next(numbers))) for event in batch])
         journal.close()
 
     anyio.run(write)

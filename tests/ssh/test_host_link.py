@@ -216,6 +216,19 @@ async def test_a_killed_agent_is_started_again_and_finds_its_ranks(host: Embedde
         await watched.link.request("stop", job="j", attempt=1, generation=1, grace_s=5.0, reason="x")
 
 
+async def test_an_agent_that_hangs_loses_its_link(host: EmbeddedHost, dialer: Dialer) -> None:
+    """Its host's sshd keeps the connection alive, so it looked up for ever."""
+    async with linked(host, dialer, lost_after_s=4.0) as watched:
+        await watched.up()
+        pid = (read_json(Home(host.agent_home).record) or {})["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert "gpu01 did not answer 'heartbeat' within 3 s" in (await watched.waiting()).why
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await watched.up(2)
+
+
 async def test_an_agents_refusal_has_a_kind(host: EmbeddedHost, dialer: Dialer) -> None:
     async with linked(host, dialer) as watched:
         await watched.up()

@@ -17,6 +17,7 @@ from clusterd.agent import CODE_ROOT
 from clusterd.agent.host import processes, programs
 from clusterd.agent.host.home import Home
 from clusterd.timeouts import FORK_SERVER_START_TIMEOUT_S
+from clusterd.umask import inherited
 
 _TRANSIENT = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 """Errors that may be gone at the next try; all others are permanent."""
@@ -170,6 +171,7 @@ class ForkServers:
                     env=env,
                     cwd="/",
                     start_new_session=True,
+                    umask=inherited(),
                 )
             except OSError as error:
                 kind = "spawn" if error.errno in _TRANSIENT else "environment"

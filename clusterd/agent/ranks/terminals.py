@@ -22,6 +22,7 @@ from typing import Any
 
 from clusterd.agent.host import programs, rank_environment
 from clusterd.agent.host.attempt_records import Attempt, Refused
+from clusterd.umask import inherited
 
 CHUNK_BYTES = 1 << 16
 READ_WAIT_S = 20.0
@@ -134,7 +135,7 @@ class Terminal:
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=child_in, stdout=child_out, stderr=subprocess.STDOUT, env=dict(env),
-                start_new_session=True, cwd="/",
+                start_new_session=True, cwd="/", umask=inherited(),
             )  # fmt: skip
         except OSError:
             os.close(source)

@@ -33,6 +33,7 @@ from clusterd.agent.tensors.moves import Moves
 from clusterd.protocol.budget import ByteBudget
 from clusterd.protocol.proof import new_nonce, proves
 from clusterd.socket_files import inode, is_still
+from clusterd.umask import make_files_private
 
 PRELOAD = "clusterd.train.process.preload"
 """Module that the fork server of an elastic job imports before it forks."""
@@ -54,7 +55,7 @@ class Agent:
     def __init__(self, home: Home, key: str) -> None:
         self._home, self._key = home, key
         self._id = home.identity()
-        self._sessions = Sessions(home.root / "epochs.json")
+        self._sessions = Sessions(home.root / "epochs.json", home.root / "events.json")
         self._progress = Progress(self._sessions.send_to_daemons)
         self._attempts = Attempts(
             home,
@@ -86,7 +87,7 @@ class Agent:
         self._ranks = RankRequests(
             self._attempts, self._sessions, self._moves, self._datasets, self._housekeeping.mark_needed
         )
-        self._verbs = {"facts": self._facts, "shutdown": self._shutdown, **verbs.table}
+        self._verbs = {"facts": self._facts, "heartbeat": self._heartbeat, "shutdown": self._shutdown, **verbs.table}
 
     async def run(self) -> None:
         """Adopt the attempts of an earlier agent, then serve until asked to exit."""
@@ -120,6 +121,7 @@ class Agent:
         await self._done.wait()
         for task in services:
             task.cancel()
+        self._sessions.save()
         await self._sessions.close()
         self._terminals.close_all()
         self._ports.close()
@@ -179,11 +181,11 @@ class Agent:
     async def _answer(self, connection: Connection, verb: str, message: Message) -> Message:
         if verb == "challenge":
             connection.nonce = new_nonce()
-            return {"nonce": connection.nonce}
+            return {"nonce": connection.nonce, "seen": self._sessions.seen(str(message.get("daemon")))}
         if verb == "hello":
             self._check_proof(connection, message)
             return await self._hello(connection, message)
-        self._sessions.check(connection, verb)
+        self._sessions.check(connection, verb, message)
         if verb not in self._verbs:
             raise Refused("verb", f"this agent (version {programs.version()}) knows no {verb!r}")
         return await self._verbs[verb](message)
@@ -222,6 +224,8 @@ class Agent:
         found = await self._hardware.facts()
         # No await from here on: changes after this report reach this connection as events.
         self._sessions.lead(connection, str(message["daemon"]), int(message["epoch"]))
+        self._sessions.see(str(message["daemon"]), message.get("newest"))
+        self._sessions.save()
         return {
             "agent": self._id,
             "version": programs.version(),
@@ -236,6 +240,9 @@ class Agent:
     async def _facts(self, _message: Message) -> Message:
         return await self._hardware.facts()
 
+    async def _heartbeat(self, _message: Message) -> Message:
+        return {}
+
     async def _shutdown(self, message: Message) -> Message:
         running = self._attempts.running
         if running and not message.get("force"):
@@ -249,6 +256,7 @@ class Agent:
 
 def main() -> int:
     """Run the agent of this home; exit at once if one runs already."""
+    make_files_private()
     home = default_home()
     home.make()
     key = _read_key()

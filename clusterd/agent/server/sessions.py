@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from clusterd.agent.host.attempt_records import Attempt, Refused
 from clusterd.agent.host.home import read_json, write_json
@@ -16,6 +17,9 @@ EPOCH_STEP_MAX = 24 * 3600
 """An epoch counts starts of a daemon, or is its wall clock in seconds after `start --restored`. One that is further
 ahead of both than this many starts, or seconds of clock skew, would lock out every later daemon and is refused."""
 
+_SAVED = ("launch", "stop", "resume", "drop")
+"""Requests that change what runs; the event that they name is on disk before they are carried out."""
+
 UNADMITTED_MAX = 128
 """Connections of peers that did not show yet who they are; of more, the oldest is closed."""
 
@@ -25,12 +29,18 @@ class Sessions:
 
     The daemon of a cluster with the highest epoch leads: a restarted daemon takes over from one that hangs.
 
+    Of each cluster the agent also keeps the newest event that a daemon named, with its checksum: a daemon that does not
+    find it in its journal runs on an older copy.
+
     Args:
         file: stores the epochs across restarts of the agent.
+        events_file: stores the newest events.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, events_file: Path) -> None:
+        self._file, self._events_file = file, events_file
+        self._events: dict[str, list[Any]] = dict(read_json(events_file) or {})
+        self._unsaved = False
         stored = {name: int(epoch) for name, epoch in (read_json(file) or {}).items()}
         self._epochs = {name: epoch for name, epoch in stored.items() if epoch <= _newest_plausible(0)}
         self._connections: dict[Connection, None] = {}  # the oldest first
@@ -65,6 +75,27 @@ class Sessions:
         """True if a daemon that sent hello is connected."""
         return any(connection.daemon for connection in self._connections)
 
+    def seen(self, name: str) -> Message:
+        """Epoch of the newest daemon of this cluster, and the newest event that it named; empty if there was none."""
+        event = self._events.get(name)
+        return {"epoch": self._epochs.get(name, 0), "event": event[0], "checksum": event[1]} if event else {}
+
+    def see(self, name: str, event: list[Any] | None) -> None:
+        """Keep an event that the leading daemon names; it is on disk after the next `save`."""
+        if event is not None and event != self._events.get(name):
+            self._events[name] = event
+            self._unsaved = True
+
+    def save(self) -> None:
+        """Write the newest events to disk."""
+        if not self._unsaved:
+            return
+        try:
+            write_json(self._events_file, self._events)
+            self._unsaved = False
+        except OSError as error:  # as for the epoch
+            log_line(f"agent: cannot write the newest event of its daemon: {error}")
+
     def lead(self, connection: Connection, name: str, epoch: int) -> None:
         """Make a connection's daemon the leader of its cluster.
 
@@ -90,8 +121,8 @@ class Sessions:
                 log_line(f"agent: cannot write the epoch of its daemon: {error}")
         connection.daemon = (name, epoch)
 
-    def check(self, connection: Connection, verb: str) -> None:
-        """Check that a connection may send `verb`.
+    def check(self, connection: Connection, verb: str, message: Message) -> None:
+        """Check that a connection may send `verb`, and keep the event that the message names.
 
         Raises:
             Refused: ``hello`` (no hello was sent before), ``stale``.
@@ -106,6 +137,9 @@ class Sessions:
             raise Refused(
                 "stale", f"a newer daemon (epoch {self._epochs[name]}) leads this host; epoch {epoch} is over"
             )
+        self.see(name, message.get("newest"))
+        if verb in _SAVED:  # not for every look at a log: a write waits for the disk
+            self.save()
 
     def send_to_daemons(self, event: Message) -> bool:
         """Send to every daemon that leads this host; false if none is connected."""

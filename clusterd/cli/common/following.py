@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from clusterd.cli.common.output import note
+from clusterd.cli.common.output import escaped, note
 from clusterd.client import Client
 from clusterd.errors import DaemonAbsent
 from clusterd.units import duration
@@ -22,15 +24,42 @@ BLINK_S = 2.0
 T = TypeVar("T")
 
 
-def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int | None = None) -> None:
+class TerminalText:
+    """Log output made safe for a terminal: line ends, tabs and colours stay, other control characters are escaped.
+
+    A sequence in the log of another user's job could rename the window, or answer for the reader at the prompt.
+    """
+
+    _CONTROL = re.compile(r"(\x1b\[[0-9;:]*m)|[^\n\r\t\x20-\x7e\xa0-\U0010ffff]")
+    _UNFINISHED = re.compile(r"\x1b(\[[0-9;:]{0,40})?\Z")
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+        self._held = ""
+
+    def feed(self, data: bytes, final: bool = False) -> bytes:
+        """Safe text for the next bytes; the start of a sequence waits for its rest unless this is `final`."""
+        text, self._held = self._held + self._decoder.decode(data, final), ""
+        unfinished = None if final else self._UNFINISHED.search(text)
+        if unfinished is not None:
+            text, self._held = text[: unfinished.start()], unfinished[0]
+        return self._CONTROL.sub(lambda found: found[1] or escaped(found[0]), text).encode()
+
+
+def show_logs(
+    row: dict[str, Any], rank: int | None, follow: bool, attempt: int | None = None, *, raw: bool = True
+) -> None:
     """Print a job's log as it arrives; with several ranks, whole lines prefixed with the rank.
 
+    Args:
+        raw: pass control sequences on to a terminal, as for the caller's own job.
     Raises:
         ClusterError: there is no log.
         DaemonAbsent: the daemon went away and did not come back.
     """
     name = f"{row['name']} ({row['id']})"
     out = sys.stdout.buffer
+    safe = TerminalText() if not raw and sys.stdout.isatty() else None
     begun: dict[tuple[int, int], bytes] = {}
     after: dict[str, Any] = {}  # position up to which the log is printed
 
@@ -41,10 +70,11 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
                 note(f"{name}: {notice}")
                 continue
             if rank is not None:
-                out.write(chunk["data"])
+                out.write(safe.feed(chunk["data"]) if safe is not None else chunk["data"])
             else:
                 key = (chunk["attempt"], chunk["rank"])
                 *lines, begun[key] = (begun.get(key, b"") + chunk["data"]).split(b"\n")
+                lines = lines if safe is None else [TerminalText().feed(line, final=True) for line in lines]
                 out.writelines(b"%d: %s\n" % (chunk["rank"], line) for line in lines)
             out.flush()
             at = {"attempt": chunk["attempt"], "generation": chunk.get("generation", 1)}
@@ -55,7 +85,11 @@ def show_logs(row: dict[str, Any], rank: int | None, follow: bool, attempt: int 
     _over_restarts(
         show, f"the daemon went away; {name} keeps running; waiting up to {duration(RESTART_S)} for a restart"
     )
-    out.writelines(b"%d: %s\n" % (key[1], rest) for key, rest in begun.items() if rest)
+    for key, rest in begun.items():
+        if rest:
+            out.write(b"%d: %s\n" % (key[1], rest if safe is None else TerminalText().feed(rest, final=True)))
+    if safe is not None:
+        out.write(safe.feed(b"", final=True))
     out.flush()
 
 

@@ -20,8 +20,8 @@ from clusterd.core.events import ClockSet, Event, EventId
 from clusterd.core.scheduler import Scheduler
 from clusterd.core.state import State
 from clusterd.daemon.journal import codec
-from clusterd.daemon.journal.journal import Journal, Statement, proposal_row
-from clusterd.errors import ClusterError
+from clusterd.daemon.journal.journal import Journal, Statement, proposal_row, snapshot_row
+from clusterd.errors import ClusterError, HostError
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Engine:
         self._one_by_one = 0  # waiting events of a batch in which one raised
         self._wake = anyio.Event()
         self._last_id = 0
+        self._newest = (0, "")  # what is only in the journal may still be retracted
         self._snapshot_at = 0
         self._clock = _Clock()
         self._pending_rows: list[Statement] = []  # proposals, written with the next commit
@@ -89,6 +90,10 @@ class Engine:
         """Events that the scheduler could not handle; they are stored beside the journal."""
         self.trouble = ""
         """Reason why events wait to be written; empty if none waits."""
+
+    def newest(self) -> tuple[int, str]:
+        """Id and checksum of the newest event that the scheduler has handled."""
+        return self._newest
 
     def restore(self) -> int:
         """Bring the scheduler to the end of the journal; returns the number of events replayed."""
@@ -107,7 +112,8 @@ class Engine:
             count += len(batch.events)
             if batch.proposal is None:  # the daemon died before it stored the proposal: later replays must use this one
                 self._keep_proposal(batch.events[0].id)
-        self._last_id = self.journal.last_event_id()
+        self._last_id, checksum = self.journal.newest
+        self._newest = (self._last_id, checksum.hex())
         self._snapshot_at = after
         return count
 
@@ -185,6 +191,7 @@ class Engine:
             return await self._set_aside(batch, events)
         self.scheduling_s += time.process_time() - started_s
         self._keep_proposal(events[0].id)
+        self._newest = (self._last_id, self.journal.newest[1].hex())
         self._on_handled(events, decisions)
         for posted in batch:
             posted.done.set()
@@ -239,7 +246,7 @@ class Engine:
             self.journal.execute(
                 [
                     *self._pending_rows,
-                    ("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", (self._last_id, body)),
+                    snapshot_row(self._last_id, body),
                     ("DELETE FROM snapshots WHERE event < ?", (self._last_id,)),
                 ]
             )
@@ -260,3 +267,33 @@ class Engine:
             log.error("%s", error)
             return False
         return True
+
+
+class JournalHistory:
+    """History of this daemon's events; an agent that has seen others refuses to be led by it.
+
+    Args:
+        restored: epoch of the last start with ``--restored``; 0: there was none.
+    """
+
+    def __init__(self, engine: Engine, restored: int) -> None:
+        self._engine = engine
+        self._restored = restored
+
+    def newest(self) -> tuple[int, str]:
+        """Id and checksum of the newest event that was handled."""
+        return self._engine.newest()
+
+    async def check(self, epoch: int, event: int, checksum: str) -> None:
+        """Check what an agent has seen: the epoch of its last daemon, and the newest event that this daemon named.
+
+        Raises:
+            HostError: the journal does not hold that event, and was not restored on purpose since.
+        """
+        if self._restored > epoch or event == 0 or await self._engine.journal.has(event, checksum):
+            return
+        raise HostError(
+            f"its agent knows event {event} of this cluster, which this daemon's journal does not hold (it ends at "
+            f"event {self.newest()[0]}): the journal is an older copy; if it was restored from a backup on purpose: "
+            "clusterd stop; clusterd start --restored"
+        )

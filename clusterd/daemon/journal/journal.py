@@ -23,7 +23,8 @@ import anyio
 from clusterd.core.events import Event
 from clusterd.core.scheduler import Batch
 from clusterd.core.view import Proposal
-from clusterd.daemon.journal import codec
+from clusterd.daemon.journal import checksums, codec
+from clusterd.daemon.journal.checksums import FORMAT, Damaged
 from clusterd.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -31,24 +32,22 @@ log = logging.getLogger(__name__)
 R = TypeVar("R")
 Statement = tuple[str, tuple[Any, ...]]
 
-FORMAT = 3
-"""Version of the schema and of the encoded events (`PRAGMA user_version`). Formats 1 and 2 were never released."""
-
 SCHEMA = f"""
     BEGIN;
     CREATE TABLE events (
-        id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL
+        id INTEGER PRIMARY KEY, batch INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL,
+        checksum BLOB NOT NULL
     );
     CREATE TABLE decisions (
         id INTEGER PRIMARY KEY, cause INTEGER NOT NULL, at_s REAL NOT NULL, kind TEXT NOT NULL,
         job TEXT, host TEXT, reason TEXT NOT NULL, body BLOB NOT NULL
     );
     CREATE INDEX decisions_of_job ON decisions (job, id);
-    CREATE TABLE snapshots (event INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    CREATE TABLE snapshots (event INTEGER PRIMARY KEY, body BLOB NOT NULL, checksum BLOB NOT NULL);
     CREATE TABLE hosts (name TEXT PRIMARY KEY, address TEXT NOT NULL, options BLOB NOT NULL);
     CREATE TABLE secrets (job TEXT NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, PRIMARY KEY (job, name));
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-    CREATE TABLE proposals (batch INTEGER PRIMARY KEY, body BLOB NOT NULL);
+    CREATE TABLE proposals (batch INTEGER PRIMARY KEY, body BLOB NOT NULL, checksum BLOB NOT NULL);
     PRAGMA user_version={FORMAT};
     COMMIT;
 """
@@ -60,7 +59,8 @@ SET_ASIDE = """
 """
 
 SELECT_BATCHES = """
-    SELECT events.batch, events.kind, events.body, proposals.body
+    SELECT events.id, events.batch, events.at_s, events.kind, events.body, events.checksum,
+        proposals.body, proposals.checksum
     FROM events LEFT JOIN proposals ON proposals.batch = events.batch WHERE events.id > ? ORDER BY events.id
 """
 """Rows that `batches` reads: every event after the given one, with the proposal of its batch."""
@@ -84,6 +84,7 @@ class Journal:
         self.path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._db = self._thread.submit(self._open).result()
+        self._newest = self._at_start(self._read_newest)
 
     def _open(self) -> sqlite3.Connection:
         with ExitStack() as stack:
@@ -91,6 +92,7 @@ class Journal:
                 db = sqlite3.connect(self.path, isolation_level=None)
                 stack.callback(db.close)
                 self._bring_to_format(db)
+                self._check_structure(db)
                 self._inode = self.path.stat().st_ino
             except (sqlite3.Error, OSError) as error:
                 raise self._unusable(error) from None
@@ -101,6 +103,7 @@ class Journal:
         self.path.chmod(0o600)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
+        db.execute("PRAGMA secure_delete=ON")  # a deleted secret must not stay in a free page
         (version,) = db.execute("PRAGMA user_version").fetchone()
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:
@@ -126,6 +129,26 @@ class Journal:
             "or move the file away, or restore a backup"
         )
 
+    def _check_structure(self, db: sqlite3.Connection) -> None:
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise self._damaged(found)
+
+    def _damaged(self, what: object) -> ClusterError:
+        return ClusterError(
+            f"{self.path} is damaged: {what}: restore a backup of it and start with `clusterd start --restored`; "
+            f"`clusterd journal check {self.path}` lists all damages; jobs keep running"
+        )
+
+    def _read_newest(self) -> tuple[int, bytes]:
+        row = self._db.execute("SELECT id, checksum FROM events ORDER BY id DESC LIMIT 1").fetchone()
+        return (int(row[0]), bytes(row[1])) if row else (0, checksums.FIRST)
+
+    @property
+    def newest(self) -> tuple[int, bytes]:
+        """Id and checksum of the newest event; 0 and no bytes for an empty journal."""
+        return self._newest
+
     def _at_start(self, work: Callable[[], R]) -> R:
         """Run `work` in the writer thread before the event loop runs.
 
@@ -150,12 +173,19 @@ class Journal:
             ClusterError: the disk is full or failing; no row of the batch was written.
         """
         batch = events[0].id
-        rows = [(event.id, batch, event.at_s, type(event).__name__, codec.encode(event)) for event in events]
-        await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
+        rows: list[checksums.Row] = []
+        _, checksum = self._newest
+        for event in events:
+            row = (event.id, batch, event.at_s, type(event).__name__, codec.encode(event))
+            checksum = checksums.of_event(checksum, *row)
+            rows.append((*row, checksum))
+        await self._transaction([("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?)", row) for row in rows] + list(extra))
+        self._newest = (rows[-1][0], checksum)
 
     async def retract(self, first: int) -> None:
         """Remove the events from `first` on, which no client has seen; the next start removes their extra rows."""
         await self._transaction([("DELETE FROM events WHERE id >= ?", (first,))])
+        self._newest = await self._run(self._read_newest)
 
     async def set_aside(self, event: Event, why: str) -> None:
         """Store an event that the scheduler cannot handle outside of the journal, with the reason, for a bug report."""
@@ -248,23 +278,43 @@ class Journal:
         self._db = self._open()
 
     def replay_after(self, event: int) -> Iterator[Batch]:
-        """Batches after an event that a journal snapshot covers, in order; for the start of the daemon."""
+        """Batches after an event that a journal snapshot covers, in order; for the start of the daemon.
+
+        Raises:
+            ClusterError: an event is damaged, or this version does not know it.
+        """
+        before = self._at_start(lambda: self._checksum_at(event))
         rows = self._at_start(lambda: self._db.execute(SELECT_BATCHES, (event,)).fetchall())
         try:
-            yield from batches(rows)
+            yield from batches(rows, before)
+        except Damaged as error:
+            raise self._damaged(error) from None
         except (KeyError, ValueError) as error:  # msgspec's errors are ValueErrors
             raise self._unusable(f"it has events that this version does not know ({error})") from None
 
+    def _checksum_at(self, event: int) -> bytes:
+        row = self._db.execute("SELECT checksum FROM events WHERE id = ?", (event,)).fetchone()
+        if event and row is None:
+            raise self._damaged(f"event {event} is missing")
+        return bytes(row[0]) if row else checksums.FIRST
+
+    async def has(self, event: int, checksum: str) -> bool:
+        """True if the journal holds this event, with this history before it."""
+        rows = await self.query("SELECT checksum FROM events WHERE id = ?", (event,))
+        return bool(rows) and bytes(rows[0][0]).hex() == checksum
+
     def newest_snapshot(self) -> tuple[int, bytes] | None:
-        """Newest journal snapshot, as the id of the last event it covers and its body; None if there is none."""
-        statement = "SELECT event, body FROM snapshots ORDER BY event DESC LIMIT 1"
+        """Newest journal snapshot, as the id of the last event it covers and its body; None without a sound one."""
+        statement = "SELECT event, body, checksum FROM snapshots ORDER BY event DESC LIMIT 1"
         row = self._at_start(lambda: self._db.execute(statement).fetchone())
+        if row is not None and checksums.of_body(row[1]) != row[2]:
+            log.warning("the journal snapshot at event %d is damaged: replaying all events", row[0])
+            return None
         return (row[0], row[1]) if row else None
 
     def last_event_id(self) -> int:
         """Id of the newest event; 0 for an empty journal."""
-        row = self._at_start(lambda: self._db.execute("SELECT max(id) FROM events").fetchone())
-        return int(row[0] or 0)
+        return self._newest[0]
 
     def fact(self, name: str, default: str) -> str:
         """A stored value, such as the cluster's id; `default` is stored if there is none yet."""
@@ -288,20 +338,30 @@ class Journal:
 def proposal_row(batch: int, proposal: Proposal) -> Statement:
     """Statement that stores the policy's proposal after a batch, for replays."""
     body = codec.encode(proposal) if proposal != Proposal() else b""
-    return "INSERT OR REPLACE INTO proposals VALUES (?, ?)", (batch, body)
+    return "INSERT OR REPLACE INTO proposals VALUES (?, ?, ?)", (batch, body, checksums.of_body(body))
 
 
-def batches(rows: Iterable[tuple[int, str, bytes, bytes | None]]) -> Iterator[Batch]:
-    """Decode batches from rows of batch id, event kind, event body and proposal, ordered by event id.
+def snapshot_row(event: int, body: bytes) -> Statement:
+    """Statement that stores a journal snapshot, which covers the events up to `event`."""
+    return "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (event, body, checksums.of_body(body))
 
+
+def batches(rows: Iterable[tuple[Any, ...]], before: bytes = checksums.FIRST) -> Iterator[Batch]:
+    """Decode batches from the rows of `SELECT_BATCHES`.
+
+    Args:
+        before: checksum of the event before the first row.
     Raises:
+        Damaged: a row does not match its checksum.
         KeyError, msgspec.ValidationError: this version does not know an event.
     """
-    for _, together in groupby(rows, key=itemgetter(0)):
+    for batch, together in groupby(checksums.verified(rows, before), key=itemgetter(1)):
         some = list(together)
-        body = some[0][3]
+        body, checksum = some[0][6:]
+        if body is not None and checksums.of_body(body) != checksum:
+            raise Damaged(f"the proposal of batch {batch} does not match its checksum")
         proposal = None if body is None else codec.proposal(body) if body else Proposal()
-        yield Batch([codec.event(kind, body) for _, kind, body, _ in some], proposal)
+        yield Batch([codec.event(kind, body) for _, _, _, kind, body, *_ in some], proposal)
 
 
 def refuse_network_file_system(directory: Path) -> None:
