@@ -213,7 +213,14 @@ class AgentClient:
 
 def rank(number: int = 0, world: int = 1, **more: Any) -> dict[str, Any]:
     """A RankLaunch on one CPU core."""
-    place = {"rank": number, "world_size": world, "local_rank": number, "local_world_size": world, "hosts": 1}
+    place = {
+        "rank": number,
+        "world_size": world,
+        "local_rank": number,
+        "local_world_size": world,
+        "hosts": 1,
+        "node": 0,
+    }
     device = {"kind": "cpu", "uuid": f"cpu-{number}", "cores": [], "threads": 1}
     return {
         **place,
