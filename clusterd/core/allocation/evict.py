@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from clusterd.core.allocation.pass_context import PassContext
-from clusterd.core.allocation.rights import claim, least_by_right, may_preempt
+from clusterd.core.allocation.rights import claim, least_by_right, may_preempt, requested_devices
 from clusterd.core.allocation.shrink_to_share import shrink_to_share
 from clusterd.core.allocation.suspend import may_suspend_by_right, suspendable, suspension_s
 from clusterd.core.allocation.victim_search import EvictionPlan, SuspensionCost, VictimSearch
@@ -145,8 +145,17 @@ def _cheapest(
                 fastest.setdefault((x.types, x.shape), x)
         return tuple(fastest.values())
 
-    found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in p.curve.offers[:OFFERS_TRIED] if offer.devices]
+    found = [search.make(offer, sizes, ctx.costs.cost_s) for offer in _by_right(p)]
     return min((e for e in found if e is not None and e.changes), key=lambda e: e.lost_s, default=None)
+
+
+def _by_right(p: JobForecast) -> list[Estimate]:
+    """Offers for which a queued job may take devices by right: up to its request, largest first."""
+    if p.curve.is_request:
+        return [x for x in p.curve.offers if x.devices][:OFFERS_TRIED]
+    most = max(requested_devices(p.job), p.curve.least)
+    sizes = [n for n in sorted(p.curve.points, reverse=True) if n <= most]
+    return [p.curve.points[n] for n in sizes[:OFFERS_TRIED]]
 
 
 OFFERS_TRIED = 8
