@@ -41,9 +41,9 @@ class _Forecasts(dict[JobId, JobForecast]):
 class Default:
     """Policy that minimises the sum of completion times of jobs with a performance model.
 
-    Guaranteed jobs run at least as fast as what they asked for. Others are black boxes and get what they ask for, as
-    soon as it is there; who does not fit lets smaller ones pass. Curves are remembered between passes, and nothing
-    else: they follow from the state.
+    Guaranteed jobs run at least as fast as what they asked for. Jobs without a model get what they ask for. The first
+    job that cannot start has a reservation, which nobody delays; devices beyond a request are on loan. Curves are
+    remembered between passes, and nothing else: they follow from the state.
     """
 
     name = "default"
@@ -56,9 +56,9 @@ class Default:
         self._estimates = HeterogeneousEstimates()
 
     def propose(self, view: View) -> Proposal:
-        """Evacuate drained hosts, start or preempt for queued jobs in order, then scale up and rebalance.
+        """Evacuate drained hosts, serve claims, start queued jobs in order or free devices for them, then scale up.
 
-        Last the cores, which hold nobody up: they follow the devices.
+        CPU cores come last: they follow the devices, and no job waits for cores that another only borrows.
         """
         there = take_inventory(view)
         known: dict[JobId, JobForecast] = {}
